@@ -6,9 +6,9 @@ The scores are put on a fixed grid before the exponential: with L = fp32(scale *
     t2 = fma(q . k, L, GRID_OFFSET)          # t = t2 - GRID_OFFSET is a multiple of 2^-12
     P  = bf16(exp2(t2 - (GRID_OFFSET + k)))  # k: the integer reference exponent of the row
 
-The subtraction is exact and exp2 commutes with integer shifts, so neither the moment of a rescale nor
-the choice of k changes a bit of the result. AMLA (section 3) rescales by powers of two; the grid and
-the lazy threshold are this project's.
+The subtraction is exact and exp2 commutes with integer shifts, so neither the moment of a rescale
+nor the choice of k changes a bit of the result. AMLA (section 3) rescales by powers of two; the
+grid and the lazy threshold are this project's.
 """
 
 LOG2E = 1.4426950408889634
