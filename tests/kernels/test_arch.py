@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
 import torch
-
 from mla_kernels.arch import ARCHS, KB, device_arch, get_arch
 
 
