@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading the machine code that cuobjdump prints: opcodes, tensor-core families, loops, spills."""
+
+import re
+from collections import Counter
+from typing import NamedTuple
+
+# Opcode prefixes of each tensor-core family.
+FAMILIES = {
+    "mma": ("HMMA", "IMMA", "DMMA", "QMMA", "OMMA"),
+    "wgmma": ("HGMMA", "IGMMA", "QGMMA"),
+    "tcgen05": ("UTCHMMA", "UTCQMMA", "UTCIMMA", "UTCOMMA"),
+}
+OPCODE_FAMILY = {opcode: family for family, ops in FAMILIES.items() for opcode in ops}
+
+
+class Instruction(NamedTuple):
+    address: int
+    predicated: bool
+    opcode: str  # without suffixes: HMMA.16816.F32.BF16 -> HMMA
+    text: str
+
+
+class Loop(NamedTuple):
+    start: int
+    end: int
+    tensor_core: int
+    local_loads: int
+    local_stores: int
+
+
+def parse(sass: str) -> list[Instruction]:
+    instructions = []
+    for line in sass.splitlines():
+        match = re.match(r"\s+/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z]\w*)(.*?);", line)
+        if match:
+            address, predicate, opcode, rest = match.groups()
+            instructions.append(Instruction(int(address, 16), bool(predicate), opcode, rest))
+    return instructions
+
+
+def tensor_core_families(instructions: list[Instruction]) -> Counter[str]:
+    """Tensor-core instructions by family."""
+    return Counter(OPCODE_FAMILY[i.opcode] for i in instructions if i.opcode in OPCODE_FAMILY)
+
+
+def hot_loops(instructions: list[Instruction]) -> list[Loop]:
+    """The innermost loops that hold tensor-core instructions."""
+    spans = []
+    for i in instructions:
+        # A loop closes by a conditional jump back; an unconditional one is an mbarrier retry.
+        target = re.search(r"0x([0-9a-f]+)", i.text) if i.opcode == "BRA" else None
+        conditional = i.predicated or re.search(r"\bU?P\d", i.text)
+        if target and conditional and int(target.group(1), 16) < i.address:
+            spans.append((int(target.group(1), 16), i.address))
+    loops = [loop for start, end in spans if (loop := _loop(instructions, start, end)).tensor_core]
+    return [
+        loop
+        for loop in loops
+        if not any(o != loop and loop.start <= o.start and o.end <= loop.end for o in loops)
+    ]
+
+
+def hot_spills(instructions: list[Instruction]) -> tuple[int, int]:
+    """(local loads, local stores) in the hot loops; in the whole kernel if it has none."""
+    loops = hot_loops(instructions)
+    if not loops and instructions:
+        loops = [_loop(instructions, 0, instructions[-1].address)]
+    return sum(loop.local_loads for loop in loops), sum(loop.local_stores for loop in loops)
+
+
+def _loop(instructions: list[Instruction], start: int, end: int) -> Loop:
+    body = [i.opcode for i in instructions if start <= i.address <= end]
+    tensor_core = sum(opcode in OPCODE_FAMILY for opcode in body)
+    return Loop(start, end, tensor_core, body.count("LDL"), body.count("STL"))
