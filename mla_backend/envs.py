@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every environment variable this project reads, in one table.
+
+`get(name)` parses the variable at the time of the call. `python -m mla_backend.envs` prints the
+table as Markdown; docs/environment.md is that output, and a test keeps it current.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("0", "false", "no", "off", "")
+
+
+def _parse_bool(text: str) -> bool:
+    lowered = text.strip().lower()
+    if lowered not in _TRUE + _FALSE:
+        raise ValueError(f"expected one of {', '.join(_TRUE)} or {', '.join(_FALSE[:-1])}")
+    return lowered in _TRUE
+
+
+def _choice(*allowed: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in allowed:
+            raise ValueError(f"expected one of {', '.join(allowed)}")
+        return text
+
+    return parse
+
+
+@dataclass(frozen=True)
+class EnvVar:
+    """One environment variable: `default` is the text that stands in when it is unset."""
+
+    name: str
+    default: str
+    parse: Callable[[str], Any]
+    doc: str
+
+
+ENV_VARS: dict[str, EnvVar] = {
+    var.name: var
+    for var in (
+        EnvVar(
+            "MLA_BACKEND_IMPL",
+            "auto",
+            _choice("auto", "hopper", "triton", "torch", "reference"),
+            "Implementation of the decode kernel. `auto` chooses by device and shape.",
+        ),
+        EnvVar(
+            "MLA_BACKEND_RESCALE",
+            "pow2",
+            _choice("pow2", "amla", "flash"),
+            "Softmax rescaling of the decode kernel: power-of-two grid, the AMLA paper's integer "
+            "add, or the usual multiply.",
+        ),
+        EnvVar(
+            "MLA_BACKEND_CHECK",
+            "0",
+            _parse_bool,
+            "Check block tables and lengths on every decode call and name the request at fault. "
+            "Slow: it reads device memory.",
+        ),
+        EnvVar(
+            "MLA_BACKEND_CPU_PLATFORM",
+            "1",
+            _parse_bool,
+            "Offer vLLM the CPU platform that can select this backend. `0` leaves vLLM's own CPU "
+            "platform in place; `--attention-backend CUSTOM` then has no effect on a CPU.",
+        ),
+        EnvVar(
+            "MLA_BACKEND_CPU_ROTARY_FIX",
+            "1",
+            _parse_bool,
+            "On CPU, route rotary embedding around vLLM's compiled op, which is wrong for the 3-D "
+            "query of MLA models.",
+        ),
+        EnvVar(
+            "MLA_BACKEND_ALLOW_UNTESTED_VLLM",
+            "0",
+            _parse_bool,
+            "Register with a vLLM outside the tested range instead of refusing.",
+        ),
+    )
+}
+
+
+def get(name: str) -> Any:
+    """Parsed value of the environment variable `name`, or of its default when it is unset.
+
+    Raises KeyError for a name that is not in the table, ValueError for a value that does not
+    parse (naming the variable, the value and what is allowed).
+    """
+    var = ENV_VARS[name]
+    text = os.environ.get(name, var.default)
+    try:
+        return var.parse(text)
+    except ValueError as error:
+        raise ValueError(f"{name}={text!r}: {error}") from None
+
+
+def markdown_table() -> str:
+    """The table as a Markdown page."""
+    rows = [f"| `{v.name}` | `{v.default}` | {v.doc} |" for v in ENV_VARS.values()]
+    head = "# Environment variables\n\nWritten by `python -m mla_backend.envs`.\n"
+    return "\n".join([head, "| name | default | meaning |", "|---|---|---|", *rows, ""])
+
+
+if __name__ == "__main__":
+    print(markdown_table(), end="")

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CPU platform that honours this backend when, and only when, it is selected.
+
+vLLM's CPU platform knows two MLA backends by name and adapts the configuration to them: block
+size 16, no chunked prefill, no prefix caching. Unless this plugin's backend is selected
+(`--attention-backend CUSTOM`), every method here is vLLM's own.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.platforms.cpu import CpuPlatform
+
+from mla_backend import compat, envs
+from mla_backend.attention import support
+from mla_backend.plugin import is_ours
+
+logger = init_logger("vllm.mla_backend")
+
+_ROTARY_OP = "rotary_embedding"
+
+
+def _selected(vllm_config: Any) -> bool:
+    attention = vllm_config.attention_config
+    per_kind = getattr(attention, "backend_per_kind", None) or {}
+    return any(is_ours(backend) for backend in (attention.backend, *per_kind.values()))
+
+
+@dataclass
+class _Asked:
+    """What the user asked for, before vLLM's CPU platform rewrites it for its own MLA kernels."""
+
+    block_size: int
+    enable_chunked_prefill: bool
+    enable_prefix_caching: bool
+    max_num_batched_tokens: int
+
+    @classmethod
+    def read(cls, vllm_config: Any) -> "_Asked":
+        cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
+        block_size = cache.block_size if cache.user_specified_block_size else support.BLOCK_SIZE
+        if block_size % support.BLOCK_SIZE != 0:
+            raise ValueError(support.block_size_reason(block_size))
+        return cls(
+            block_size,
+            scheduler.enable_chunked_prefill,
+            cache.enable_prefix_caching,
+            scheduler.max_num_batched_tokens,
+        )
+
+    def restore(self, vllm_config: Any) -> None:
+        cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
+        cache.block_size = self.block_size
+        cache.enable_prefix_caching = self.enable_prefix_caching
+        scheduler.enable_chunked_prefill = self.enable_chunked_prefill
+        scheduler.max_num_batched_tokens = self.max_num_batched_tokens
+
+
+def _avoid_rotary_op(vllm_config: Any) -> None:
+    """Take rotary embedding off vLLM's compiled CPU op: for 3-D q and k it is wrong by 0.3-0.4.
+
+    Models with yarn never use that op; those with `rope_type: default` do.
+    """
+    ops = vllm_config.compilation_config.custom_ops
+    chosen = {f"+{_ROTARY_OP}", f"-{_ROTARY_OP}"} & set(ops)
+    if envs.get("MLA_BACKEND_CPU_ROTARY_FIX") and not chosen:
+        ops.append(f"-{_ROTARY_OP}")
+
+
+class MlaCpuPlatform(CpuPlatform):
+    """vLLM's CPU platform, plus this backend."""
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: Any) -> None:
+        """vLLM's own adaptation; with our backend selected, without the parts that fight it.
+
+        Raises RuntimeError for a vLLM outside the supported range, ValueError for a model
+        without MLA or a block size that is not a multiple of 64.
+        """
+        model = vllm_config.model_config
+        if model is None or not _selected(vllm_config):
+            super().check_and_update_config(vllm_config)
+            return
+        compat.require_supported_vllm()
+        if not model.use_mla:
+            raise ValueError(support.not_mla_reason(model.architecture))
+        asked = _Asked.read(vllm_config)
+        super().check_and_update_config(vllm_config)
+        asked.restore(vllm_config)
+        _avoid_rotary_op(vllm_config)
+
+    @classmethod
+    def get_attn_backend_cls(
+        cls,
+        selected_backend: Any,
+        attn_selector_config: Any,
+        num_heads: int | None = None,
+    ) -> str:
+        """Path of the attention class for one layer; ours after the same checks as on a GPU."""
+        if not is_ours(selected_backend):
+            return super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)
+        backend = selected_backend.get_class()
+        reasons = backend.validate_configuration(
+            device_capability=None, **attn_selector_config._asdict()
+        )
+        if reasons:
+            raise ValueError(f"{selected_backend.name} cannot serve this: {'; '.join(reasons)}")
+        logger.info_once("Using %s (mla-backend) on CPU.", selected_backend.name)
+        return selected_backend.get_path()

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Entry points that vLLM calls. Import-light: both run very early, in every process, repeatedly."""
+
+import logging
+from typing import Any
+
+from mla_backend import compat, envs
+
+GENERAL_PLUGIN = "mla_backend"
+PLATFORM_PLUGIN = "mla_backend_cpu"
+OWN_NAME = "MLA_BACKEND"
+
+BACKEND_CLASS = "mla_backend.attention.backend.MlaBackend"
+REFUSAL_CLASS = "mla_backend.refusal.MlaBackend"
+CPU_PLATFORM_CLASS = "mla_backend.platform.MlaCpuPlatform"
+CPU_PREFILL_CLASS = "mla_backend.attention.prefill.CpuPrefillBackend"
+WORKER_EXTENSION_CLASS = "mla_backend.worker.WorkerExtension"
+
+_VLLM_CPU_PLATFORM = "vllm.platforms.cpu.CpuPlatform"
+
+# A child of vLLM's logger, so that its handlers and level apply.
+logger = logging.getLogger("vllm.mla_backend")
+
+
+def register() -> None:
+    """`vllm.general_plugins`: make the backend selectable. Selects nothing; safe to call again.
+
+    With a vLLM outside the supported range an error is logged and selecting CUSTOM fails with
+    the same message; everything else of that vLLM works as if this plugin were not there.
+    """
+    status = compat.vllm_version_status()
+    if not status.supported:
+        logger.error("%s. The backend is not available.", status.message)
+        compat.register_attention_backend(REFUSAL_CLASS, OWN_NAME)
+        return
+    names = compat.register_attention_backend(BACKEND_CLASS, OWN_NAME)
+
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        compat.register_cpu_prefill_backend(CPU_PREFILL_CLASS)
+    logger.debug("Registered %s as %s", BACKEND_CLASS, ", ".join(names))
+
+
+def cpu_platform() -> str | None:
+    """`vllm.platform_plugins`: our CPU platform, only where vLLM would choose its own CPU one.
+
+    Returns None on any accelerator, on a CPU platform that is not the plain one (Zen), and with
+    MLA_BACKEND_CPU_PLATFORM=0.
+    """
+    if not envs.get("MLA_BACKEND_CPU_PLATFORM"):
+        return None
+    from vllm import platforms
+
+    for name, detect in platforms.builtin_platform_plugins.items():
+        if name == "cpu":
+            continue
+        try:
+            if detect() is not None:
+                return None
+        except Exception:  # vLLM itself treats a detector that fails as "not this platform"
+            logger.debug("Platform detector %s failed", name, exc_info=True)
+    if platforms.builtin_platform_plugins["cpu"]() != _VLLM_CPU_PLATFORM:
+        return None
+    return CPU_PLATFORM_CLASS
+
+
+def is_ours(backend: Any) -> bool:
+    """Whether a member of vLLM's AttentionBackendEnum (or None) stands for this plugin's class."""
+    if backend is None:
+        return False
+    try:
+        return backend.get_path() in (BACKEND_CLASS, REFUSAL_CLASS)
+    except ValueError:  # CUSTOM, registered by nobody
+        return False

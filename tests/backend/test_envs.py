@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mla_backend import envs
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_defaults_parse(monkeypatch):
+    for name in envs.ENV_VARS:
+        monkeypatch.delenv(name, raising=False)
+        envs.get(name)
+
+
+@pytest.mark.parametrize("text, value", [("1", True), ("TRUE", True), ("0", False), ("", False)])
+def test_bool(monkeypatch, text, value):
+    monkeypatch.setenv("MLA_BACKEND_CHECK", text)
+    assert envs.get("MLA_BACKEND_CHECK") is value
+
+
+@pytest.mark.parametrize(
+    "name, text", [("MLA_BACKEND_CHECK", "maybe"), ("MLA_BACKEND_IMPL", "cuda")]
+)
+def test_a_bad_value_is_named(monkeypatch, name, text):
+    monkeypatch.setenv(name, text)
+    with pytest.raises(ValueError, match=rf"{name}='{text}': expected one of"):
+        envs.get(name)
+
+
+def test_unknown_name():
+    with pytest.raises(KeyError):
+        envs.get("MLA_BACKEND_NOT_THERE")
+
+
+def test_docs_table_is_current():
+    printed = subprocess.run(
+        [sys.executable, "-m", "mla_backend.envs"], capture_output=True, text=True, check=True
+    ).stdout
+    assert (ROOT / "docs" / "environment.md").read_text() == printed
+
+
+def test_every_variable_read_is_in_the_table():
+    sources = [
+        path.read_text()
+        for package in ("mla_backend", "kernels", "serving")
+        for path in (ROOT / package).rglob("*.py")
+    ]
+    named = {m for text in sources for m in re.findall(r"MLA_BACKEND_[A-Z0-9_]*[A-Z0-9]", text)}
+    assert named == set(envs.ENV_VARS)

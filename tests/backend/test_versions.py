@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The version range, and `compat` against registries shaped like vLLM 0.26's and 0.32's."""
+
+import enum
+import importlib
+import logging
+import sys
+import types
+
+import pytest
+
+from mla_backend import compat, plugin
+
+
+@pytest.fixture
+def vllm_version(monkeypatch):
+    def pretend(version):
+        monkeypatch.setattr(compat, "installed_vllm_version", lambda: version)
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    "version, supported",
+    [
+        ("0.25.1", False),
+        ("0.26.0", True),
+        ("0.27.1", True),
+        ("0.32.0+cpu", True),
+        ("0.33.1rc1.dev7+gabc", True),
+        ("0.34.0rc1", False),
+        ("1.0.0", False),
+        ("dev", False),
+    ],
+)
+def test_range(vllm_version, version, supported):
+    vllm_version(version)
+    status = compat.vllm_version_status()
+    assert status.supported is supported
+    assert "0.26 to 0.33" in status.message
+    assert version in status.message
+
+
+def test_no_vllm(vllm_version):
+    vllm_version(None)
+    status = compat.vllm_version_status()
+    assert not status.supported
+    assert "not installed" in status.message
+
+
+def test_untested_vllm_may_be_allowed(vllm_version, monkeypatch):
+    vllm_version("0.34.0")
+    monkeypatch.setenv("MLA_BACKEND_ALLOW_UNTESTED_VLLM", "1")
+    assert compat.vllm_version_status().supported
+
+
+class FakeEnum026(enum.Enum):
+    FLASH_ATTN = "vllm.flash"
+    CUSTOM = None
+
+
+class FakeEnum032(enum.Enum):
+    FLASH_ATTN = "vllm.flash"
+    CUSTOM = None
+
+    @classmethod
+    def register(cls, name, value):
+        assert name not in cls.__members__, "vLLM raises for a member that exists"
+        member = object.__new__(cls)
+        member._name_, member._value_ = name, value
+        cls._member_map_[name] = member
+        return member
+
+
+def fake_registry(monkeypatch, members):
+    """vLLM's registry module with `register_backend` as its versions define it."""
+    module = types.ModuleType("registry")
+    module.AttentionBackendEnum = members
+    module.paths = {}
+
+    def register_backend(backend, class_path=None, is_mamba=False):
+        if isinstance(backend, str):
+            backend = members.register(backend, class_path)
+        module.paths[backend.name] = class_path
+
+    module.register_backend = register_backend
+    monkeypatch.setitem(sys.modules, "vllm.v1.attention.backends.registry", module)
+    return module
+
+
+@pytest.mark.parametrize(
+    "members, names", [(FakeEnum026, ["CUSTOM"]), (FakeEnum032, ["CUSTOM", "MLA_BACKEND"])]
+)
+def test_names_by_version(monkeypatch, members, names):
+    registry = fake_registry(monkeypatch, members)
+    for _ in range(2):
+        assert compat.register_attention_backend("a.B", "MLA_BACKEND") == names
+    assert registry.paths == dict.fromkeys(names, "a.B")
+
+
+@pytest.mark.parametrize("members, overridden", [(["FLASH_ATTN"], True), (["CPU"], False)])
+def test_prefill_backend_only_where_vllm_has_none_for_cpu(monkeypatch, members, overridden):
+    module = types.ModuleType("registry")
+    module.MLAPrefillBackendEnum = enum.Enum("MLAPrefillBackendEnum", members)
+    calls = []
+    module.register_mla_prefill_backend = lambda *args: calls.append(args)
+    package = types.ModuleType("prefill")
+    package.registry = module
+    monkeypatch.setitem(sys.modules, "vllm.v1.attention.backends.mla.prefill", package)
+    compat.register_cpu_prefill_backend("a.B")
+    assert bool(calls) is overridden
+
+
+@pytest.mark.parametrize("version, kept", [("0.26.0", True), ("0.31.0", True), ("0.32.0", False)])
+def test_kv_b_weight_is_kept_before_032(vllm_version, version, kept):
+    import torch
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    vllm_version(version)
+    layer = torch.nn.Linear(4, 8, bias=False)
+    layer.quant_method = method = UnquantizedLinearMethod()
+    compat.keep_kv_b_weight(layer)
+    assert (layer.quant_method is not method) is kept
+    if kept:
+        weight = layer.weight
+        layer.quant_method.process_weights_after_loading(layer)
+        assert layer.weight is weight
+        x = torch.randn(2, 4)
+        torch.testing.assert_close(layer.quant_method.apply(layer, x), x @ weight.T)
+
+
+def test_outside_the_range_selecting_fails_with_the_range(vllm_version, monkeypatch, caplog):
+    vllm_version("0.34.0")
+    registry = fake_registry(monkeypatch, FakeEnum032)
+    with caplog.at_level(logging.ERROR, logger="vllm.mla_backend"):
+        monkeypatch.setattr(plugin.logger, "propagate", True)
+        plugin.register()
+    assert "0.26 to 0.33; vLLM 0.34.0 is installed" in caplog.text
+    module = registry.paths["CUSTOM"].rpartition(".")[0]
+    sys.modules.pop(module, None)
+    with pytest.raises(RuntimeError, match=r"0\.26 to 0\.33; vLLM 0\.34\.0 is installed"):
+        importlib.import_module(module)
