@@ -29,7 +29,7 @@ DEV := $(VENV)/.installed-dev
 TORCH_CPU := torch==$(shell sed -n 's/^cpu = \["torch==\([0-9.]*\)".*/\1/p' pyproject.toml)+cpu
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: help setup serve test test-fast bench lint clean distclean
+.PHONY: help setup serve test test-fast bench lint lint-kernels clean distclean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | column -t -s '|'
@@ -59,6 +59,9 @@ lint: $(DEV) ## ruff and mypy
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+lint-kernels: $(DEV) ## compile every GPU kernel for every architecture; needs no GPU
+	$(BIN)/python -m mla_kernels.offline $(ARGS)
 
 clean: ## remove build outputs and caches
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
