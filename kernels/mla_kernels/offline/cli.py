@@ -23,16 +23,17 @@ HEADER = (
 
 def main(argv: list[str] | None = None) -> int:
     args = _parse(argv)
-    jobs = [
-        (sm, spec.name)
+    selected = [
+        (sm, spec)
         for sm in args.arch
         for spec in all_specs(ARCHS[sm])
         if all(word in spec.name for word in args.match) and (spec.quick or not args.quick)
     ]
     if args.list:
-        for sm, name in jobs:
-            print(f"sm_{sm} {name}")
+        for sm, spec in selected:
+            print(f"sm_{sm} {spec.fn.__name__} {spec.name}")
         return 0
+    jobs = [(sm, spec.name) for sm, spec in selected]
     if not jobs:
         print("no specification matches", file=sys.stderr)
         return 1
@@ -55,7 +56,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--arch", type=int, nargs="+", choices=sorted(ARCHS), default=sorted(ARCHS))
     parser.add_argument("--match", nargs="+", default=[], help="all of these words in the name")
     parser.add_argument("--quick", action="store_true", help="one specialisation of each kernel")
-    parser.add_argument("--list", action="store_true", help="print the names only")
+    parser.add_argument("--list", action="store_true", help="print arch, kernel and name only")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--dump", type=Path, help="folder for ttgir, ptx and sass")
     return parser.parse_args(argv)

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run by test_offline.py: compiles kernels with planted faults, prints their problems as JSON."""
+
+import json
+
+import triton
+import triton.language as tl
+from mla_kernels.arch import ARCHS
+from mla_kernels.offline import KernelSpec, check, compile_spec
+
+
+@triton.jit
+def matmul(a_ptr, b_ptr, c_ptr, n, BLOCK: tl.constexpr, K: tl.constexpr):
+    i = tl.arange(0, BLOCK)[:, None]
+    j = tl.arange(0, BLOCK)[None, :]
+    k = tl.arange(0, K)
+    acc = tl.zeros([BLOCK, BLOCK], tl.float32)
+    for step in range(n):
+        a = tl.load(a_ptr + step * BLOCK * K + i * K + k[None, :])
+        b = tl.load(b_ptr + step * BLOCK * K + k[:, None] * BLOCK + j)
+        acc = tl.dot(a, b, acc=acc)
+    tl.store(c_ptr + i * BLOCK + j, acc)
+
+
+@triton.jit
+def copy(a_ptr, b_ptr, c_ptr, n, BLOCK: tl.constexpr, K: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(c_ptr + i, tl.load(a_ptr + i).to(tl.float32))
+
+
+@triton.jit
+def broken(a_ptr, b_ptr, c_ptr, n, BLOCK: tl.constexpr, K: tl.constexpr):
+    tl.store(c_ptr, tl.arange(0, 3))
+
+
+def problems(fn, sm=86, block=64, k=32, **options):
+    pointers = ("a_ptr", "b_ptr", "c_ptr")
+    spec = KernelSpec(
+        name=fn.__name__,
+        fn=fn,
+        signature={"a_ptr": "*bf16", "b_ptr": "*bf16", "c_ptr": "*fp32", "n": "i32"},
+        constexprs={"BLOCK": block, "K": k},
+        aligned=pointers,
+        options={"num_warps": 4, **options},
+        tensor_core="any",
+    )
+    return check(compile_spec(spec, ARCHS[sm]))
+
+
+print(
+    json.dumps(
+        {
+            "sound": problems(matmul),
+            "few registers": problems(matmul, block=128, maxnreg=64),
+            "large tile": problems(matmul, block=128, k=64, num_warps=8, num_stages=5),
+            "bad code": problems(broken),
+            "no tensor core": problems(copy),
+        }
+    )
+)

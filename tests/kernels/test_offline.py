@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The offline compiler: it reads machine code rightly, refuses what may not ship, and what this
+package ships compiles for every arch.
+
+Compilation runs in processes of its own: this one may have its kernels bound to the interpreter.
+"""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import mla_kernels
+import pytest
+from mla_kernels.arch import ARCHS
+from mla_kernels.offline import CompileReport, KernelSpec, check, sass
+
+SPEC = KernelSpec("op/variant", fn=None, signature={}, tensor_core="native")
+GOOD = {"registers": 100, "shared_memory": 1000, "tensor_core": {"wgmma": 4}}
+
+# A loop from 0x40 to 0x90 with wgmma, one spill load before it, one spill store inside, and an
+# unconditional jump back (an mbarrier retry) around all of it.
+LISTING = """
+        /*0010*/                   MOV R1, c[0x0][0x28] ;      /* 0x1 */
+        /*0020*/                   LDL R5, [R1+0x8] ;
+        /*0040*/                   HGMMA.64x256x16.F32.BF16 R24, gdesc[UR4], R24 ;
+        /*0050*/              @!P0 STL.64 [R1], R2 ;
+        /*0060*/                   FMUL R4, R4, R5 ;
+        /*0090*/               @P1 BRA 0x40 ;
+        /*00a0*/                   HMMA.16816.F32.BF16 R4, R8, R10, R4 ;
+        /*00b0*/                   EXIT ;
+        /*00c0*/                   BRA 0x10 ;
+"""
+
+
+def test_hot_loop_is_the_innermost_with_tensor_core_instructions():
+    instructions = sass.parse(LISTING)
+    assert sass.hot_loops(instructions) == [sass.Loop(0x40, 0x90, 1, 0, 1)]
+    assert sass.hot_spills(instructions) == (0, 1)
+    assert sass.tensor_core_families(instructions) == {"wgmma": 1, "mma": 1}
+
+
+def test_a_kernel_without_such_a_loop_is_searched_whole():
+    listing = LISTING.replace("HGMMA", "FFMA").replace("HMMA", "FADD")
+    assert sass.hot_spills(sass.parse(listing)) == (1, 1)
+
+
+def test_a_loop_whose_predicate_stands_behind_the_opcode_is_found():
+    listing = LISTING.replace("@P1 BRA 0x40", "    BRA.U !UP0, 0x40")
+    assert [loop.start for loop in sass.hot_loops(sass.parse(listing))] == [0x40]
+
+
+def test_a_good_report_passes():
+    assert check(CompileReport(SPEC, ARCHS[90], **GOOD)) == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"error": "ptxas failed"}, "does not compile: ptxas failed"),
+        ({"shared_memory": 227 * 1024 + 1}, "227.0 KB of shared memory, sm_90 has 227 KB"),
+        ({"hot_local_loads": 2}, "hot loop: 2 LDL, 0 STL"),
+        ({"hot_local_stores": 1}, "hot loop: 0 LDL, 1 STL"),
+        ({"tensor_core": {"mma": 8}}, "no wgmma instruction"),
+        ({"warnings": ("(C7510) serialized",)}, "(C7510) serialized"),
+    ],
+)
+def test_every_kind_of_problem_is_named(fields, problem):
+    (found,) = check(CompileReport(SPEC, ARCHS[90], **(GOOD | fields)))
+    assert problem in found
+
+
+def test_any_tensor_core_family_will_do_where_the_spec_says_so():
+    spec = KernelSpec("op/small", fn=None, signature={}, tensor_core="any")
+    assert check(CompileReport(spec, ARCHS[90], tensor_core={"mma": 8})) == []
+    assert check(CompileReport(spec, ARCHS[90])) == ["no tensor-core instruction"]
+
+
+def test_real_kernels_with_planted_faults_are_caught():
+    script = Path(__file__).parent / "offline_faults.py"
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    problems = json.loads(done.stdout.splitlines()[-1])
+    assert problems["sound"] == []
+    assert "spills in the hot loop" in problems["few registers"][0]
+    assert "KB of shared memory, sm_86 has 99 KB" in problems["large tile"][0]
+    assert "does not compile" in problems["bad code"][0]
+    assert problems["no tensor core"] == ["no tensor-core instruction"]
+
+
+def offline(*args):
+    command = [sys.executable, "-m", "mla_kernels.offline", *args]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_one_specialisation_of_each_kernel_compiles_for_every_arch():
+    done = offline("--quick")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_nothing_matching_is_an_error():
+    done = offline("--match", "no-such-kernel")
+    assert done.returncode == 1
+    assert "no specification matches" in done.stderr
+
+
+@pytest.mark.parametrize("args", [(), ("--quick",)])
+def test_every_kernel_is_listed_for_every_arch(args):
+    """A kernel that is launched (`*_kernel` under a jit decorator) must have a specification."""
+    root = Path(mla_kernels.__file__).parent
+    kernels = {
+        (node.name, "hopper" in path.parts)
+        for path in root.rglob("*.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef)
+        and node.name.endswith("_kernel")
+        and any("jit" in ast.unparse(d) for d in node.decorator_list)
+    }
+    listed = {tuple(line.split()[:2]) for line in offline("--list", *args).stdout.splitlines()}
+    wanted = {
+        (f"sm_{sm}", name)
+        for name, hopper_only in kernels
+        for sm in ARCHS
+        if sm == 90 or not hopper_only
+    }
+    assert wanted - listed == set()
