@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Argument checks shared by the ops: ValueError naming the value and what is allowed."""
+
+import torch
+
+from mla_kernels.layouts import Fp8DsMlaLayout, MlaDims
+
+FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+BLOCK_SIZES = (16, 32, 64, 128)
+INDEX_DTYPES = (torch.int32,)
+
+
+def check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"Expected {name} in {list(allowed)}, got {value!r}")
+
+
+def check_dtype(name: str, x: torch.Tensor, allowed: tuple[torch.dtype, ...]) -> None:
+    if x.dtype not in allowed:
+        raise ValueError(f"Expected {name}.dtype in {list(allowed)}, got {x.dtype}")
+
+
+def check_shape(name: str, x: torch.Tensor, shape: tuple[int | str, ...]) -> None:
+    """`shape` holds ints that must match and names of free dimensions."""
+    ok = x.dim() == len(shape) and all(
+        not isinstance(want, int) or have == want for have, want in zip(x.shape, shape, strict=True)
+    )
+    if not ok:
+        wanted = ", ".join(map(str, shape))
+        raise ValueError(f"Expected {name} of shape [{wanted}], got {list(x.shape)}")
+
+
+def check_device(name: str, x: torch.Tensor, device: torch.device) -> None:
+    if x.device != device:
+        raise ValueError(f"Expected {name} on {device}, like the query, got {x.device}")
+
+
+def check_last_contiguous(name: str, x: torch.Tensor) -> None:
+    if x.shape[-1] > 1 and x.stride(-1) != 1:
+        raise ValueError(
+            f"Expected {name} with a contiguous last dimension, got strides {x.stride()}"
+        )
+
+
+def check_kv_cache(kv_cache: torch.Tensor, dims: MlaDims, kv_scale: object) -> None:
+    """A paged cache of one of the layouts in layouts.py, for rows of `dims`."""
+    check_dtype("kv_cache", kv_cache, (*FLOAT_DTYPES, torch.float8_e4m3fn, torch.uint8))
+    width = dims.head_dim
+    if kv_cache.dtype == torch.uint8:
+        if dims.kv_lora_rank % Fp8DsMlaLayout.group_size:
+            raise ValueError(
+                f"Expected kv_lora_rank to be a multiple of {Fp8DsMlaLayout.group_size} for "
+                f"fp8_ds_mla rows, got {dims.kv_lora_rank}"
+            )
+        width = Fp8DsMlaLayout(dims).row_bytes
+    check_shape("kv_cache", kv_cache, ("num_blocks", "block_size", width))
+    check_choice("block size (kv_cache.shape[1])", kv_cache.shape[1], BLOCK_SIZES)
+    check_last_contiguous("kv_cache", kv_cache)
+    if kv_cache.dtype == torch.float8_e4m3fn:
+        if kv_scale is None:
+            raise ValueError("Expected kv_scale for a float8_e4m3fn cache, got None")
+        if isinstance(kv_scale, torch.Tensor) and kv_scale.numel() != 1:
+            raise ValueError(f"Expected kv_scale with 1 element, got {list(kv_scale.shape)}")
+    elif kv_scale is not None:
+        raise ValueError(f"Expected kv_scale=None for a {kv_cache.dtype} cache, got {kv_scale!r}")
+
+
+def check_contents(
+    block_table: torch.Tensor, seq_lens: torch.Tensor, num_blocks: int, block_size: int
+) -> None:
+    """Lengths within the table and used table entries within the cache. Reads the device."""
+    lens = seq_lens.tolist()
+    capacity = block_table.shape[1] * block_size
+    for i, n in enumerate(lens):
+        if not 0 <= n <= capacity:
+            raise ValueError(
+                f"Expected seq_lens[{i}] in 0..{capacity} ({block_table.shape[1]} blocks of "
+                f"{block_size} in its block table row), got {n}"
+            )
+    column = torch.arange(block_table.shape[1], device=block_table.device)
+    used = column[None] * block_size < seq_lens[:, None]
+    bad = used & ((block_table < 0) | (block_table >= num_blocks))
+    if bool(bad.any()):
+        i, j = bad.nonzero()[0].tolist()
+        raise ValueError(
+            f"Expected block_table entries in 0..{num_blocks - 1}, got {int(block_table[i, j])} "
+            f"in row {i}, column {j} (seq_lens[{i}] = {lens[i]})"
+        )

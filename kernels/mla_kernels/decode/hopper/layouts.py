@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Register and shared-memory layouts of the Hopper kernel (one warpgroup = 4 warps)."""
+
+from triton.experimental.gluon import language as gl
+
+BLOCK = gl.constexpr(64)  # rows of a query tile, tokens of a cache tile
+HALF = gl.constexpr(256)  # latent columns of one PV warpgroup
+ROPE = gl.constexpr(64)
+
+
+def _accumulator(n: int) -> gl.constexpr:
+    return gl.constexpr(
+        gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, n, 16])
+    )
+
+
+SCORES = _accumulator(64)  # S and P, [64, 64]
+SUMS = _accumulator(8)  # eight partial row sums a row, [64, 8]: adding them up needs no shuffles
+OUTPUT = _accumulator(256)  # one half of O, [64, 256]
+QUERY = gl.constexpr(gl.DotOperandLayout(0, SCORES.value, 2))  # Q in registers
+
+SCORES_ROW = gl.constexpr(gl.SliceLayout(1, SCORES.value))
+SCORES_COL = gl.constexpr(gl.SliceLayout(0, SCORES.value))
+SUMS_ROW = gl.constexpr(gl.SliceLayout(1, SUMS.value))
+OUTPUT_ROW = gl.constexpr(gl.SliceLayout(1, OUTPUT.value))
+OUTPUT_COL = gl.constexpr(gl.SliceLayout(0, OUTPUT.value))
+
+TILE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
+VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+FACTORS = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))  # the 64 rescale factors, two a lane
+
+# Element-wise passes over shared tiles of 64 and 128 columns, 16 bytes a thread.
+PASS_64 = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+PASS_128 = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
+PASS_64_ROW = gl.constexpr(gl.SliceLayout(1, PASS_64.value))

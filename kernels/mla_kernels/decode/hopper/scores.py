@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Warpgroup 0: S = Q K^T, the pow2-grid softmax, and P handed to the two PV warpgroups."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from mla_kernels import numerics
+from mla_kernels.decode.hopper.layouts import (
+    BLOCK,
+    PASS_128,
+    QUERY,
+    SCORES,
+    SCORES_COL,
+    SCORES_ROW,
+    SUMS,
+    SUMS_ROW,
+)
+from mla_kernels.decode.hopper.stream import (
+    first_segment,
+    next_segment,
+    ring_next,
+    ring_previous,
+)
+
+GRID_OFFSET = gl.constexpr(numerics.GRID_OFFSET)
+EXPONENT_FLOOR = gl.constexpr(numerics.EXPONENT_FLOOR)
+TAU = gl.constexpr(numerics.TAU)
+LN2 = gl.constexpr(numerics.LN2)
+
+
+@gluon.jit
+def pow2_int(e):
+    """2^e for integer-valued e <= 0, exactly; 0 for e < -126."""
+    bits = (gl.maximum(e, -127.0).to(gl.int32) + 127) << 23
+    return bits.to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def round_bf16(x):
+    """fp32 -> bf16, two at a time. Written as asm because the compiler, seeing the result used as
+    fp32 again, converts one by one with an instruction that runs at a quarter of the rate."""
+    return gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def issue_scores(
+    q_a, q_b, q_rope, q_shared, ring_a, ring_b, ring_r, full_a, full_b, full_r,
+    ia, pa, ib, pb, ir, pr,
+):  # fmt: skip
+    """Q K^T of one tile, asynchronous. Three quarters of Q's k-steps come from registers."""
+    s = gl.zeros([BLOCK, BLOCK], gl.float32, SCORES)
+    mbarrier.wait(full_a.index(ia), pa)
+    s = warpgroup_mma(q_a, ring_a.index(ia).permute((1, 0)), s, use_acc=False, is_async=True)
+    mbarrier.wait(full_b.index(ib), pb)
+    b = ring_b.index(ib)
+    s = warpgroup_mma(q_b, b.slice(0, 128, dim=1).permute((1, 0)), s, is_async=True)
+    s = warpgroup_mma(q_shared, b.slice(128, 128, dim=1).permute((1, 0)), s, is_async=True)
+    mbarrier.wait(full_r.index(ir), pr)
+    return warpgroup_mma(q_rope, ring_r.index(ir).permute((1, 0)), s, is_async=True)
+
+
+@gluon.jit
+def softmax_step(s, k, l, scale_log2):
+    """(P, factor, k', l') of one tile: numerics.py, with k moved only past 2^TAU."""
+    row_max = gl.fma(gl.max(s, 1), scale_log2, GRID_OFFSET) - GRID_OFFSET
+    row_max = gl.maximum(gl.ceil(row_max), EXPONENT_FLOOR)
+    k_new = gl.where(row_max > k + TAU, row_max, k)
+    factor = pow2_int(k - k_new)
+    t = gl.fma(s, scale_log2, GRID_OFFSET)
+    p = round_bf16(gl.exp2(t - (k_new + GRID_OFFSET)[:, None]))
+    sums = gl.sum(gl.reshape(p.to(gl.float32), [BLOCK, 8, 8]), 1)
+    l = l * gl.convert_layout(factor, SUMS_ROW)[:, None] + gl.convert_layout(sums, SUMS)
+    return p, factor, k_new, l
+
+
+@gluon.jit
+def scores_warpgroup(
+    parts, requests, seq_lens, table, table_stride, lse, part_sums, scale_log2,
+    q_shared, ring_a, ring_b, ring_r, full_a, full_b, full_r,
+    p_ring, full_p_a, full_p_b, empty_p, full_q, factors, inverse, full_out, empty_out,
+    num_rows, num_heads, s_q,
+    SLOTS_A: gl.constexpr, SLOTS_B: gl.constexpr, SLOTS_R: gl.constexpr, SLOTS_P: gl.constexpr,
+    CAUSAL: gl.constexpr, CHUNKED: gl.constexpr,
+):  # fmt: skip
+    first_row = gl.program_id(0) * BLOCK
+    ia = gl.to_tensor(0)
+    pa = gl.to_tensor(0)
+    ib = gl.to_tensor(0)
+    pb = gl.to_tensor(0)
+    ir = gl.to_tensor(0)
+    pr = gl.to_tensor(0)
+    ip = gl.to_tensor(0)
+    pp = gl.to_tensor(1)
+    po = gl.to_tensor(1)
+    col = gl.arange(0, BLOCK, SCORES_COL)
+    row = gl.arange(0, BLOCK, SCORES_ROW)
+    row_ok = first_row + row < num_rows
+    plan, request, lo, hi, end, split = first_segment(
+        parts, seq_lens, requests, table, table_stride, CHUNKED
+    )
+    while request <= plan.last:
+        length = gl.load(seq_lens + request)
+        slot = gl.load(requests + request * 4 + 0)
+        splits = gl.load(requests + request * 4 + 1)
+        after, after_lo, after_hi, after_end = next_segment(plan, request, hi, end)
+        # The query tile is the first of the segment's stream: registers, and 128 columns shared.
+        mbarrier.wait(full_a.index(ia), pa)
+        mbarrier.wait(full_b.index(ib), pb)
+        mbarrier.wait(full_r.index(ir), pr)
+        q_a = ring_a.index(ia).load(QUERY)
+        q_b = ring_b.index(ib).slice(0, 128, dim=1).load(QUERY)
+        q_rope = ring_r.index(ir).load(QUERY)
+        q_shared.store(ring_b.index(ib).slice(128, 128, dim=1).load(PASS_128))
+        fence_async_shared()
+        mbarrier.arrive(full_q, count=1)
+        ia, pa = ring_next(ia, pa, SLOTS_A)
+        ib, pb = ring_next(ib, pb, SLOTS_B)
+        ir, pr = ring_next(ir, pr, SLOTS_R)
+
+        k = gl.full([BLOCK], EXPONENT_FLOOR, gl.float32, SCORES_ROW)
+        l = gl.zeros([BLOCK, 8], gl.float32, SUMS)
+        # Row r may see keys below `limit`; tiles below `unmasked` need no mask at all.
+        limit = gl.full([BLOCK], 0, gl.int32, SCORES_ROW) + length
+        unmasked = length // BLOCK
+        if CAUSAL:
+            limit = length - (s_q - 1) + (first_row + row) // num_heads
+            unmasked = (length - (s_q - 1)) // BLOCK
+        for n in range(lo, hi):
+            token = issue_scores(
+                q_a, q_b, q_rope, q_shared, ring_a, ring_b, ring_r, full_a, full_b, full_r,
+                ia, pa, ib, pb, ir, pr,
+            )  # fmt: skip
+            # Warpgroup 1 gets P(n-1) only now: its half of PV(n-1) fills the tensor cores while
+            # this warpgroup is busy with softmax(n).
+            mbarrier.arrive(full_p_a.index(ring_previous(ip, SLOTS_P)), count=1, pred=n > lo)
+            s = warpgroup_mma_wait(0, deps=(token,))
+            ia, pa = ring_next(ia, pa, SLOTS_A)
+            ib, pb = ring_next(ib, pb, SLOTS_B)
+            ir, pr = ring_next(ir, pr, SLOTS_R)
+            if n >= unmasked:
+                s = gl.where((n * BLOCK + col)[None, :] < limit[:, None], s, -float("inf"))
+            p, factor, k, l = softmax_step(s, k, l, scale_log2)
+            mbarrier.wait(empty_p.index(ip), pp)
+            p_ring.index(ip).store(p)
+            factors.index(ip).store(factor)
+            fence_async_shared()
+            mbarrier.arrive(full_p_b.index(ip), count=1)  # warpgroup 2 starts PV(n)
+            ip, pp = ring_next(ip, pp, SLOTS_P)
+        mbarrier.arrive(full_p_a.index(ring_previous(ip, SLOTS_P)), count=1)
+
+        total = gl.convert_layout(gl.sum(l, 1), SCORES_ROW)
+        seen = total > 0.0
+        mbarrier.wait(empty_out, po)
+        at = first_row + row
+        if splits == 1:
+            inverse.store(gl.where(seen, 1.0 / total, 0.0))
+            value = gl.where(seen, (k + gl.log2(total)) * LN2, -float("inf"))
+            gl.store(lse + request * num_rows + at, value, mask=row_ok)
+        else:
+            inverse.store(gl.full([BLOCK], 1.0, gl.float32, SCORES_ROW))
+            at = ((slot + split) * num_rows + at) * 2
+            gl.store(part_sums + at, total, mask=row_ok)
+            gl.store(part_sums + at + 1, k, mask=row_ok)
+        mbarrier.arrive(full_out, count=1)
+        po = po ^ 1
+        split = gl.where(after == request, split + 1, 0)
+        request = after + 0
+        lo = after_lo + 0
+        hi = after_hi + 0
+        end = after_end + 0

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Walking a part of the plan: segments of cache tiles, and the stream of TMA loads that runs ahead.
+
+A segment is an unbroken range of tiles [lo, hi) of one request, folded into one accumulator. Each
+is loaded as hi - lo + 1 tiles: its query tile first, through the same rings as the cache tiles, so
+that the rings stay full across the border between two requests.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from mla_kernels.decode.hopper.gluon_compat import aggregate, tma_load
+from mla_kernels.decode.hopper.layouts import BLOCK
+
+
+@gluon.jit
+def ring_next(slot, phase, SIZE: gl.constexpr):
+    """The next slot of a ring and the parity that its barrier is waited for with."""
+    if SIZE == 1:
+        return slot, phase ^ 1
+    slot = slot + 1
+    wrap = slot == SIZE
+    return gl.where(wrap, 0, slot), gl.where(wrap, phase ^ 1, phase)
+
+
+@gluon.jit
+def ring_step(slot, SIZE: gl.constexpr):
+    """The next slot of a ring whose barrier is not waited for here."""
+    return gl.where(slot + 1 == SIZE, 0, slot + 1)
+
+
+@gluon.jit
+def ring_previous(slot, SIZE: gl.constexpr):
+    return gl.where(slot == 0, SIZE - 1, slot - 1)
+
+
+@aggregate
+class Part:
+    """This program's share of the plan (decode/triton/plan.py) and what it is read with: requests
+    up to `last`, of which the last one up to tile `last_end`."""
+
+    last: gl.tensor
+    last_end: gl.tensor
+    seq_lens: gl.tensor
+    requests: gl.tensor
+    table: gl.tensor
+    table_stride: gl.tensor
+    CHUNKED: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, last, last_end, seq_lens, requests, table, table_stride, CHUNKED):
+        self.last = last
+        self.last_end = last_end
+        self.seq_lens = seq_lens
+        self.requests = requests
+        self.table = table
+        self.table_stride = table_stride
+        self.CHUNKED = gl.constexpr(CHUNKED)
+
+
+@gluon.jit
+def request_end(plan, request):
+    """Number of the tile past this part's share of a request (0: nothing)."""
+    tiles = (gl.load(plan.seq_lens + gl.minimum(request, plan.last)) + BLOCK - 1) // BLOCK
+    return gl.where(request >= plan.last, gl.minimum(plan.last_end, tiles), tiles)
+
+
+@gluon.jit
+def next_request(plan, request):
+    request = request + 1
+    end = request_end(plan, request)
+    while (request <= plan.last) & (end <= 0):
+        request = request + 1
+        end = request_end(plan, request)
+    return request, end
+
+
+@gluon.jit
+def segment_end(plan, request, lo, end):
+    """Where the segment from tile `lo` stops: at the end of its chunk, or of the part's share."""
+    if plan.CHUNKED:
+        chunk = gl.load(plan.requests + gl.minimum(request, plan.last) * 4 + 2)
+        return gl.minimum(lo + chunk, end)
+    else:
+        return end
+
+
+@gluon.jit
+def next_segment(plan, request, hi, end):
+    """(request, lo, hi, end) of the segment after the one that stops at tile `hi`."""
+    lo = hi + 0
+    if plan.CHUNKED:
+        if lo >= end:
+            request, end = next_request(plan, request)
+            lo = lo * 0
+    else:
+        request, end = next_request(plan, request)
+        lo = lo * 0
+    return request, lo, segment_end(plan, request, lo, end), end
+
+
+@gluon.jit
+def first_segment(parts, seq_lens, requests, table, table_stride, CHUNKED: gl.constexpr):
+    """(part, request, lo, hi, end, split) of this program."""
+    row = parts + gl.program_id(1) * 8
+    request = gl.load(row + 0)
+    lo = gl.load(row + 1)
+    last = gl.load(row + 2)
+    last_end = gl.load(row + 3)
+    split = gl.load(row + 4)
+    # A part without work says last = -1; reads past the end below are clamped to request `last`.
+    request = gl.where(last < 0, 1, request)
+    last = gl.maximum(last, 0)
+    plan = Part(last, last_end, seq_lens, requests, table, table_stride, CHUNKED)
+    end = request_end(plan, request)
+    if (request <= last) & (lo >= end):
+        request, end = next_request(plan, request)
+        lo = lo * 0
+        split = split * 0
+    return plan, request, lo, segment_end(plan, request, lo, end), end, split
+
+
+@aggregate
+class Cursor:
+    """A place in the tile stream of one ring: `tile` of `request`, or the segment's query tile
+    when `tile == query` (that is lo - 1). `page` is the cache page of the tile."""
+
+    request: gl.tensor
+    tile: gl.tensor
+    hi: gl.tensor
+    end: gl.tensor
+    query: gl.tensor
+    page: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, request, tile, hi, end, query, page):
+        self.request = request
+        self.tile = tile
+        self.hi = hi
+        self.end = end
+        self.query = query
+        self.page = page
+
+
+@gluon.jit
+def stream_start(request, lo, hi, end):
+    return Cursor(request + 0, lo - 1, hi + 0, end + 0, lo - 1, gl.to_tensor(0))
+
+
+@gluon.jit
+def load_next(
+    c, plan, q_desc, kv_desc, num_rows, COL: gl.constexpr, WIDTH: gl.constexpr, ring, full, slot
+):  # fmt: skip
+    """Fill `slot` of a ring with columns [COL, COL + WIDTH) of the cursor's tile, and step on."""
+    ok = c.request <= plan.last
+    mbarrier.expect(full.index(slot), BLOCK * WIDTH * 2, pred=ok)
+    if c.tile == c.query:
+        row = c.request * num_rows + gl.program_id(0) * BLOCK
+        tma_load(q_desc, [row, COL], full.index(slot), ring.index(slot), pred=ok)
+    else:
+        tma_load(kv_desc, [c.page * BLOCK, COL], full.index(slot), ring.index(slot), pred=ok)
+
+    request = c.request
+    tile = c.tile + 1
+    hi = c.hi
+    end = c.end
+    query = c.query
+    if tile >= hi:
+        request, lo, hi, end = next_segment(plan, request, hi, end)
+        tile = lo - 1
+        query = lo - 1
+    row = plan.table + gl.minimum(request, plan.last).to(gl.int64) * plan.table_stride
+    page = gl.load(row + gl.maximum(tile, 0))
+    return Cursor(request, tile, hi, end, query, page)

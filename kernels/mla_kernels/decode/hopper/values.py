@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Warpgroups 1 and 2: each owns 256 latent columns of O, adds P V to them, and issues the TMA loads
+of its half of the cache (warpgroup 2 also those of the rope columns)."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from mla_kernels.decode.hopper.gluon_compat import cta_barrier
+from mla_kernels.decode.hopper.layouts import (
+    BLOCK,
+    FACTORS,
+    HALF,
+    OUTPUT,
+    OUTPUT_COL,
+    OUTPUT_ROW,
+    PASS_64,
+    PASS_64_ROW,
+    ROPE,
+)
+from mla_kernels.decode.hopper.stream import (
+    first_segment,
+    load_next,
+    next_segment,
+    ring_next,
+    ring_step,
+    stream_start,
+)
+
+
+@gluon.jit
+def rescale(acc, factors, ip):
+    if gl.min(factors.index(ip).load(FACTORS), 0) < 1.0:
+        acc = acc * factors.index(ip).load(OUTPUT_ROW)[:, None]
+    return acc
+
+
+@gluon.jit
+def clear_rows_past(ring, slot, left):
+    """Zero the rows of a tile at or past `left`: 0 * NaN would reach O."""
+    row = gl.arange(0, BLOCK, PASS_64_ROW)
+    for quarter in gl.static_range(4):
+        part = ring.index(slot).slice(quarter * 64, 64, dim=1)
+        part.store(gl.where((row < left)[:, None], part.load(PASS_64), 0.0))
+    fence_async_shared()
+    cta_barrier()
+
+
+@gluon.jit
+def values_warpgroup(
+    out, part_acc, q_desc, q_rope_desc, kv_desc, kv_rope_desc, table, table_stride,
+    parts, requests, seq_lens, ring, full, ring_r, full_r,
+    p_ring, full_p, empty_p, full_q, factors, inverse, full_out, empty_out, num_rows,
+    COL: gl.constexpr, SLOTS: gl.constexpr, SLOTS_R: gl.constexpr, SLOTS_P: gl.constexpr,
+    CHUNKED: gl.constexpr,
+):  # fmt: skip
+    LATENT: gl.constexpr = 2 * HALF
+    first_row = gl.program_id(0) * BLOCK
+    iv = gl.to_tensor(0)
+    ip = gl.to_tensor(0)
+    pp = gl.to_tensor(0)
+    po = gl.to_tensor(0)
+    pq = gl.to_tensor(0)
+    ir = gl.to_tensor(0)
+    row = gl.arange(0, BLOCK, OUTPUT_ROW)
+    col = gl.arange(0, HALF, OUTPUT_COL)
+    row_ok = (first_row + row < num_rows)[:, None]
+    plan, request, lo, hi, end, split = first_segment(
+        parts, seq_lens, requests, table, table_stride, CHUNKED
+    )
+    cv = stream_start(request, lo, hi, end)
+    cr = stream_start(request, lo, hi, end)
+    for i0 in gl.static_range(SLOTS):
+        cv = load_next(cv, plan, q_desc, kv_desc, num_rows, COL, HALF, ring, full, i0)
+    if COL > 0:
+        for i1 in gl.static_range(SLOTS_R):
+            cr = load_next(
+                cr, plan, q_rope_desc, kv_rope_desc, num_rows, LATENT, ROPE, ring_r, full_r, i1
+            )
+    if request <= plan.last:  # the first query tile; the later ones are taken before an epilogue
+        mbarrier.wait(full_q, pq)
+        pq = pq ^ 1
+        cv = load_next(cv, plan, q_desc, kv_desc, num_rows, COL, HALF, ring, full, iv)
+        iv = ring_step(iv, SLOTS)
+        if COL > 0:
+            cr = load_next(
+                cr, plan, q_rope_desc, kv_rope_desc, num_rows, LATENT, ROPE, ring_r, full_r, ir
+            )
+            ir = ring_step(ir, SLOTS_R)
+    while request <= plan.last:
+        length = gl.load(seq_lens + request)
+        slot = gl.load(requests + request * 4 + 0)
+        splits = gl.load(requests + request * 4 + 1)
+        after, after_lo, after_hi, after_end = next_segment(plan, request, hi, end)
+        acc = gl.zeros([BLOCK, HALF], gl.float32, OUTPUT)
+        for _n in range(lo, hi - 1):
+            mbarrier.wait(full_p.index(ip), pp)
+            if COL > 0:  # P(n) is there, so QK(n) is done and its rope tile is free
+                cr = load_next(
+                    cr, plan, q_rope_desc, kv_rope_desc, num_rows, LATENT, ROPE, ring_r, full_r, ir
+                )
+                ir = ring_step(ir, SLOTS_R)
+            acc = rescale(acc, factors, ip)
+            token = warpgroup_mma(p_ring.index(ip), ring.index(iv), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=(token,))
+            mbarrier.arrive(empty_p.index(ip), count=1)
+            cv = load_next(cv, plan, q_desc, kv_desc, num_rows, COL, HALF, ring, full, iv)
+            iv = ring_step(iv, SLOTS)
+            ip, pp = ring_next(ip, pp, SLOTS_P)
+
+        # The last tile is peeled: clearing its tail may not sit in a branch of the loop above.
+        mbarrier.wait(full_p.index(ip), pp)
+        if COL > 0:
+            cr = load_next(
+                cr, plan, q_rope_desc, kv_rope_desc, num_rows, LATENT, ROPE, ring_r, full_r, ir
+            )
+            ir = ring_step(ir, SLOTS_R)
+        if hi * BLOCK > length:
+            clear_rows_past(ring, iv, length - (hi - 1) * BLOCK)
+        acc = rescale(acc, factors, ip)
+        token = warpgroup_mma(p_ring.index(ip), ring.index(iv), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=(token,))
+        mbarrier.arrive(empty_p.index(ip), count=1)
+        cv = load_next(cv, plan, q_desc, kv_desc, num_rows, COL, HALF, ring, full, iv)
+        iv = ring_step(iv, SLOTS)
+        ip, pp = ring_next(ip, pp, SLOTS_P)
+        if after <= plan.last:  # free the next segment's query tile before this epilogue
+            mbarrier.wait(full_q, pq)
+            pq = pq ^ 1
+            cv = load_next(cv, plan, q_desc, kv_desc, num_rows, COL, HALF, ring, full, iv)
+            iv = ring_step(iv, SLOTS)
+            if COL > 0:
+                cr = load_next(
+                    cr, plan, q_rope_desc, kv_rope_desc, num_rows, LATENT, ROPE, ring_r, full_r, ir
+                )
+                ir = ring_step(ir, SLOTS_R)
+
+        mbarrier.wait(full_out, po)
+        inverse_row = inverse.load(OUTPUT_ROW)
+        mbarrier.arrive(empty_out, count=1)
+        po = po ^ 1
+        acc = acc * inverse_row[:, None]
+        at = (first_row + row)[:, None] * LATENT + (COL + col)[None, :]
+        if splits == 1:
+            whole = out + request.to(gl.int64) * num_rows * LATENT
+            gl.store(whole + at, acc.to(gl.bfloat16), mask=row_ok)
+        else:
+            partial = part_acc + (slot + split).to(gl.int64) * num_rows * LATENT
+            gl.store(partial + at, acc, mask=row_ok)
+        split = gl.where(after == request, split + 1, 0)
+        request = after + 0
+        lo = after_lo + 0
+        hi = after_hi + 0
+        end = after_end + 0
