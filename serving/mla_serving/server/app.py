@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The root application: our routes and middleware, vLLM's application mounted below them."""
+
+from argparse import Namespace
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.responses import JSONResponse, Response
+
+from mla_serving.server.admission import Admission, Gate
+from mla_serving.server.auth import ApiKey
+from mla_serving.server.body_limit import BodyLimit
+from mla_serving.server.errors import OpenAIErrors, error_response
+from mla_serving.server.info import Info
+
+MIB = 1024 * 1024
+
+
+def build_root_app(
+    vllm_app: FastAPI, engine: Any, gate: Gate, info: Info, args: Namespace, keys: list[str]
+) -> FastAPI:
+    """Our application around `vllm_app`.
+
+    Args:
+        vllm_app: what vLLM's `build_app` made; its lifespan is run with ours.
+        engine: vLLM's engine client; only `errored` is read.
+        gate: counts and admits requests; the drain closes it.
+        info: answers /mla/info.
+        args: root_path, mla_max_body_mib.
+        keys: API keys; empty leaves the server open.
+    """
+    app = FastAPI(
+        title="mla-backend", root_path=args.root_path or "", openapi_url=None, docs_url=None
+    )
+
+    @app.get("/health")
+    async def health() -> Response:
+        if engine.errored:
+            return error_response(503, "The engine has died.")
+        if gate.draining:
+            return error_response(503, "The server is shutting down.")
+        return Response(status_code=200)
+
+    @app.get("/mla/info")
+    async def mla_info() -> JSONResponse:
+        return JSONResponse(await info.read())
+
+    @app.exception_handler(Exception)
+    async def unexpected(_: Request, error: Exception) -> Response:
+        return error_response(500, f"Internal error: {type(error).__name__}")
+
+    app.mount("/", vllm_app)  # last: our routes win
+    # A mounted application's lifespan is not run by its parent.
+    app.router.lifespan_context = lambda _: vllm_app.router.lifespan_context(vllm_app)  # type: ignore[assignment]
+
+    # The last one added is the outermost.
+    app.add_middleware(BodyLimit, limit=int(args.mla_max_body_mib * MIB))
+    app.add_middleware(Admission, gate=gate)
+    if keys:
+        app.add_middleware(ApiKey, keys=keys)
+    app.add_middleware(OpenAIErrors)
+    return app

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every option of `vllm serve`, a few of our own, and the defaults that make MLA models ours."""
+
+import shutil
+from argparse import Namespace
+from typing import Any
+
+from mla_kernels.layouts import BLOCK_SIZE
+
+from mla_backend.plugin import WORKER_EXTENSION_CLASS
+from mla_serving.demo_model import FAMILIES, demo_model_path
+from mla_serving.server import environment, vllm_api
+from mla_serving.server.layers import Layers
+
+DEFAULT_HOST = "127.0.0.1"
+_NOT_MLA = (
+    "{model} has no multi-head latent attention, so mla-backend cannot serve it. To serve it with "
+    "vLLM's own attention name one: --attention-backend ..."
+)
+
+
+def make_parser() -> Any:
+    """vLLM's parser for `serve`, with our options in a group of their own."""
+    parser = vllm_api.make_arg_parser(
+        vllm_api.FlexibleArgumentParser(
+            prog="mla-backend serve",
+            description="Serve an MLA model over HTTP, OpenAI-compatible. Takes every option of "
+            "`vllm serve`; --help=all lists them.",
+        )
+    )
+    ours = parser.add_argument_group("mla-backend", "Options of this server")
+    ours.add_argument(
+        "--mla-demo",
+        choices=sorted(FAMILIES),
+        default="v3",
+        help="family of the small random model that is served when no model is given",
+    )
+    ours.add_argument(
+        "--mla-max-body-mib",
+        type=float,
+        default=8.0,
+        help="largest request body in MiB; a larger one is refused with 413",
+    )
+    ours.add_argument(
+        "--mla-max-requests",
+        type=int,
+        default=0,
+        help="requests taken at once; more are refused with 429 (0: no limit)",
+    )
+    ours.add_argument(
+        "--mla-drain-timeout",
+        "--drain-timeout",
+        type=float,
+        default=30.0,
+        help="seconds that running requests have to finish after SIGINT or SIGTERM",
+    )
+    ours.add_argument(
+        "--mla-no-warmup",
+        action="store_true",
+        help="be ready without having computed a first answer",
+    )
+    parser.set_defaults(model=None)
+    return parser
+
+
+def parse(layers: Layers) -> Namespace:
+    """The settings of a run: the user's, and ours where the user said nothing.
+
+    Makes the demo model when no model is given. Raises ValueError for a setting that this server
+    cannot honour; exits through argparse for one that does not parse.
+    """
+    parser = make_parser()
+    given = layers.arguments(parser._option_string_actions)
+    args = _parse(parser, given)
+    _refuse_other_launchers(args)
+    defaults: list[str] = []
+    if args.model is None:
+        args.model = str(demo_model_path(args.mla_demo))
+        defaults += ["--model", args.model]
+        if args.served_model_name is None:
+            defaults += ["--served-model-name", f"demo-{args.mla_demo}"]
+    if args.host is None and args.uds is None:
+        defaults += ["--host", DEFAULT_HOST]
+    if args.worker_extension_cls == "":
+        defaults += ["--worker-extension-cls", WORKER_EXTENSION_CLASS]
+    if vllm_api.is_cpu():
+        if args.kv_cache_memory_bytes is None:
+            environment.set_cpu_kv_cache(args.model)
+        if not (args.enforce_eager or shutil.which("g++") or shutil.which("clang++")):
+            defaults.append("--enforce-eager")  # torch.compile needs a C++ compiler
+    defaults += _attention_defaults(args)
+    args = _parse(parser, _merge(defaults, given))
+    vllm_api.validate_parsed_serve_args(args)
+    return args
+
+
+def _merge(defaults: list[str], given: list[str]) -> list[str]:
+    """Defaults before what was given, the positional model still first."""
+    positional = 1 if given and not given[0].startswith("-") else 0
+    return [*given[:positional], *defaults, *given[positional:]]
+
+
+def _parse(parser: Any, arguments: list[str]) -> Namespace:
+    args = parser.parse_args(arguments)
+    args.model = args.model_tag or args.model
+    return args
+
+
+def _attention_defaults(args: Namespace) -> list[str]:
+    """Select our backend for a model with MLA, unless the user selected one."""
+    chosen = args.attention_backend or args.attention_config.backend
+    if chosen is None:
+        if not vllm_api.model_uses_mla(args):
+            raise ValueError(_NOT_MLA.format(model=args.model))
+        defaults = ["--attention-backend", "CUSTOM"]
+    elif getattr(chosen, "name", chosen) == "CUSTOM":
+        defaults = []
+    else:
+        return []
+    return defaults if args.block_size else [*defaults, "--block-size", str(BLOCK_SIZE)]
+
+
+def _refuse_other_launchers(args: Namespace) -> None:
+    """This server is one HTTP process around one engine client; the rest stays `vllm serve`."""
+    reasons = {
+        "--headless": args.headless,
+        "--grpc": getattr(args, "grpc", False),
+        f"--api-server-count {args.api_server_count}": (args.api_server_count or 1) > 1,
+    }
+    for option, asked in reasons.items():
+        if asked:
+            raise ValueError(
+                f"{option} is not served here; use `vllm serve {option} --attention-backend "
+                "CUSTOM`, where this plugin works the same"
+            )

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bearer-token check on every route but /health.
+
+vLLM's own check covers only /v1 and a few more; /metrics, /docs and ours would stay open.
+"""
+
+import hashlib
+import hmac
+from collections.abc import Iterable
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from mla_serving.server.errors import error_response
+from mla_serving.server.paths import route_path
+
+OPEN_PATHS = ("/health",)
+
+
+class ApiKey:
+    """ASGI middleware: 401 unless `Authorization: Bearer KEY` carries one of `keys`."""
+
+    def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
+        self.app = app
+        self._digests = [_digest(key) for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket") or self._allowed(scope):
+            return await self.app(scope, receive, send)
+        if scope["type"] == "websocket":
+            return await send({"type": "websocket.close", "code": 1008})
+        message = "Missing or wrong API key: send the header `Authorization: Bearer YOUR_KEY`."
+        refusal = error_response(401, message, {"WWW-Authenticate": "Bearer"})
+        await refusal(scope, receive, send)
+
+    def _allowed(self, scope: Scope) -> bool:
+        headers = Headers(scope=scope)
+        if route_path(scope) in OPEN_PATHS or _is_cors_preflight(scope, headers):
+            return True
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            return False
+        given = _digest(key.strip())
+        # Every key is compared, in constant time, so that timing tells nothing of any of them.
+        return sum(hmac.compare_digest(given, known) for known in self._digests) > 0
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+def _is_cors_preflight(scope: Scope, headers: Headers) -> bool:
+    """A browser sends these without credentials; the CORS layer answers them, no route does."""
+    asks = "origin" in headers and "access-control-request-method" in headers
+    return scope.get("method") == "OPTIONS" and asks

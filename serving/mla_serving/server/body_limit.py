@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refuse request bodies above a size before anything parses them."""
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mla_serving.server.errors import error_response
+
+# Read and dropped after a refusal: a client that is still sending reads the answer only when its
+# body has gone out. Beyond this the connection is just closed.
+_DISCARD_BYTES = 64 * 1024 * 1024
+
+
+class BodyLimit:
+    """ASGI middleware: 413 for a body above `limit` bytes, declared or chunked."""
+
+    def __init__(self, app: ASGIApp, limit: int) -> None:
+        self.app = app
+        self.limit = limit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        headers = Headers(scope=scope)
+        length = headers.get("content-length")
+        if length is not None and length.isdigit():  # the HTTP parser holds the client to it
+            if int(length) > self.limit:
+                return await self._refuse(scope, receive, send)
+            return await self.app(scope, receive, send)
+        if "transfer-encoding" not in headers:
+            return await self.app(scope, receive, send)
+        messages = await self._read(receive)
+        if messages is None:
+            return await self._refuse(scope, receive, send)
+
+        async def replay() -> Message:
+            return messages.pop(0) if messages else await receive()
+
+        await self.app(scope, replay, send)
+
+    async def _read(self, receive: Receive) -> list[Message] | None:
+        """The messages of a whole chunked body, or None once it exceeds the limit."""
+        messages, size = [], 0
+        while True:
+            message = await receive()
+            messages.append(message)
+            size += len(message.get("body", b""))
+            if size > self.limit:
+                return None
+            if not message.get("more_body"):
+                return messages
+
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+        left = _DISCARD_BYTES
+        while left > 0:
+            message = await receive()
+            left -= len(message.get("body", b""))
+            if not message.get("more_body"):
+                break
+        text = f"Request body too large: at most {self.limit} bytes (--mla-max-body-mib)."
+        await error_response(413, text, {"Connection": "close"})(scope, receive, send)

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every error answer in the shape of the OpenAI API: {"error": {message, type, param, code}}."""
+
+import json
+from http import HTTPStatus
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+# What an error body may weigh before it is passed on as it is: ours and vLLM's are far smaller.
+_LONGEST_REWRITE = 64 * 1024
+
+
+def error_type(status: int) -> str:
+    """vLLM's name for an HTTP status: 404 -> "NotFoundError"."""
+    name = HTTPStatus(status).phrase.title().replace(" ", "").replace("-", "")
+    return name if name.endswith("Error") else f"{name}Error"
+
+
+def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+    """The JSON body of an error answer."""
+    error = {"message": message, "type": error_type(status), "param": param, "code": status}
+    return {"error": error}
+
+
+def error_response(
+    status: int, message: str, headers: dict[str, str] | None = None
+) -> JSONResponse:
+    """An error answer, ready to be sent."""
+    return JSONResponse(error_body(status, message), status, headers)
+
+
+def reshaped(status: int, body: bytes) -> bytes | None:
+    """`body` in OpenAI's shape, or None where it has that shape already."""
+    try:
+        content = json.loads(body)
+    except ValueError:
+        content = body.decode(errors="replace")
+    if isinstance(content, dict):
+        if isinstance(content.get("error"), dict):
+            return None
+        # FastAPI says `detail`; vLLM's own 401 is {"error": "Unauthorized"}.
+        content = content.get("detail") or content.get("error") or content.get("message") or ""
+    message = content if isinstance(content, str) else json.dumps(content)
+    return json.dumps(error_body(status, message.strip() or HTTPStatus(status).phrase)).encode()
+
+
+class OpenAIErrors:
+    """ASGI middleware: gives any error answer (status >= 400) of the application our one shape."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        held: Message | None = None
+        body = b""
+
+        async def send_shaped(message: Message) -> None:
+            nonlocal held, body
+            if message["type"] == "http.response.start" and _is_plain_error(message):
+                held = message
+                return
+            if held is None or message["type"] != "http.response.body":
+                return await send(message)
+            body += message.get("body", b"")
+            if message.get("more_body") and len(body) <= _LONGEST_REWRITE:
+                return
+            start, held = held, None
+            new = None if len(body) > _LONGEST_REWRITE else reshaped(start["status"], body)
+            if new is not None:
+                kept = [h for h in start["headers"] if h[0].lower() not in _REPLACED]
+                own = [
+                    (b"content-type", b"application/json"),
+                    (b"content-length", b"%d" % len(new)),
+                ]
+                start = {**start, "headers": kept + own}
+            await send(start)
+            await send({**message, "body": body if new is None else new})
+
+        await self.app(scope, receive, send_shaped)
+
+
+_REPLACED = (b"content-type", b"content-length")
+
+
+def _is_plain_error(start: Message) -> bool:
+    headers = Headers(raw=start["headers"])
+    stream = headers.get("content-type", "").startswith("text/event-stream")
+    return start["status"] >= 400 and not stream and "content-encoding" not in headers

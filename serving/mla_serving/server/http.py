@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""uvicorn, set up from vLLM's HTTP options."""
+
+import socket
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+
+from mla_serving.server import vllm_api
+
+
+class Server(uvicorn.Server):
+    """uvicorn without its signal handlers (they stop listening at once), saying when it listens."""
+
+    def __init__(self, config: uvicorn.Config, on_listening: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_listening = on_listening
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_listening()
+
+
+def make_server(app: Any, args: Namespace, on_listening: Callable[[], None]) -> Server:
+    """The HTTP server for `app`, with every option that `vllm serve` would give to uvicorn."""
+    more: dict[str, Any] = {}
+    if (log_config := vllm_api.get_uvicorn_log_config(args)) is not None:
+        more["log_config"] = log_config
+    if args.ssl_ciphers is not None:
+        more["ssl_ciphers"] = args.ssl_ciphers
+    config = uvicorn.Config(
+        app,
+        log_level=args.uvicorn_log_level,
+        access_log=not args.disable_uvicorn_access_log,
+        timeout_keep_alive=vllm_api.keep_alive_seconds(),
+        ssl_keyfile=args.ssl_keyfile,
+        ssl_certfile=args.ssl_certfile,
+        ssl_ca_certs=args.ssl_ca_certs,
+        ssl_cert_reqs=args.ssl_cert_reqs,
+        h11_max_incomplete_event_size=args.h11_max_incomplete_event_size,
+        **more,
+    )
+    config.load()
+    if args.enable_ssl_refresh:
+        vllm_api.SSLCertRefresher(
+            ssl_context=config.ssl,
+            key_path=args.ssl_keyfile,
+            cert_path=args.ssl_certfile,
+            ca_path=args.ssl_ca_certs,
+        )
+    return Server(config, on_listening)
+
+
+def bind(args: Namespace) -> socket.socket:
+    """A socket bound to --host and --port, or --uds, not listening yet: a taken port shows early.
+
+    Raises OSError naming the address.
+    """
+    host, port = args.host or "", args.port
+    if args.uds:
+        sock, address = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), args.uds
+    else:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        sock, address = socket.socket(family, socket.SOCK_STREAM), (host, port)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind(address)
+    except OSError as error:
+        sock.close()
+        where = args.uds or f"{host or '*'}:{port}"
+        raise OSError(f"cannot listen on {where}: {error.strerror}") from None
+    return sock
+
+
+def url(args: Namespace) -> str:
+    """Where a client on this machine finds the server."""
+    if args.uds:
+        return f"unix:{args.uds}"
+    host = args.host if args.host not in (None, "", "0.0.0.0", "::") else "127.0.0.1"
+    scheme = "https" if args.ssl_certfile else "http"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{args.port}{args.root_path or ''}"

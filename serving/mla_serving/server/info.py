@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What /mla/info says: which attention computes, on what cache, and how full it is."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import mla_backend
+from mla_serving.server.admission import Gate
+
+_WORKER_TIMEOUT_SECONDS = 2.0
+
+
+class Info:
+    """Collects the answer of /mla/info.
+
+    Args:
+        engine: vLLM's engine client.
+        gate: the server's own count of requests.
+        served: names under which the model is served.
+        gauges: vLLM's gauges by name, one value per engine (`vllm_api.engine_gauges`).
+        vllm_version: of the running vLLM.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        gate: Gate,
+        served: list[str],
+        gauges: Callable[[], dict[str, list[float]]],
+        vllm_version: str,
+    ) -> None:
+        self._engine = engine
+        self._gate = gate
+        self._served = served
+        self._gauges = gauges
+        self._vllm_version = vllm_version
+        self._workers: list[dict[str, Any]] | None = None
+
+    async def read(self) -> dict[str, Any]:
+        """The whole answer, ready for JSON. Numbers that vLLM does not keep are null."""
+        config = self._engine.vllm_config
+        gauges = self._gauges()
+        model = config.model_config
+        return {
+            "version": mla_backend.__version__,
+            "vllm": self._vllm_version,
+            "model": {
+                "served_names": self._served,
+                "dtype": str(model.dtype).removeprefix("torch."),
+                "max_model_len": model.max_model_len,
+            },
+            "attention": {
+                "backend": getattr(config.attention_config.backend, "name", None),
+                "workers": await self._ask_workers(),
+            },
+            "cache": _cache(config.cache_config, gauges),
+            "requests": {
+                "running": _total(gauges, "vllm:num_requests_running"),
+                "waiting": _total(gauges, "vllm:num_requests_waiting"),
+            },
+            "server": {
+                "draining": self._gate.draining,
+                "http_requests": self._gate.running,
+                "refused": self._gate.refused,
+            },
+        }
+
+    async def _ask_workers(self) -> list[dict[str, Any]] | None:
+        """Each worker's own account of what it computed with; the last one known when one is busy
+        for long. None where another worker extension than ours is in use."""
+        if self._engine.errored:
+            return self._workers
+        call = self._engine.collective_rpc("mla_backend_stats")
+        with contextlib.suppress(Exception):  # the rest of the answer is good without them
+            self._workers = await asyncio.wait_for(call, _WORKER_TIMEOUT_SECONDS)
+        return self._workers
+
+
+def _total(gauges: dict[str, list[float]], name: str) -> int | None:
+    return int(sum(gauges[name])) if name in gauges else None
+
+
+def _cache(cache: Any, gauges: dict[str, list[float]]) -> dict[str, Any]:
+    blocks = cache.num_gpu_blocks
+    usage = gauges.get("vllm:kv_cache_usage_perc")
+    used = None
+    if usage and blocks:
+        # Each engine keeps one block aside as padding; its gauge is a share of the others.
+        used = round(sum(share * (blocks // len(usage) - 1) for share in usage))
+    return {
+        "dtype": cache.cache_dtype,
+        "block_size": cache.block_size,
+        "blocks_total": blocks,
+        "blocks_used": used,
+    }

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Signals, and the way from "serving" to "stopped": drain, then exit."""
+
+import asyncio
+import os
+import signal
+import socket
+import threading
+from functools import partial
+from multiprocessing import resource_tracker
+from typing import Any
+
+import psutil
+import uvicorn
+
+from mla_serving.server.admission import Gate
+from mla_serving.server.progress import Progress
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_ENGINE_CHECK_SECONDS = 1.0
+# After the drain: what still runs is cancelled, which aborts it in the engine.
+_CANCEL_SECONDS = 1
+# vLLM's own default kills its processes at once, and leaks their shared memory.
+_ENGINE_STOP_SECONDS = 10.0
+
+
+class StopRequested(KeyboardInterrupt):
+    """A signal came before the server was up."""
+
+
+def catch_signals_while_starting() -> None:
+    """From here on SIGINT and SIGTERM raise StopRequested in the main thread.
+
+    SIGINT stays blocked in this thread and so in all threads and processes started later: Ctrl-C
+    goes to the whole process group, and vLLM's workers would die of it in the middle of a drain.
+    One thread waits for it and passes it to this process alone, as SIGTERM. Call it first.
+    """
+    resource_tracker.ensure_running()  # first: starting it unblocks SIGINT in this thread
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+
+    def forward() -> None:
+        while True:
+            signal.sigwait({signal.SIGINT})
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def stop(*_: object) -> None:
+        raise StopRequested
+
+    for number in _SIGNALS:  # SIGINT: for threads that are older than the mask
+        signal.signal(number, stop)
+    threading.Thread(target=forward, daemon=True, name="sigint").start()
+
+
+async def run_until_stopped(
+    server: uvicorn.Server,
+    sock: socket.socket,
+    engine: Any,
+    gate: Gate,
+    drain_timeout: float,
+    progress: Progress,
+) -> int:
+    """Serve until a signal or the end of the engine; returns the exit status.
+
+    The first SIGINT or SIGTERM closes the gate and gives running requests `drain_timeout` seconds;
+    a second one ends this process and its children at once.
+    """
+    stop = asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            kill_everything()
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, on_signal)
+    server.config.timeout_graceful_shutdown = _CANCEL_SECONDS
+    serving = asyncio.create_task(server.serve(sockets=[sock]))
+    stopping = asyncio.create_task(stop.wait())
+    dying = asyncio.create_task(_engine_death(engine))
+    await asyncio.wait({serving, stopping, dying}, return_when=asyncio.FIRST_COMPLETED)
+    if stop.is_set():
+        await _drain(gate, drain_timeout, dying, progress)
+    died = engine.errored
+    if died:
+        progress.line("the engine has died")
+    stopping.cancel()
+    dying.cancel()
+    server.should_exit = True
+    await serving
+    await loop.run_in_executor(None, partial(engine.shutdown, timeout=_ENGINE_STOP_SECONDS))
+    progress.line("stopped")
+    return 0 if stop.is_set() and not died else 1
+
+
+async def _engine_death(engine: Any) -> None:
+    while not engine.errored:
+        await asyncio.sleep(_ENGINE_CHECK_SECONDS)
+
+
+async def _drain(gate: Gate, seconds: float, dying: asyncio.Task[None], progress: Progress) -> None:
+    gate.draining = True
+    progress.line(f"stopping: {gate.running} requests have {seconds:g} s to finish")
+    idle = asyncio.create_task(gate.wait_idle(seconds))
+    await asyncio.wait({idle, dying}, return_when=asyncio.FIRST_COMPLETED)
+    if idle.done() and not idle.result():
+        progress.line(f"{gate.running} requests did not finish in time and are aborted")
+    idle.cancel()
+
+
+def kill_everything() -> None:
+    """End this process and all it started, now."""
+    for child in psutil.Process().children(recursive=True):
+        child.kill()
+    os._exit(128 + signal.SIGTERM)

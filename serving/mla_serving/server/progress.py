@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plain lines on standard output that say how far the start-up is."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_HEARTBEAT_SECONDS = 15.0
+
+
+class Progress:
+    """Lines stamped with the seconds since this object was made."""
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._start
+
+    def line(self, text: str) -> None:
+        print(f"mla-backend [{self.seconds:6.1f} s] {text}", flush=True)
+
+    @contextmanager
+    def waiting(self, text: str) -> Iterator[None]:
+        """Say `text`, and again every 15 s while the block runs (from a thread: it may block)."""
+        self.line(text)
+        done = threading.Event()
+
+        def repeat() -> None:
+            while not done.wait(_HEARTBEAT_SECONDS):
+                self.line(f"still {text}")
+
+        thread = threading.Thread(target=repeat, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The start-up, step by step, with a line for each."""
+
+import os
+import socket
+import sys
+from argparse import Namespace
+from contextlib import AsyncExitStack
+
+from mla_serving.server import environment, lifecycle
+from mla_serving.server.admission import Gate
+from mla_serving.server.layers import read_layers
+from mla_serving.server.progress import Progress
+
+
+def serve(argv: list[str] | None) -> int:
+    """See `mla_serving.server.main`."""
+    progress = Progress()
+    lifecycle.catch_signals_while_starting()
+    sock: socket.socket | None = None
+    try:
+        layers = read_layers(sys.argv[1:] if argv is None else argv, os.environ)
+        environment.set_before_import(layers.model())
+        with progress.waiting("importing vLLM"):
+            from mla_serving.server import args as server_args
+            from mla_serving.server import http, vllm_api
+        args = server_args.parse(layers)
+        vllm_api.prepare(args)
+        sock = http.bind(args)
+        import uvloop  # comes with vLLM
+
+        return int(uvloop.run(_serve(args, sock, progress)))
+    except lifecycle.StopRequested:
+        progress.line("stopped before it was ready")
+        return 0
+    except Exception as error:
+        if environment.debugging():
+            raise
+        print(f"mla-backend serve: {error}", file=sys.stderr)
+        return 1
+    finally:
+        if sock is not None:
+            sock.close()
+
+
+async def _serve(args: Namespace, sock: socket.socket, progress: Progress) -> int:
+    from mla_serving.server import http, vllm_api, warmup
+    from mla_serving.server.app import build_root_app
+    from mla_serving.server.info import Info
+
+    async with AsyncExitStack() as stack:
+        with progress.waiting(f"loading {args.model} into vLLM {vllm_api.VLLM_VERSION}"):
+            client = vllm_api.build_async_engine_client(args)
+            engine = await stack.enter_async_context(client)
+        tasks = await engine.get_supported_tasks()
+        vllm_app = vllm_api.build_app(args, tasks, engine.model_config)
+        await vllm_api.init_app_state(engine, vllm_app.state, args, tasks)
+        gate = Gate(args.mla_max_requests)
+        names = args.served_model_name or [args.model]
+        info = Info(engine, gate, names, vllm_api.engine_gauges, vllm_api.VLLM_VERSION)
+        keys = vllm_api.api_keys(args)
+        if "generate" in tasks and not args.mla_no_warmup:
+            with progress.waiting("computing a first answer"):
+                max_len = engine.model_config.max_model_len
+                await warmup.first_answer(vllm_app, names[0], max_len, keys)
+        app = build_root_app(vllm_app, engine, gate, info, args, keys)
+        server = http.make_server(app, args, lambda: _say_ready(args, names[0], progress))
+        vllm_app.state.server = server  # vLLM's handlers stop it when they find the engine dead
+        return await lifecycle.run_until_stopped(
+            server, sock, engine, gate, args.mla_drain_timeout, progress
+        )
+
+
+def _say_ready(args: Namespace, model: str, progress: Progress) -> None:
+    from mla_serving.server import http
+
+    address = http.url(args)
+    progress.line(f"ready: {model} at {address}/v1")
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if args.api_key else ""
+    content = "-H 'Content-Type: application/json'"
+    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+    print(f"  curl {address}/v1/chat/completions{key} {content} -d '{body}'", flush=True)

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every vLLM name that the server uses: module paths move between 0.26 and 0.33, signatures not.
+
+| name | 0.26 | 0.32 | 0.33 |
+|---|---|---|---|
+| build_app | entrypoints.openai.api_server | entrypoints.launchers.app | as 0.32 |
+| init_app_state | entrypoints.openai.api_server | launchers.api_server.app_state | as 0.32 |
+| build_async_engine_client | entrypoints.openai.api_server | launchers.api_server.entry | as 0.32 |
+| make_arg_parser, validate | entrypoints.openai.cli_args | launchers.cli_args | common.cli_args |
+| get_uvicorn_log_config | serve.utils.server_utils | launchers.utils.server_utils | as 0.32 |
+| validate_api_server_args | openai.api_server | launchers.launcher | as 0.32 |
+| SSLCertRefresher | ssl | launchers.utils.ssl | as 0.32 |
+
+Importing this module imports vLLM: seconds.
+"""
+
+import importlib
+from argparse import Namespace
+from typing import Any
+
+import vllm
+from vllm import SamplingParams, envs, logger
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
+from vllm.reasoning import ReasoningParserManager
+from vllm.tool_parsers import ToolParserManager
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.system_utils import set_ulimit
+from vllm.v1.metrics.reader import get_metrics_snapshot
+
+VLLM_VERSION = str(vllm.__version__)
+_ENTRYPOINTS = "vllm.entrypoints"
+
+
+def _first(name: str, *modules: str) -> Any:
+    """`name` from the first of `modules` (below vllm.entrypoints) that has it."""
+    for module in modules:
+        try:
+            return getattr(importlib.import_module(f"{_ENTRYPOINTS}.{module}"), name)
+        except (ImportError, AttributeError):
+            continue
+    raise ImportError(f"vLLM {VLLM_VERSION} has no {name} in any of {', '.join(modules)}")
+
+
+_CLI_ARGS = ("common.cli_args", "launchers.cli_args", "openai.cli_args")
+
+build_app = _first("build_app", "launchers.app", "openai.api_server")
+init_app_state = _first("init_app_state", "launchers.api_server.app_state", "openai.api_server")
+build_async_engine_client = _first(
+    "build_async_engine_client", "launchers.api_server.entry", "openai.api_server"
+)
+make_arg_parser = _first("make_arg_parser", *_CLI_ARGS)
+validate_parsed_serve_args = _first("validate_parsed_serve_args", *_CLI_ARGS)
+get_uvicorn_log_config = _first(
+    "get_uvicorn_log_config", "launchers.utils.server_utils", "serve.utils.server_utils"
+)
+validate_api_server_args = _first(
+    "validate_api_server_args", "launchers.launcher", "openai.api_server"
+)
+SSLCertRefresher = _first("SSLCertRefresher", "launchers.utils.ssl", "ssl")
+
+__all__ = [
+    "VLLM_VERSION",
+    "FlexibleArgumentParser",
+    "SSLCertRefresher",
+    "SamplingParams",
+    "api_keys",
+    "build_app",
+    "build_async_engine_client",
+    "engine_gauges",
+    "get_uvicorn_log_config",
+    "init_app_state",
+    "is_cpu",
+    "keep_alive_seconds",
+    "make_arg_parser",
+    "model_uses_mla",
+    "prepare",
+    "validate_parsed_serve_args",
+]
+
+
+def is_cpu() -> bool:
+    """Whether vLLM runs on its CPU platform (or ours, which is one)."""
+    return bool(current_platform.is_cpu())
+
+
+def model_uses_mla(args: Namespace) -> bool:
+    """Whether vLLM will give this model MLA attention layers. Reads the model's config."""
+    return bool(AsyncEngineArgs.from_cli_args(args).create_model_config().use_mla)
+
+
+def prepare(args: Namespace) -> None:
+    """What `vllm serve` does between parsing and starting: logging, parser plugins, file limit.
+
+    Raises KeyError for a tool or reasoning parser that nobody registered.
+    """
+    if hasattr(logger, "configure_logging_from_args"):  # 0.32+
+        logger.configure_logging_from_args(args)
+    if args.tool_parser_plugin:
+        ToolParserManager.import_tool_parser(args.tool_parser_plugin)
+    if args.reasoning_parser_plugin:
+        ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
+    validate_api_server_args(args)
+    set_ulimit()
+
+
+def api_keys(args: Namespace) -> list[str]:
+    """The keys that a client may send: --api-key, else VLLM_API_KEY, as in vLLM."""
+    return [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]
+
+
+def keep_alive_seconds() -> int:
+    """How long an idle connection is kept."""
+    return int(envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE)
+
+
+def engine_gauges() -> dict[str, list[float]]:
+    """vLLM's own gauges by name, one value per engine (several with data parallelism).
+
+    Updated with every step of the engine; empty with --disable-log-stats.
+    """
+    gauges: dict[str, list[float]] = {}
+    for metric in get_metrics_snapshot():
+        if metric.name in (
+            "vllm:kv_cache_usage_perc",
+            "vllm:num_requests_running",
+            "vllm:num_requests_waiting",
+        ):
+            gauges.setdefault(metric.name, []).append(metric.value)
+    return gauges

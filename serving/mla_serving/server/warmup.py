@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A first answer, computed before the server says that it is ready."""
+
+import httpx
+from starlette.types import ASGIApp
+
+_PROMPT_TOKENS = 8
+_NEW_TOKENS = 4
+
+
+async def first_answer(app: ASGIApp, model: str, max_model_len: int, keys: list[str]) -> None:
+    """Ask `app` for a completion, so that no user pays for the first use of anything.
+
+    Raises RuntimeError when the server fails to answer.
+    """
+    new_tokens = min(_NEW_TOKENS, max_model_len - 1)
+    prompt = list(range(min(_PROMPT_TOKENS, max_model_len - new_tokens)))
+    body = {"model": model, "prompt": prompt, "max_tokens": new_tokens, "ignore_eos": True}
+    headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(
+        transport=transport, base_url="http://warm-up", timeout=None
+    ) as client:
+        answer = await client.post("/v1/completions", json=body, headers=headers)
+    if answer.is_server_error:
+        raise RuntimeError(f"the first answer failed: {answer.text}")
