@@ -16,9 +16,9 @@ DEVICE := $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 endif
 
 MODEL ?=
-FAMILY ?= v3
-HOST ?= 127.0.0.1
-PORT ?= 8000
+FAMILY ?=
+HOST ?=
+PORT ?=
 DTYPE ?=
 ARGS ?=
 
@@ -41,12 +41,8 @@ setup: $(DEV) ## install everything, then check the installation
 	@$(BIN)/mla-backend doctor
 
 serve: $(RUNTIME) ## serve a model on http://127.0.0.1:8000 (OpenAI-compatible)
-	@model="$(MODEL)"; name=(); \
-	if [[ -z "$$model" ]]; then \
-	    model=$$($(BIN)/mla-backend demo-model --family "$(FAMILY)"); \
-	    name=(--served-model-name mla-demo); \
-	fi; \
-	exec $(BIN)/mla-backend serve "$$model" "$${name[@]}" --host "$(HOST)" --port "$(PORT)" \
+	@exec $(BIN)/mla-backend serve $(if $(MODEL),"$(MODEL)",$(if $(FAMILY),--mla-demo "$(FAMILY)")) \
+	    $(if $(HOST),--host "$(HOST)") $(if $(PORT),--port "$(PORT)") \
 	    $(if $(DTYPE),--dtype "$(DTYPE)") $(ARGS)
 
 test: lint ## lint, then all tests

@@ -66,9 +66,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from mla_backend import doctor
+    from mla_backend.doctor import main as doctor
 
-    return doctor.main(json_output=args.json, selftest=args.selftest)
+    return doctor(json_output=args.json, selftest=args.selftest)
 
 
 def _demo_model(args: argparse.Namespace) -> int:

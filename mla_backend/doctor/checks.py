@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checks, in the order in which they are shown. Each judges `Facts` and touches nothing."""
+
+from collections.abc import Callable
+
+from mla_backend.doctor import installation, machine, plugins
+from mla_backend.doctor.facts import Facts
+from mla_backend.doctor.report import Result
+
+CHECKS: tuple[Callable[[Facts], Result], ...] = (
+    installation.python,
+    installation.own_package,
+    installation.vllm,
+    installation.torch,
+    installation.torch_companions,
+    installation.triton,
+    installation.kernels_package,
+    plugins.entry_points,
+    plugins.vllm_plugins_filter,
+    plugins.backend_registered,
+    plugins.platform,
+    plugins.settings,
+    machine.devices,
+    machine.memory,
+    machine.libnuma,
+    machine.compiler,
+)

