@@ -2,11 +2,32 @@
 """Fixtures that several test folders share."""
 
 import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from mla_serving.demo_model import make_demo_model
+
+
+def interpret_kernels() -> None:
+    """Bind Triton's kernels to its CPU interpreter, in this process only.
+
+    Triton's own library is bound when triton is first imported, so this runs before any test
+    module is. The environment variable is taken back: tests start processes that must not have it.
+    """
+    os.environ["TRITON_INTERPRET"] = "1"
+    import triton
+
+    triton.knobs.propagate_env = False
+    triton.knobs.runtime.interpret = True
+    triton.knobs.propagate_env = True
+    del os.environ["TRITON_INTERPRET"]
+
+
+if not torch.cuda.is_available():
+    interpret_kernels()
 
 
 @pytest.fixture(scope="session")

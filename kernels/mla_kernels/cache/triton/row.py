@@ -6,6 +6,7 @@ import triton.language as tl
 
 from mla_kernels import layouts
 from mla_kernels.triton_common.fp8 import f32_to_e4m3
+from mla_kernels.triton_common.rounding import round_to
 
 E4M3_MAX = tl.constexpr(layouts.E4M3_MAX)
 # A group of zeros gets this scale instead of 0 (FLT_MIN, as vLLM's cache kernels do).
@@ -32,8 +33,8 @@ def store_row(
     dr = tl.arange(0, BLOCK_DR)
     if FORMAT == "float":
         dtype: tl.constexpr = row_ptr.dtype.element_ty
-        tl.store(row_ptr + dv, latent.to(dtype), mask=dv < DV)
-        tl.store(row_ptr + DV + dr, rope.to(dtype), mask=dr < DR)
+        tl.store(row_ptr + dv, round_to(latent, dtype), mask=dv < DV)
+        tl.store(row_ptr + DV + dr, round_to(rope, dtype), mask=dr < DR)
     elif FORMAT == "fp8":
         # div_rn: the plain division of the GPU is 2 ulp off, which can move a rounding.
         latent = f32_to_e4m3(tl.math.div_rn(latent, kv_scale), HW_FP8)
@@ -50,4 +51,4 @@ def store_row(
         g = tl.arange(0, GROUPS)
         tl.store(scale_ptr + g, scale, mask=g < DV // GROUP)
         rope_ptr = (row_ptr + ROPE_OFFSET).to(tl.pointer_type(tl.bfloat16), bitcast=True)
-        tl.store(rope_ptr + dr, rope.to(tl.bfloat16), mask=dr < DR)
+        tl.store(rope_ptr + dr, round_to(rope, tl.bfloat16), mask=dr < DR)
