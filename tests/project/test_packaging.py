@@ -85,20 +85,18 @@ def test_a_spawned_process_started_in_the_root_finds_the_plugins(installed, tmp_
     script.write_text("""
 import json, multiprocessing
 
-def look(queue):
+def look():
     import mla_backend
     from vllm.platforms import current_platform
     from vllm.plugins import load_general_plugins
     load_general_plugins()
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
-    queue.put([mla_backend.__file__, type(current_platform).__name__,
-               AttentionBackendEnum.CUSTOM.get_path()])
+    return [mla_backend.__file__, type(current_platform).__name__,
+            AttentionBackendEnum.CUSTOM.get_path()]
 
 if __name__ == "__main__":
-    spawn = multiprocessing.get_context("spawn")
-    queue = spawn.Queue()
-    spawn.Process(target=look, args=(queue,)).start()
-    print(json.dumps(queue.get(timeout=120)))
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(json.dumps(pool.apply(look)))
 """)
     done = subprocess.run([python, script], cwd="/", capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
