@@ -3,29 +3,13 @@
 
 import socket
 from argparse import Namespace
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import uvicorn
 
 from mla_serving.server import vllm_api
-
-
-class Server(uvicorn.Server):
-    """uvicorn without its signal handlers (they stop listening at once), saying when it listens."""
-
-    def __init__(self, config: uvicorn.Config, on_listening: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._on_listening = on_listening
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._on_listening()
+from mla_serving.server.lifecycle import Server
 
 
 def make_server(app: Any, args: Namespace, on_listening: Callable[[], None]) -> Server:

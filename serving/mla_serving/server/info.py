@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+from mla_kernels.layouts import Fp8DsMlaLayout, MlaDims
+
 import mla_backend
 from mla_serving.server.admission import Gate
 
@@ -48,14 +50,14 @@ class Info:
             "vllm": self._vllm_version,
             "model": {
                 "served_names": self._served,
-                "dtype": str(model.dtype).removeprefix("torch."),
+                "dtype": _name(model.dtype),
                 "max_model_len": model.max_model_len,
             },
             "attention": {
                 "backend": getattr(config.attention_config.backend, "name", None),
                 "workers": await self._ask_workers(),
             },
-            "cache": _cache(config.cache_config, gauges),
+            "cache": _cache(config, gauges),
             "requests": {
                 "running": _total(gauges, "vllm:num_requests_running"),
                 "waiting": _total(gauges, "vllm:num_requests_waiting"),
@@ -82,16 +84,35 @@ def _total(gauges: dict[str, list[float]], name: str) -> int | None:
     return int(sum(gauges[name])) if name in gauges else None
 
 
-def _cache(cache: Any, gauges: dict[str, list[float]]) -> dict[str, Any]:
+def _cache(config: Any, gauges: dict[str, list[float]]) -> dict[str, Any]:
+    cache, model = config.cache_config, config.model_config
     blocks = cache.num_gpu_blocks
     usage = gauges.get("vllm:kv_cache_usage_perc")
     used = None
     if usage and blocks:
         # Each engine keeps one block aside as padding; its gauge is a share of the others.
         used = round(sum(share * (blocks // len(usage) - 1) for share in usage))
+    dtype = _name(model.dtype) if cache.cache_dtype == "auto" else cache.cache_dtype
     return {
-        "dtype": cache.cache_dtype,
+        "dtype": dtype,
+        "layout": _layout(model.hf_text_config, cache.block_size, dtype),
         "block_size": cache.block_size,
         "blocks_total": blocks,
         "blocks_used": used,
     }
+
+
+def _layout(model: Any, block_size: int, dtype: str) -> str | None:
+    """One line on what a cache block of an MLA model holds; `mla_kernels.layouts` has the bytes."""
+    latent = getattr(model, "kv_lora_rank", None)
+    if latent is None:
+        return None
+    rope = model.qk_rope_head_dim
+    if dtype == "fp8_ds_mla":
+        row = Fp8DsMlaLayout(MlaDims(latent, rope)).row_bytes
+        return f"[blocks, {block_size}, {row}] uint8: {latent} fp8, fp32 scales, {rope} bf16 rope"
+    return f"[blocks, {block_size}, {latent + rope}] {dtype}: {latent} latent, {rope} rope"
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -6,6 +6,8 @@ import os
 import signal
 import socket
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from multiprocessing import resource_tracker
 from typing import Any
@@ -51,8 +53,24 @@ def catch_signals_while_starting() -> None:
     threading.Thread(target=forward, daemon=True, name="sigint").start()
 
 
+class Server(uvicorn.Server):
+    """uvicorn without its signal handlers (they stop listening at once), saying when it listens."""
+
+    def __init__(self, config: uvicorn.Config, on_listening: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_listening = on_listening
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_listening()
+
+
 async def run_until_stopped(
-    server: uvicorn.Server,
+    server: Server,
     sock: socket.socket,
     engine: Any,
     gate: Gate,

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stand-in for vLLM's application and engine: the HTTP layers are tested without a model."""
+
+import asyncio
+import json
+from argparse import Namespace
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+
+import httpx
+import pytest
+import torch
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse, StreamingResponse
+from mla_serving.server.admission import Gate
+from mla_serving.server.app import build_root_app
+from mla_serving.server.info import Info
+
+
+class FakeEngine:
+    """What the server reads of vLLM's engine client."""
+
+    def __init__(self):
+        self.errored = False
+        self.stopped = False
+        self.rpc_delay = 0.0
+        self.vllm_config = SimpleNamespace(
+            model_config=SimpleNamespace(
+                dtype=torch.bfloat16,
+                max_model_len=512,
+                hf_text_config=SimpleNamespace(kv_lora_rank=512, qk_rope_head_dim=64),
+            ),
+            attention_config=SimpleNamespace(backend=SimpleNamespace(name="CUSTOM")),
+            cache_config=SimpleNamespace(cache_dtype="auto", block_size=64, num_gpu_blocks=101),
+        )
+
+    async def collective_rpc(self, method):
+        await asyncio.sleep(self.rpc_delay)
+        return [{"rank": 0, "method": method}]
+
+    def shutdown(self, timeout):
+        self.stopped = True
+
+
+def make_vllm_app(events):
+    """An application with the habits of vLLM's: FastAPI's own error shape, streams, a lifespan."""
+
+    @asynccontextmanager
+    async def lifespan(_):
+        events.append("started")
+        yield
+        events.append("ended")
+
+    app = FastAPI(lifespan=lifespan)
+    app.state.release = asyncio.Event()
+
+    @app.post("/v1/echo")
+    async def echo(request: Request):
+        body = await request.body()
+        events.append(len(body))
+        return {"bytes": len(body), "sum": sum(body)}
+
+    @app.post("/v1/stream")
+    async def stream():
+        async def chunks():
+            try:
+                for i in range(3):
+                    yield f"data: {i}\n\n"
+                await app.state.release.wait()
+                yield "data: [DONE]\n\n"
+            except asyncio.CancelledError:
+                events.append("cancelled")
+                raise
+
+        return StreamingResponse(chunks(), media_type="text/event-stream")
+
+    @app.post("/v1/fail")
+    async def fail(how: str):
+        if how == "detail":
+            raise HTTPException(422, detail=[{"loc": ["body"], "msg": "bad"}])
+        if how == "string":
+            return JSONResponse({"error": "Unauthorized"}, 401)
+        if how == "shaped":
+            return JSONResponse({"error": {"message": "m", "code": 404}}, 404)
+        if how == "raw":
+            return StreamingResponse(iter([b"pla", b"in"]), 502, media_type="text/plain")
+        if how == "stream":
+            return StreamingResponse(iter(["data: x\n\n"]), 500, media_type="text/event-stream")
+        raise ZeroDivisionError("private text")
+
+    @app.get("/health")
+    async def health():
+        return {"from": "vllm"}
+
+    @app.get("/metrics")
+    async def metrics():
+        return {"from": "vllm"}
+
+    return app
+
+
+class Stand:
+    """One root application and all that it was made of."""
+
+    def __init__(self, *, keys=(), limit=0, body_mib=8.0, root_path=""):
+        self.engine = FakeEngine()
+        self.events = []
+        self.gauges = {}
+        self.vllm_app = make_vllm_app(self.events)
+        self.gate = Gate(limit)
+        info = Info(self.engine, self.gate, ["demo"], lambda: self.gauges, "0.32.0")
+        args = Namespace(root_path=root_path, mla_max_body_mib=body_mib)
+        self.app = build_root_app(self.vllm_app, self.engine, self.gate, info, args, list(keys))
+
+    def client(self):
+        transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+        return httpx.AsyncClient(transport=transport, base_url="http://test")
+
+    def request(self, method, path, **kwargs):
+        async def send():
+            async with self.client() as client:
+                return await client.request(method, path, **kwargs)
+
+        return asyncio.run(send())
+
+
+@pytest.fixture
+def stand():
+    return Stand
+
+
+def openai_error(response):
+    """The error of an answer; fails unless it has OpenAI's shape and repeats the status."""
+    error = json.loads(response.content)["error"]
+    assert set(error) >= {"message", "type", "code"}
+    assert error["message"] and error["code"] == response.status_code
+    return error
+
+
+@pytest.fixture(name="openai_error")
+def openai_error_fixture():
+    return openai_error

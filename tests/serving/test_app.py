@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The root application: whose route answers, the shape of errors, the API key, the body limit."""
+
+import asyncio
+
+import pytest
+
+KEY = {"Authorization": "Bearer secret"}
+
+
+def test_our_routes_win_and_the_rest_is_vllms(stand):
+    s = stand()
+    health = s.request("GET", "/health")
+    assert (health.status_code, health.content) == (200, b"")
+    assert s.request("GET", "/metrics").json() == {"from": "vllm"}
+    assert s.request("POST", "/v1/echo", content=b"abc").json() == {"bytes": 3, "sum": 294}
+
+
+def test_health_follows_the_engine_and_the_drain(stand, openai_error):
+    s = stand()
+    s.engine.errored = True
+    assert openai_error(s.request("GET", "/health"))["code"] == 503
+    s.engine.errored = False
+    s.gate.draining = True
+    assert openai_error(s.request("GET", "/health"))["code"] == 503
+
+
+def test_vllms_lifespan_runs(stand):
+    s = stand()
+
+    async def run():
+        async with s.app.router.lifespan_context(s.app):
+            assert s.events == ["started"]
+
+    asyncio.run(run())
+    assert s.events == ["started", "ended"]
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "message"),
+    [
+        ("detail", 422, '[{"loc": ["body"], "msg": "bad"}]'),
+        ("string", 401, "Unauthorized"),
+        ("shaped", 404, "m"),
+        ("raw", 502, "plain"),
+    ],
+)
+def test_every_error_has_openais_shape(stand, how, status, message):
+    answer = stand().request("POST", f"/v1/fail?how={how}")
+    assert answer.status_code == status
+    assert answer.json()["error"]["message"] == message
+    assert answer.json()["error"]["code"] == status
+    assert int(answer.headers["content-length"]) == len(answer.content)
+
+
+def test_a_crash_is_a_500_that_tells_nothing(stand, openai_error):
+    answer = stand().request("POST", "/v1/fail?how=crash")
+    assert openai_error(answer)["code"] == 500
+    assert "private text" not in answer.text
+
+
+def test_an_error_that_streams_is_left_alone(stand):
+    answer = stand().request("POST", "/v1/fail?how=stream")
+    assert (answer.status_code, answer.text) == (500, "data: x\n\n")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/nowhere", 404),
+        ("GET", "/v1/echo", 405),
+        ("POST", "/health", 405),
+        ("POST", "/v1/fail", 422),
+    ],
+)
+def test_wrong_route_method_and_argument(stand, openai_error, method, path, status):
+    assert openai_error(stand().request(method, path))["code"] == status
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/metrics",
+        "/mla/info",
+        "/docs",
+        "/openapi.json",
+        "/nowhere",
+        "/",
+        "//health",
+        "/health/",
+        "/v1/../health/x",
+    ],
+)
+def test_the_key_covers_every_route(stand, openai_error, path):
+    s = stand(keys=["other", "secret"])
+    refused = s.request("GET", path)
+    assert openai_error(refused)["code"] == 401
+    assert refused.headers["www-authenticate"] == "Bearer"
+    assert s.request("GET", path, headers=KEY).status_code != 401
+
+
+def test_the_key_does_not_cover_health(stand):
+    assert stand(keys=["secret"]).request("GET", "/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "header", ["", "Bearer", "Bearer ", "Bearer secre", "Bearer secret2", "Basic secret", "secret"]
+)
+def test_wrong_keys(stand, header):
+    answer = stand(keys=["secret"]).request("GET", "/mla/info", headers={"Authorization": header})
+    assert answer.status_code == 401
+
+
+def test_a_cors_preflight_needs_no_key_but_any_other_options_does(stand):
+    s = stand(keys=["secret"])
+    preflight = {"Origin": "http://x", "Access-Control-Request-Method": "POST"}
+    assert s.request("OPTIONS", "/v1/echo", headers=preflight).status_code != 401
+    assert s.request("OPTIONS", "/v1/echo").status_code == 401
+
+
+def test_a_websocket_without_key_is_closed(stand):
+    s, sent = stand(keys=["secret"]), []
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "websocket", "path": "/v1/realtime", "headers": []}
+    asyncio.run(s.app(scope, None, send))
+    assert sent == [{"type": "websocket.close", "code": 1008}]
+
+
+def test_routes_below_a_root_path(stand):
+    s = stand(keys=["secret"], root_path="/api")
+    assert s.request("GET", "/api/health").status_code == 200
+    assert s.request("GET", "/health").status_code == 200
+    assert s.request("GET", "/api/mla/info").status_code == 401
+
+
+async def _in_pieces(body, size):
+    for start in range(0, len(body), size):
+        yield body[start : start + size]
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_body_limit(stand, openai_error, chunked):
+    s = stand(body_mib=0.001)  # 1048 bytes
+    for size, status in ((1048, 200), (1049, 413), (500_000, 413)):
+        body = bytes(i % 251 for i in range(size))
+        content = _in_pieces(body, 100) if chunked else body
+        answer = s.request("POST", "/v1/echo", content=content)
+        assert answer.status_code == status
+        if status == 413:
+            assert "1048 bytes" in openai_error(answer)["message"]
+        else:
+            assert answer.json() == {"bytes": size, "sum": sum(body)}
+    assert s.events == [1048]  # nothing above the limit reached the application
+
+
+def test_info(stand):
+    s = stand()
+    s.gauges = {
+        "vllm:kv_cache_usage_perc": [0.25],
+        "vllm:num_requests_running": [2.0],
+        "vllm:num_requests_waiting": [1.0],
+    }
+    info = s.request("GET", "/mla/info").json()
+    assert info["attention"]["backend"] == "CUSTOM"
+    assert info["attention"]["workers"] == [{"rank": 0, "method": "mla_backend_stats"}]
+    assert info["cache"]["blocks_total"] == 101
+    assert info["cache"]["blocks_used"] == 25  # of 100: one block is padding
+    assert info["cache"]["layout"] == "[blocks, 64, 576] bfloat16: 512 latent, 64 rope"
+    assert info["requests"] == {"running": 2, "waiting": 1}
+    assert info["server"] == {"draining": False, "http_requests": 0, "refused": 0}
+
+
+def test_info_without_statistics_or_workers(stand, monkeypatch):
+    s = stand()
+    monkeypatch.setattr("mla_serving.server.info._WORKER_TIMEOUT_SECONDS", 0.01)
+    s.engine.rpc_delay = 10
+    info = s.request("GET", "/mla/info").json()
+    assert info["attention"]["workers"] is None
+    assert info["cache"]["blocks_used"] is None
+    assert info["requests"] == {"running": None, "waiting": None}
+
+
+def test_info_sums_over_engines(stand):
+    s = stand()
+    s.engine.vllm_config.cache_config.num_gpu_blocks = 202
+    s.gauges = {"vllm:kv_cache_usage_perc": [0.25, 0.5]}
+    assert s.request("GET", "/mla/info").json()["cache"]["blocks_used"] == 75
+
+
+def test_info_on_the_cache_row_of_fp8_ds_mla(stand):
+    s = stand()
+    s.engine.vllm_config.cache_config.cache_dtype = "fp8_ds_mla"
+    assert "[blocks, 64, 656] uint8" in s.request("GET", "/mla/info").json()["cache"]["layout"]

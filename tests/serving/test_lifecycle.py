@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Admission and shutdown over a real socket, with a stand-in for vLLM."""
+
+import asyncio
+import os
+import signal
+import socket
+import time
+
+import httpx
+import pytest
+import uvicorn
+from mla_serving.server import lifecycle
+from mla_serving.server.progress import Progress
+
+
+class Running:
+    """A root application served by uvicorn until stopped, with a client."""
+
+    def __init__(self, stand, drain_timeout=5.0, **kwargs):
+        self.stand = stand(**kwargs)
+        self.drain_timeout = drain_timeout
+
+    async def __aenter__(self):
+        sock = socket.socket()
+        sock.bind(("127.0.0.1", 0))
+        listening = asyncio.Event()
+        config = uvicorn.Config(self.stand.app, log_level="warning")
+        self.server = lifecycle.Server(config, listening.set)
+        self.task = asyncio.create_task(
+            lifecycle.run_until_stopped(
+                self.server,
+                sock,
+                self.stand.engine,
+                self.stand.gate,
+                self.drain_timeout,
+                Progress(),
+            )
+        )
+        await asyncio.wait_for(listening.wait(), 5)
+        port = sock.getsockname()[1]
+        self.client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=10)
+        return self
+
+    async def __aexit__(self, *_):
+        await self.client.aclose()
+        if not self.task.done():
+            os.kill(os.getpid(), signal.SIGTERM)
+            await self.task
+
+    async def stream(self):
+        """Lines of a stream that ends when `release` is set; returns after the first line."""
+        lines = []
+        first = asyncio.Event()
+
+        async def read():
+            async with self.client.stream("POST", "/v1/stream") as answer:
+                assert answer.status_code == 200
+                async for line in answer.aiter_lines():
+                    lines.append(line)
+                    first.set()
+            return [line for line in lines if line]
+
+        task = asyncio.create_task(read())
+        await asyncio.wait_for(first.wait(), 5)
+        return task
+
+    def release(self):
+        self.stand.vllm_app.state.release.set()
+
+
+DONE = ["data: 0", "data: 1", "data: 2", "data: [DONE]"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_finishes_what_runs_and_takes_nothing_new(stand, openai_error, number):
+    async def run():
+        async with Running(stand) as r:
+            stream = await r.stream()
+            os.kill(os.getpid(), number)
+            await asyncio.sleep(0.1)
+            assert openai_error(await r.client.get("/health"))["code"] == 503
+            refused = await r.client.post("/v1/echo", content=b"x")
+            assert openai_error(refused)["code"] == 503
+            assert "retry-after" in refused.headers
+            info = (await r.client.get("/mla/info")).json()["server"]
+            assert info == {"draining": True, "http_requests": 1, "refused": 1}
+            assert not r.task.done()
+            r.release()
+            assert await stream == DONE
+            assert await r.task == 0
+            assert r.stand.engine.stopped
+            assert r.stand.events == ["started", "ended"]
+            with pytest.raises(httpx.ConnectError):
+                await r.client.get("/health")
+
+    asyncio.run(run())
+
+
+def test_the_drain_is_bounded(stand):
+    async def run():
+        async with Running(stand, drain_timeout=0.3) as r:
+            stream = await r.stream()
+            start = time.monotonic()
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert await r.task == 0
+            assert 0.3 <= time.monotonic() - start < 4
+            with pytest.raises(httpx.RemoteProtocolError):
+                await stream
+            assert "cancelled" in r.stand.events  # so vLLM aborts it in the engine
+
+    asyncio.run(run())
+
+
+def test_a_second_signal_ends_at_once(stand, monkeypatch):
+    async def run():
+        async with Running(stand) as r:
+            killed = asyncio.Event()
+            monkeypatch.setattr(lifecycle, "kill_everything", killed.set)
+            stream = await r.stream()
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(0.1)
+            assert not killed.is_set()
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.wait_for(killed.wait(), 1)
+            r.release()
+            await stream
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("draining", [False, True])
+def test_the_death_of_the_engine_ends_the_server_with_1(stand, monkeypatch, draining):
+    monkeypatch.setattr(lifecycle, "_ENGINE_CHECK_SECONDS", 0.05)
+
+    async def run():
+        async with Running(stand, drain_timeout=60) as r:
+            stream = await r.stream()
+            if draining:
+                os.kill(os.getpid(), signal.SIGTERM)
+                await asyncio.sleep(0.1)
+            r.stand.engine.errored = True
+            assert (await r.client.get("/health")).status_code == 503
+            assert await asyncio.wait_for(r.task, 5) == 1
+            stream.cancel()
+
+    asyncio.run(run())
+
+
+def test_admission_limit(stand, openai_error):
+    async def run():
+        async with Running(stand, limit=2) as r:
+            streams = [await r.stream(), await r.stream()]
+            refused = await r.client.post("/v1/echo", content=b"x")
+            assert openai_error(refused)["code"] == 429
+            assert refused.headers["retry-after"] == "1"
+            assert (await r.client.get("/health")).status_code == 200
+            assert (await r.client.get("/mla/info")).json()["server"]["http_requests"] == 2
+            r.release()
+            assert [await s for s in streams] == [DONE, DONE]
+            assert (await r.client.post("/v1/echo", content=b"x")).status_code == 200
+            assert r.stand.gate.running == 0
+
+    asyncio.run(run())
+
+
+def test_a_client_that_leaves_is_no_longer_counted(stand):
+    async def run():
+        async with Running(stand) as r:
+            stream = await r.stream()
+            assert r.stand.gate.running == 1
+            stream.cancel()
+            for _ in range(100):
+                if r.stand.gate.running == 0:
+                    break
+                await asyncio.sleep(0.02)
+            assert r.stand.gate.running == 0
+
+    asyncio.run(run())

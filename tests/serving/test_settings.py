@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings: which source wins, what is set when nobody says anything. Needs no vLLM."""
+
+import subprocess
+import sys
+
+import pytest
+from mla_serving.server import environment
+from mla_serving.server.layers import read_layers
+
+GIB = environment.GIB
+OPTIONS = {
+    "--port",
+    "--api-key",
+    "--model",
+    "--max-model-len",
+    "--enforce-eager",
+    "--compilation-config",
+    "--no-enable-prefix-caching",
+    "--enable-prefix-caching",
+    "--enable-log-requests",
+}
+
+
+def write(tmp_path, text):
+    path = tmp_path / "serve.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_command_line_over_environment_over_file(tmp_path):
+    path = write(tmp_path, "port: 1\nmax-model-len: 1\nenforce-eager: true\n")
+    environ = {"MLA_SERVE_PORT": "2", "MLA_SERVE_MAX_MODEL_LEN": "2", "OTHER": "x"}
+    layers = read_layers(["--port", "3", "--config", path], environ)
+    assert layers.arguments(OPTIONS) == [
+        "--port", "1", "--max-model-len", "1", "--enforce-eager",
+        "--port", "2", "--max-model-len", "2",
+        "--port", "3",
+    ]  # argparse takes the last  # fmt: skip
+
+
+def test_the_kinds_of_values(tmp_path):
+    path = write(
+        tmp_path,
+        "api-key: [a, b]\nenable-prefix-caching: false\nenable-log-requests: false\n"
+        "compilation-config: {mode: 0}\n",
+    )
+    assert read_layers(["--config=" + path], {}).arguments(OPTIONS) == [
+        "--api-key", "a", "b", "--no-enable-prefix-caching", "--compilation-config", '{"mode": 0}',
+    ]  # fmt: skip
+
+
+def test_the_positional_model_stays_first(tmp_path):
+    path = write(tmp_path, "api-key: [a, b]\n")
+    layers = read_layers(["some/model", "--config", path], {})
+    assert layers.arguments(OPTIONS)[0] == "some/model"
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "expected"),
+    [
+        ([], {}, "from-file"),
+        ([], {"MLA_SERVE_MODEL": "from-env"}, "from-env"),
+        (["--model", "m"], {"MLA_SERVE_MODEL": "from-env"}, "m"),
+        (["--port", "1", "--model=m"], {}, "m"),
+        (["m", "--port", "1"], {}, "m"),
+    ],
+)
+def test_which_model(tmp_path, argv, environ, expected):
+    path = write(tmp_path, "model: from-file\n")
+    assert read_layers([*argv, "--config", path], environ).model() == expected
+
+
+def test_config_named_by_the_environment(tmp_path):
+    environ = {"MLA_SERVE_CONFIG": write(tmp_path, "port: 7\n")}
+    assert read_layers([], environ).arguments(OPTIONS) == ["--port", "7"]
+
+
+def test_unknown_settings_are_named(tmp_path):
+    with pytest.raises(ValueError, match="MLA_SERVE_PROT: there is no option --prot"):
+        read_layers([], {"MLA_SERVE_PROT": "1"}).arguments(OPTIONS)
+    path = write(tmp_path, "prot: 1\n")
+    with pytest.raises(ValueError, match="prot: there is no option --prot"):
+        read_layers(["--config", path], {}).arguments(OPTIONS)
+    with pytest.raises(ValueError, match="expected a mapping"):
+        read_layers(["--config", write(tmp_path, "- a\n")], {})
+
+
+def test_a_local_model_means_no_look_ups(tmp_path):
+    for model, offline in ((None, True), (str(tmp_path), True), ("org/name", False)):
+        environ = {}
+        environment.set_before_import(model, environ)
+        assert (environ.get("HF_HUB_OFFLINE") == "1") is offline
+        assert environ["VLLM_NO_USAGE_STATS"] == environ["DO_NOT_TRACK"] == "1"
+
+
+def test_what_the_user_set_stays(tmp_path):
+    asked = {
+        "HF_HUB_OFFLINE": "0",
+        "VLLM_NO_USAGE_STATS": "0",
+        "DO_NOT_TRACK": "0",
+        "VLLM_LOGGING_LEVEL": "INFO",
+        "VLLM_CPU_KVCACHE_SPACE": "7",
+    }
+    environ = dict(asked)
+    environment.set_before_import(None, environ)
+    environment.set_cpu_kv_cache(str(tmp_path), environ)
+    assert environ == asked
+
+
+@pytest.mark.parametrize(
+    ("available", "weights", "expected"),
+    [(2, 0, 1), (16, 0, 2), (64, 0, 8), (64, 58, 2), (64, 80, 1), (1024, 700, 128)],
+)
+def test_cpu_kv_cache(available, weights, expected):
+    assert environment.kv_cache_gib(available * GIB, weights * GIB) == expected
+
+
+def test_vllm_is_not_imported_before_the_environment_is_set():
+    code = "import sys, mla_serving.server.run; print('vllm' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "False\n"
