@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dimensions of an MLA layer."""
+
+from dataclasses import dataclass, fields
+
+from mla_kernels.layouts import MlaDims
+
+
+@dataclass(frozen=True)
+class MlaLayerConfig:
+    """Widths in elements; the defaults are DeepSeek-V3's (DeepSeek-V2 paper, section 2.1)."""
+
+    dim: int = 7168
+    q_lora_rank: int = 1536
+    kv_lora_rank: int = 512
+    num_heads: int = 128
+    nope_dim: int = 128
+    rope_dim: int = 64
+    v_dim: int = 128
+    rope_theta: float = 10000.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if getattr(self, field.name) <= 0:
+                value = getattr(self, field.name)
+                raise ValueError(f"Expected {field.name} > 0, got {value}")
+        if self.rope_dim % 2:
+            raise ValueError(f"Expected an even rope_dim, got {self.rope_dim}")
+
+    @property
+    def cache(self) -> MlaDims:
+        return MlaDims(self.kv_lora_rank, self.rope_dim)
+
+    @property
+    def qk_dim(self) -> int:
+        """Width of a query and a key before absorption."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def down_dim(self) -> int:
+        """Width of the joint down-projection: query latent, kv latent, rope part of the key."""
+        return self.q_lora_rank + self.cache.head_dim
+
+    @property
+    def scale(self) -> float:
+        """Softmax scale: that of the un-absorbed head, whose products the absorbed ones equal."""
+        return self.qk_dim**-0.5
