@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One decode step of a whole MLA layer (the AMD developer challenge's case) beside plain PyTorch.
+
+    python benchmarks/mla_layer.py
+
+Each case is checked against a naive fp32 layer first; a case that fails is reported and not timed.
+Writes results/h200/mla_layer.json and .md beside this file; other GPUs: --results DIR. Times are
+medians of CUDA-graph replays. A step reads far more than the L2 holds, so no flush is needed.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import triton
+from mla_kernels import mla_layer, plan_mla_decode
+from mla_kernels.layer import MlaLayerBuffers, MlaLayerConfig, MlaLayerWeights, rope_table
+from mla_kernels.layer.rope import rotate
+from mla_kernels.testing.naive_layer import NaiveMlaLayer
+
+DEVICE = "cuda"
+PAGE = 64
+PREFILLS = (512, 2048, 4096, 6144)
+CHECKED_REQUESTS = (0, 1, 77, 127)
+BYTES_PER_SECOND = 4.4e12  # copy roof of an H200, reads and writes counted
+FLOPS_PER_SECOND = 685e12  # bf16 matrix roof of an H200 under its power cap
+
+
+@dataclass
+class Case:
+    """One batch at one length. `past` holds unrotated rows, `rows` those of the absorbed layer."""
+
+    batch: int
+    prefill: int
+    x: torch.Tensor
+    past: torch.Tensor
+    rows: torch.Tensor
+    naive: NaiveMlaLayer
+    weights: MlaLayerWeights
+
+    @property
+    def name(self) -> str:
+        return f"b{self.batch}_p{self.prefill}"
+
+
+def make_case(naive: NaiveMlaLayer, weights: MlaLayerWeights, batch: int, prefill: int) -> Case:
+    torch.manual_seed(prefill)
+    c = naive.config
+    x = torch.randn(batch, 1, c.dim, device=DEVICE, dtype=torch.bfloat16)
+    past = torch.randn(batch, prefill, c.cache.head_dim, device=DEVICE, dtype=torch.bfloat16)
+    return Case(batch, prefill, x, past, naive.rotated_rows(past), naive, weights)
+
+
+def make_naive(config: MlaLayerConfig) -> NaiveMlaLayer:
+    """bf16 weights that keep activations near 1 and give scores of standard deviation about 2."""
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        layer = NaiveMlaLayer(config).bfloat16().requires_grad_(False)
+    for name, weight in layer.named_parameters():
+        gain = 2.0 if name == "q_up.weight" else 1.0
+        weight.copy_(torch.randn_like(weight) * gain * weight.shape[1] ** -0.5)
+    return layer
+
+
+def ours(case: Case, impl: str) -> Callable[[], torch.Tensor]:
+    """A step of `mla_layer`, its plan included, over a paged cache in shuffled pages."""
+    c, B = case.naive.config, case.batch
+    blocks = -(-(case.prefill + 1) // PAGE)
+    order = torch.randperm(B * blocks, device=DEVICE)
+    cache = torch.full((B * blocks, PAGE, c.cache.head_dim), torch.nan, device=DEVICE)
+    cache = cache.bfloat16()
+    padded = torch.nn.functional.pad(case.rows, (0, 0, 0, blocks * PAGE - case.prefill))
+    cache[order] = padded.view(B * blocks, PAGE, -1)
+    block_table = order.view(B, blocks).int()
+    seq_lens = torch.full((B,), case.prefill + 1, dtype=torch.int32, device=DEVICE)
+    table = rope_table(c, blocks * PAGE, DEVICE)
+    buffers = MlaLayerBuffers.allocate(c, B, dtype=torch.bfloat16, device=DEVICE)
+
+    def step() -> torch.Tensor:
+        plan = plan_mla_decode(seq_lens, num_heads=c.num_heads, s_q=1, block_size=PAGE)
+        args = (case.x, cache, block_table, seq_lens, case.weights, table)
+        return mla_layer(*args, buffers=buffers, plan=plan, impl=impl)
+
+    return step
+
+
+def absorbed_torch(case: Case) -> Callable[[], torch.Tensor]:
+    """The absorbed layer over a contiguous cache in plain PyTorch, through torch.compile."""
+    c, L = case.naive.config, case.prefill + 1
+    w = case.weights
+    cache = torch.nn.functional.pad(case.rows, (0, 0, 0, 1))
+    cos_sin = rope_table(c, L, DEVICE)[-1]
+
+    def step(x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+        down = x[:, 0] @ w.down.T
+        q_c, kv_c, k_pe = down.split([c.q_lora_rank, c.kv_lora_rank, c.rope_dim], dim=-1)
+        q = (q_c @ w.q_up.T).view(-1, c.num_heads, c.qk_dim)
+        q_nope, q_pe = q.split([c.nope_dim, c.rope_dim], dim=-1)
+        q_latent = torch.bmm(q_nope.transpose(0, 1), w.k_up).transpose(0, 1)
+        q = torch.cat([q_latent, rotate(q_pe, cos_sin).to(x.dtype)], dim=-1)
+        cache[:, L - 1] = torch.cat([kv_c, rotate(k_pe, cos_sin).to(x.dtype)], dim=-1)
+        scores = torch.bmm(q, cache.mT).float() * c.scale
+        latent = torch.bmm(scores.softmax(-1).to(x.dtype), cache[..., : c.kv_lora_rank])
+        v = torch.bmm(latent.transpose(0, 1), w.v_up).transpose(0, 1)
+        return (v.flatten(1) @ w.out.T)[:, None]
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=False)
+    return lambda: compiled(case.x, cache)
+
+
+def naive_torch(case: Case) -> Callable[[], torch.Tensor]:
+    return lambda: case.naive(case.x, case.past)[0]
+
+
+def golden(case: Case, requests: list[int]) -> torch.Tensor:
+    """The naive layer in fp32 on some requests, one at a time: keys of all would not fit."""
+    layer = NaiveMlaLayer(case.naive.config).to(DEVICE).requires_grad_(False)
+    layer.load_state_dict(case.naive.state_dict())
+    outs = [layer(case.x[b : b + 1].float(), case.past[b : b + 1].float())[0] for b in requests]
+    return torch.cat(outs)
+
+
+def relative_error(x: torch.Tensor, want: torch.Tensor) -> float:
+    return float((x.double() - want.double()).norm() / want.double().norm())
+
+
+def floor_us(case: Case) -> tuple[float, str]:
+    """The least time a step can take, and which roof says so."""
+    w, c, L = case.weights, case.naive.config, case.prefill + 1
+    matrices = (w.down, w.q_up, w.k_up, w.v_up, w.out)
+    bytes_moved = 2 * (sum(m.numel() for m in matrices) + case.batch * L * c.cache.head_dim)
+    attention = c.num_heads * L * (c.cache.head_dim + c.kv_lora_rank)
+    flops = 2 * case.batch * (sum(m.numel() for m in matrices) + attention)
+    memory, compute = bytes_moved / BYTES_PER_SECOND * 1e6, flops / FLOPS_PER_SECOND * 1e6
+    return (memory, "memory") if memory > compute else (compute, "compute")
+
+
+def graph_us(step: Callable[[], torch.Tensor], repeats: int = 30) -> float:
+    """Median microseconds of a replay."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return event_us(graph.replay, repeats)
+
+
+def event_us(run: Callable[[], object], repeats: int) -> float:
+    for _ in range(3):
+        run()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    return statistics.median(times)
+
+
+def run_case(case: Case, impls: list[str]) -> list[dict[str, object]]:
+    requests = [b for b in CHECKED_REQUESTS if b < case.batch]
+    want = golden(case, requests)
+    bar = 1.2 * relative_error(case.naive(case.x[requests], case.past[requests])[0], want)
+    makers: dict[str, Callable[[], Callable[[], torch.Tensor]]] = {
+        f"mla_kernels/{impl}": lambda impl=impl: ours(case, impl) for impl in impls
+    }
+    makers |= {
+        "torch.compile/absorbed": lambda: absorbed_torch(case),
+        "torch/naive": lambda: naive_torch(case),
+    }
+    floor, roof = floor_us(case)
+    rows: list[dict[str, object]] = []
+    for name, maker in makers.items():
+        gc.collect()
+        torch.cuda.empty_cache()
+        row: dict[str, object] = {"case": case.name, "impl": name, "floor_us": round(floor, 1)}
+        row |= {"roof": roof, "us": None, "rel_err": None, "note": ""}
+        try:
+            step = maker()
+            error = relative_error(step()[requests], want)
+            row["rel_err"] = round(error, 6)
+            if not error <= bar:
+                row["note"] = f"wrong: error above {bar:.4f}"
+            elif name == "torch/naive":  # kernels of milliseconds, and no memory left for a graph
+                row["us"] = round(event_us(step, 5), 1)
+            else:
+                row["us"] = round(graph_us(step), 1)
+        except torch.OutOfMemoryError:
+            row["note"] = "out of memory"
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+        step = None
+    return rows
+
+
+def markdown(rows: list[dict[str, object]]) -> str:
+    impls = list(dict.fromkeys(str(r["impl"]) for r in rows))
+    cell = {(r["case"], r["impl"]): r for r in rows}
+    lines = ["| case | floor (us) | " + " | ".join(impls) + " |", "|---" * (2 + len(impls)) + "|"]
+    for case in dict.fromkeys(str(r["case"]) for r in rows):
+        first = cell[case, impls[0]]
+        shown = [cell[case, i]["us"] or cell[case, i]["note"] for i in impls]
+        cells = [case, f"{first['floor_us']} ({first['roof']})", *map(str, shown)]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    here = Path(__file__).parent
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--prefill", type=int, nargs="+", default=list(PREFILLS))
+    parser.add_argument("--impl", nargs="+", default=["auto", "triton"])
+    parser.add_argument("--results", type=Path, default=here / "results" / "h200")
+    args = parser.parse_args()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    naive = make_naive(MlaLayerConfig())
+    weights = naive.absorbed_weights()
+    rows = []
+    for prefill in args.prefill:
+        rows += run_case(make_case(naive, weights, args.batch, prefill), args.impl)
+    machine = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cuda": torch.version.cuda,
+    }
+    options = [str(a) for a in sys.argv[1:] if "/" not in str(a) and a != "--results"]
+    command = " ".join(["python benchmarks/mla_layer.py", *options])
+    args.results.mkdir(parents=True, exist_ok=True)
+    result = {"machine": machine, "command": command, "rows": rows}
+    (args.results / "mla_layer.json").write_text(json.dumps(result, indent=1) + "\n")
+    title = (
+        f"# One decode step of an MLA layer ({machine['gpu']})\n\n`{command}`, microseconds.\n\n"
+    )
+    (args.results / "mla_layer.md").write_text(title + markdown(rows))
+    return int(any(r["note"] and r["note"] != "out of memory" for r in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
