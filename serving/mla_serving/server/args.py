@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every option of `vllm serve`, a few of our own, and the defaults that make MLA models ours."""
 
-import shutil
 from argparse import Namespace
 from typing import Any
 
 from mla_kernels.layouts import BLOCK_SIZE
 
+from mla_backend import toolchain
 from mla_backend.plugin import WORKER_EXTENSION_CLASS
 from mla_serving.demo_model import FAMILIES, demo_model_path
 from mla_serving.server import environment, vllm_api
@@ -86,8 +86,9 @@ def parse(layers: Layers) -> Namespace:
     if vllm_api.is_cpu():
         if args.kv_cache_memory_bytes is None:
             environment.set_cpu_kv_cache(args.model)
-        if not (args.enforce_eager or shutil.which("g++") or shutil.which("clang++")):
-            defaults.append("--enforce-eager")  # torch.compile needs a C++ compiler
+        if toolchain.compile_obstacle():
+            environment.set_no_compile()
+            defaults.append("--enforce-eager")
     defaults += _attention_defaults(args)
     args = _parse(parser, _merge(defaults, given))
     vllm_api.validate_parsed_serve_args(args)

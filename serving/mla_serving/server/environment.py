@@ -42,6 +42,11 @@ def set_cpu_kv_cache(model: str, environ: MutableMapping[str, str] = os.environ)
     environ["VLLM_CPU_KVCACHE_SPACE"] = str(gib)
 
 
+def set_no_compile(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Keep the engine's processes from torch.compile, which vLLM uses even in eager mode."""
+    environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+
 def debugging() -> bool:
     """Whether the user asked vLLM for its debug log: then failures come with their traceback."""
     return os.environ.get("VLLM_LOGGING_LEVEL", "").upper() == "DEBUG"
