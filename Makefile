@@ -6,21 +6,20 @@ SHELL := bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
-PYTHON ?= python3
+PYTHON = python3
 VENV := .venv
 BIN := $(VENV)/bin
 
 # cuda where an NVIDIA driver answers, else cpu.
-ifndef DEVICE
 DEVICE := $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
-endif
 
-MODEL ?=
-FAMILY ?=
-HOST ?=
-PORT ?=
-DTYPE ?=
-ARGS ?=
+# `=`, not `?=`: some shells export HOST and PORT for their own ends.
+MODEL =
+FAMILY =
+HOST =
+PORT =
+DTYPE =
+ARGS =
 
 RUNTIME := $(VENV)/.installed-$(DEVICE)
 DEV := $(VENV)/.installed-dev

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mla_backend import doctor, plugin
+from mla_backend import doctor, plugin, toolchain
 from mla_backend.doctor import facts as facts_module
 from mla_backend.doctor import report
 from mla_backend.doctor.checks import CHECKS
@@ -242,3 +242,18 @@ def test_a_crashing_probe_is_reported(monkeypatch, tmp_path):
     seen_there, failure = facts_module.run_probe()
     assert seen_there == {}
     assert "exit 1" in failure and "undefined symbol: abc" in failure
+
+
+def test_compile_obstacle(monkeypatch, tmp_path):
+    script = tmp_path / "my-c++"
+    script.touch(mode=0o755)
+    (tmp_path / "include").mkdir()
+    (tmp_path / "include" / "Python.h").touch()
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / name))
+    monkeypatch.setenv("CXX", str(script))
+    assert toolchain.compile_obstacle() is None
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert toolchain.compile_obstacle() == "no C++ compiler (no-such-compiler)"
+    monkeypatch.setenv("CXX", str(script))
+    (tmp_path / "include" / "Python.h").unlink()
+    assert "no Python headers" in toolchain.compile_obstacle()

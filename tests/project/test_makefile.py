@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The make targets, tried with stand-ins for Python and for the installed command."""
+
+import os
+import re
+import signal
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+# Without what an outer `make test VAR=...` hands down; with names that some shells export.
+ENV = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
+ENV |= {"HOST": "my-desk", "PORT": "9", "PYTHON": "none", "MODEL": "none"}
+
+
+def make(*arguments):
+    command = ["make", "--no-print-directory", "DEVICE=cpu", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=60)
+
+
+def script(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def fake_venv(tmp_path):
+    """A venv in which everything seems installed; its mla-backend shows its arguments."""
+    script(tmp_path / "bin" / "python", "exit 1")
+    script(tmp_path / "bin" / "mla-backend", 'for a in "$@"; do echo "[$a]"; done')
+    (tmp_path / ".installed-cpu").touch()
+    return tmp_path
+
+
+def test_help_lists_the_targets():
+    listed = re.findall(r"^  make (\S+)", make().stdout, re.MULTILINE)
+    assert {"help", "setup", "serve", "test", "test-fast", "bench", "lint", "clean"} <= set(listed)
+
+
+@pytest.mark.parametrize(
+    ("python", "says"),
+    [
+        ("exit 1", "Python 3.11 or newer is needed"),
+        ('case "$2" in *version_info*) exit 0;; *) exit 1;; esac', "has no venv module"),
+    ],
+)
+def test_an_unfit_python_is_one_clear_sentence(python, says, tmp_path):
+    fake = script(tmp_path / "python3", python)
+    done = make("setup", f"PYTHON={fake}", f"VENV={tmp_path / 'venv'}")
+    assert done.returncode != 0
+    first, *rest = done.stderr.strip().splitlines()
+    assert says in first and str(fake) in first
+    assert all(line.startswith("make") for line in rest)
+    assert not (tmp_path / "venv").exists()
+
+
+def test_a_venv_made_for_the_other_device_is_left_alone(fake_venv):
+    (fake_venv / ".installed-cpu").rename(fake_venv / ".installed-cuda")
+    done = make("serve", f"VENV={fake_venv}")
+    assert done.returncode != 0
+    assert "was set up for cuda" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ([], ["serve"]),
+        (["FAMILY=v2-lite"], ["serve", "--mla-demo", "v2-lite"]),
+        (["MODEL=/my models/a", "FAMILY=v3"], ["serve", "/my models/a"]),
+        (
+            ["HOST=0.0.0.0", "PORT=81", "DTYPE=float32", "ARGS=--api-key 'a b'"],
+            [
+                "serve",
+                "--host",
+                "0.0.0.0",
+                "--port",
+                "81",
+                "--dtype",
+                "float32",
+                "--api-key",
+                "a b",
+            ],
+        ),
+    ],
+)
+def test_serve_starts_at_once_with_these_arguments(variables, expected, fake_venv):
+    done = make("serve", f"VENV={fake_venv}", *variables)
+    assert done.stdout.splitlines() == [f"[{argument}]" for argument in expected]
+
+
+def test_interrupt_reaches_the_server_and_make_waits_for_it(fake_venv):
+    script(
+        fake_venv / "bin" / "mla-backend",
+        'trap "sleep 0.3; echo drained; exit 0" INT; echo ready; while :; do sleep 0.05; done',
+    )
+    command = ["make", "serve", "DEVICE=cpu", f"VENV={fake_venv}"]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=ENV, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdout.readline() == "ready\n"
+    os.killpg(process.pid, signal.SIGINT)  # what Ctrl-C does: to make and all below it
+    output, _ = process.communicate(timeout=20)
+    assert output == "drained\n"
+
+
+def test_torch_pin_is_the_one_of_the_project(tmp_path):
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    (pin,) = [line for line in extras["cpu"] if line.startswith("torch==")]
+    shown = make("-n", "setup", f"VENV={tmp_path}").stdout
+    assert f'pip install "{pin}+cpu"' in shown
