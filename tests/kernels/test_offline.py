@@ -20,7 +20,7 @@ SPEC = KernelSpec("op/variant", fn=None, signature={}, tensor_core="native")
 GOOD = {"registers": 100, "shared_memory": 1000, "tensor_core": {"wgmma": 4}}
 
 # A loop from 0x40 to 0x90 with wgmma, one spill load before it, one spill store inside, and an
-# unconditional jump back (an mbarrier retry) around all of it.
+# unconditional jump back into it from behind the kernel (an mbarrier retry).
 LISTING = """
         /*0010*/                   MOV R1, c[0x0][0x28] ;      /* 0x1 */
         /*0020*/                   LDL R5, [R1+0x8] ;
@@ -30,7 +30,7 @@ LISTING = """
         /*0090*/               @P1 BRA 0x40 ;
         /*00a0*/                   HMMA.16816.F32.BF16 R4, R8, R10, R4 ;
         /*00b0*/                   EXIT ;
-        /*00c0*/                   BRA 0x10 ;
+        /*00c0*/                   BRA 0x60 ;
 """
 
 
