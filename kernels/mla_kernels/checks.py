@@ -7,12 +7,16 @@ from mla_kernels.layouts import Fp8DsMlaLayout, MlaDims
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BLOCK_SIZES = (16, 32, 64, 128)
-INDEX_DTYPES = (torch.int32,)
 
 
 def check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"Expected {name} in {list(allowed)}, got {value!r}")
+
+
+def check_range(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise ValueError(f"Expected {name} in {low}..{high}, got {value}")
 
 
 def check_dtype(name: str, x: torch.Tensor, allowed: tuple[torch.dtype, ...]) -> None:

@@ -4,7 +4,11 @@
 import torch
 
 from mla_kernels import checks
+from mla_kernels.cache.torch_impl import write_kv_cache_torch
+from mla_kernels.dispatch import choose_impl
 from mla_kernels.layouts import MlaDims
+
+AVAILABLE = ("triton", "torch", "reference")
 
 
 def write_kv_cache(
@@ -16,10 +20,34 @@ def write_kv_cache(
     kv_scale: float | torch.Tensor | None = None,
     impl: str = "auto",
 ) -> None:
-    """Write the rows of new tokens into the paged cache, in place; slot -1 is skipped."""
-    checks.check_kv_cache(kv_cache, MlaDims(kv_c.shape[-1], k_pe.shape[-1]), kv_scale)
-    keep = slot_mapping >= 0
-    slots = slot_mapping[keep].long()
-    rows = torch.cat([kv_c[: len(keep)][keep], k_pe[: len(keep)][keep]], -1)
-    block = kv_cache.shape[1]
-    kv_cache[slots // block, slots % block] = rows.to(kv_cache.dtype)
+    """Write the cache rows of new tokens, joined and quantised, in place.
+
+    kv_c          [T, kv_lora_rank] bf16, fp16 or fp32
+    k_pe          [T, rope dim], the same dtype, RoPE already applied
+    kv_cache      [num_blocks, block_size, row] in any layout of layouts.py
+    slot_mapping  [N] int32 or int64, N <= T: block * block_size + offset, -1 = skip. Rows of kv_c
+                  past N (padding) are not read.
+    kv_scale      float8_e4m3fn caches only: value = e4m3 * kv_scale
+
+    ValueError for arguments that do not fit, before anything is written.
+    """
+    checks.check_shape("kv_c", kv_c, ("T", "kv_lora_rank"))
+    checks.check_dtype("kv_c", kv_c, checks.FLOAT_DTYPES)
+    T = kv_c.shape[0]
+    checks.check_shape("k_pe", k_pe, (T, "rope"))
+    checks.check_dtype("k_pe", k_pe, (kv_c.dtype,))
+    checks.check_kv_cache(kv_cache, MlaDims(kv_c.shape[1], k_pe.shape[1]), kv_scale)
+    checks.check_shape("slot_mapping", slot_mapping, ("T",))
+    checks.check_dtype("slot_mapping", slot_mapping, (torch.int32, torch.int64))
+    checks.check_range("length of slot_mapping", slot_mapping.shape[0], 0, T)
+    for name, x in (("kv_c", kv_c), ("k_pe", k_pe)):
+        checks.check_last_contiguous(name, x)
+    for name, x in (("k_pe", k_pe), ("kv_cache", kv_cache), ("slot_mapping", slot_mapping)):
+        checks.check_device(name, x, kv_c.device)
+    choice = choose_impl("write_kv_cache", impl, kv_c.device, available=AVAILABLE)
+    if choice.impl == "triton":
+        from mla_kernels.cache.triton.launcher import launch_write_kv_cache
+
+        launch_write_kv_cache(kv_c, k_pe, kv_cache, slot_mapping, kv_scale=kv_scale)
+    else:  # the torch form is its own definition
+        write_kv_cache_torch(kv_c, k_pe, kv_cache, slot_mapping, kv_scale=kv_scale)

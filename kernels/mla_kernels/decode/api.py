@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public function `mla_decode`."""
+"""The public function `mla_decode`, and which implementation it takes."""
 
 import math
-from typing import Any
 
 import torch
 
 from mla_kernels import checks
+from mla_kernels.decode.plan import MlaDecodePlan
 from mla_kernels.decode.reference import mla_decode_reference
+from mla_kernels.decode.rescale import RESCALES
 from mla_kernels.decode.torch_impl import mla_decode_torch
+from mla_kernels.dispatch import Choice, choose_impl
 from mla_kernels.layouts import MlaDims
+
+AVAILABLE = ("triton", "torch", "reference")
+MAX_S_Q = 8
+MAX_HEADS = 128
 
 
 def mla_decode(
@@ -24,41 +30,127 @@ def mla_decode(
     causal: bool = True,
     rescale: str = "pow2",
     impl: str = "auto",
-    plan: Any = None,
+    plan: MlaDecodePlan | None = None,
     out: torch.Tensor | None = None,
     deterministic: bool = False,
     validate: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Absorbed MLA attention of s_q new tokens a request over its paged cache."""
-    checks.check_shape("q", q, ("B", "s_q", "H", "Dk"))
-    checks.check_dtype("q", q, checks.FLOAT_DTYPES)
-    B, Dk = q.shape[0], q.shape[3]
-    if not 0 < kv_lora_rank < Dk:
-        raise ValueError(f"Expected kv_lora_rank in 1..{Dk - 1} (below Dk), got {kv_lora_rank}")
-    if not math.isfinite(scale):
-        raise ValueError(f"Expected a finite softmax scale, got {scale}")
-    checks.check_kv_cache(kv_cache, MlaDims(kv_lora_rank, Dk - kv_lora_rank), kv_scale)
-    checks.check_shape("block_table", block_table, (B, "max_blocks"))
-    checks.check_dtype("block_table", block_table, checks.INDEX_DTYPES)
-    checks.check_shape("seq_lens", seq_lens, (B,))
-    checks.check_dtype("seq_lens", seq_lens, checks.INDEX_DTYPES)
-    for name, x in (("kv_cache", kv_cache), ("block_table", block_table), ("seq_lens", seq_lens)):
-        checks.check_device(name, x, q.device)
+    """Attention of the s_q newest tokens of each request over its paged latent cache, in absorbed
+    form (DeepSeek-V2, section 2.1): softmax(scale * q K^T) V with V = K[:, :kv_lora_rank].
+
+    q             [B, s_q, H, Dk] bf16, fp16 or fp32; Dk = kv_lora_rank + rope dim; s_q 1..8,
+                  H 1..128
+    kv_cache      [num_blocks, block_size, Dk] bf16, fp16 or fp32; float8_e4m3fn with kv_scale; or
+                  uint8 [num_blocks, block_size, 656] = fp8_ds_mla rows (layouts.py)
+    block_table   [B, max_blocks] int32; entries past a request's length may hold anything
+    seq_lens      [B] int32, tokens in the cache, the s_q new ones included
+    scale         softmax scale, 1 / sqrt(head dim before absorption)
+    kv_scale      float8_e4m3fn caches only: value = e4m3 * kv_scale
+    causal        query j sees keys below seq_len - s_q + 1 + j; else all of the request's
+    rescale       "pow2" (default; numerics.py), "amla" (the paper's Algorithm 2), "flash"
+    impl          "auto", "triton", "torch", "reference"
+    plan          from `plan_mla_decode` of the same seq_lens; built here if None
+    out           [B, s_q, H, kv_lora_rank], written in place if given
+    deterministic a request's result is the same bits alone and in any batch
+    validate      also check the contents of block_table and seq_lens (reads the device)
+
+    Returns (out [B, s_q, H, kv_lora_rank] in q.dtype, lse [B, s_q, H] fp32, natural log). A request
+    of length 0 gives zeros and -inf. ValueError for arguments that do not fit, before any launch.
+    """
+    choice = check_arguments(
+        q, kv_cache, block_table, seq_lens, scale, kv_lora_rank, kv_scale, rescale, impl, plan, out
+    )
     if validate:
         checks.check_contents(block_table, seq_lens, kv_cache.shape[0], kv_cache.shape[1])
-    run = mla_decode_reference if impl == "reference" else mla_decode_torch
-    o, lse = run(
-        q,
-        kv_cache,
-        block_table,
-        seq_lens,
-        scale=scale,
-        kv_lora_rank=kv_lora_rank,
-        kv_scale=kv_scale,
-        causal=causal,
-    )
-    if out is None:
-        out = o.to(q.dtype)
+    B, s_q, H, _ = q.shape
+    if choice.impl == "triton":
+        from mla_kernels.decode.triton.launcher import mla_decode_triton
+
+        if out is None:
+            out = q.new_empty(B, s_q, H, kv_lora_rank)
+        lse = q.new_empty(B, s_q, H, dtype=torch.float32)
+        mla_decode_triton(
+            q,
+            kv_cache,
+            block_table,
+            seq_lens,
+            scale=scale,
+            kv_lora_rank=kv_lora_rank,
+            kv_scale=kv_scale,
+            causal=causal,
+            rescale=rescale,
+            plan=plan,
+            out=out,
+            lse=lse,
+            deterministic=deterministic,
+        )
+        return out, lse
+    if choice.impl == "reference":
+        result, lse = mla_decode_reference(
+            q,
+            kv_cache,
+            block_table,
+            seq_lens,
+            scale=scale,
+            kv_lora_rank=kv_lora_rank,
+            kv_scale=kv_scale,
+            causal=causal,
+        )
     else:
-        out.copy_(o)
-    return out, lse.float()
+        result, lse = mla_decode_torch(
+            q,
+            kv_cache,
+            block_table,
+            seq_lens,
+            scale=scale,
+            kv_lora_rank=kv_lora_rank,
+            kv_scale=kv_scale,
+            causal=causal,
+            rescale=rescale,
+            deterministic=deterministic,
+        )
+    return (result.to(q.dtype) if out is None else out.copy_(result)), lse.float()
+
+
+def check_arguments(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    kv_lora_rank: int,
+    kv_scale: float | torch.Tensor | None,
+    rescale: str,
+    impl: str,
+    plan: MlaDecodePlan | None,
+    out: torch.Tensor | None,
+) -> Choice:
+    """What can be checked without reading the device; the implementation that will run."""
+    checks.check_shape("q", q, ("B", "s_q", "H", "Dk"))
+    checks.check_dtype("q", q, checks.FLOAT_DTYPES)
+    B, s_q, H, Dk = q.shape
+    checks.check_range("s_q (q.shape[1])", s_q, 1, MAX_S_Q)
+    checks.check_range("number of heads (q.shape[2])", H, 1, MAX_HEADS)
+    checks.check_range("kv_lora_rank", kv_lora_rank, 1, Dk - 1)
+    if not math.isfinite(scale) or scale <= 0:
+        raise ValueError(f"Expected a finite softmax scale above 0, got {scale}")
+    checks.check_choice("rescale", rescale, RESCALES)
+    checks.check_kv_cache(kv_cache, MlaDims(kv_lora_rank, Dk - kv_lora_rank), kv_scale)
+    if kv_cache.dtype in checks.FLOAT_DTYPES and kv_cache.dtype != q.dtype:
+        raise ValueError(
+            f"Expected q and kv_cache of one dtype, got {q.dtype} and {kv_cache.dtype}"
+        )
+    checks.check_shape("block_table", block_table, (B, "max_blocks"))
+    checks.check_dtype("block_table", block_table, (torch.int32,))
+    checks.check_last_contiguous("block_table", block_table)
+    checks.check_shape("seq_lens", seq_lens, (B,))
+    checks.check_dtype("seq_lens", seq_lens, (torch.int32,))
+    for name, x in (("kv_cache", kv_cache), ("block_table", block_table), ("seq_lens", seq_lens)):
+        checks.check_device(name, x, q.device)
+    if plan is not None:
+        plan.check_fits(B, s_q, H)
+    if out is not None:
+        checks.check_shape("out", out, (B, s_q, H, kv_lora_rank))
+        checks.check_dtype("out", out, (q.dtype,))
+        checks.check_device("out", out, q.device)
+    return choose_impl("mla_decode", impl, q.device, available=AVAILABLE)

@@ -17,6 +17,15 @@ class MlaDecodePlan:
     deterministic: bool
     device_plan: Any = None
 
+    def check_fits(self, num_requests: int, s_q: int, num_heads: int) -> None:
+        """ValueError if the plan was made for a batch of another shape."""
+        made_for = (self.num_requests, self.s_q, self.num_heads)
+        if made_for != (num_requests, s_q, num_heads):
+            raise ValueError(
+                f"Expected a plan for (requests, s_q, heads) = {(num_requests, s_q, num_heads)}, "
+                f"got one for {made_for}"
+            )
+
 
 def plan_mla_decode(
     seq_lens: torch.Tensor,

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cache rows in torch: quantised, joined and scattered to their slots."""
+
+import torch
+
+from mla_kernels.layouts import E4M3_MAX, Fp8DsMlaLayout
+
+# A group of zeros gets this scale instead of 0 (FLT_MIN, as vLLM's cache kernels do).
+MIN_SCALE = 2.0**-126
+
+
+def write_kv_cache_torch(
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    kv_scale: float | torch.Tensor | None = None,
+) -> None:
+    """See `write_kv_cache`."""
+    N = slot_mapping.shape[0]
+    rows = encode_rows(kv_c[:N], k_pe[:N], kv_cache.dtype, kv_scale)
+    keep = slot_mapping >= 0
+    if slot_mapping.device.type == "cpu":
+        if not bool(keep.all()):
+            rows, slot_mapping = rows[keep], slot_mapping[keep]
+    elif N:
+        # No size may depend on the data: a skipped token repeats the write of one that is kept,
+        # and if none is kept, writes back what the slot holds.
+        first = keep.int().argmax()
+        slot = slot_mapping[first].clamp(min=0)
+        block_size = kv_cache.shape[1]
+        stand_in = torch.where(
+            keep.any(), _bytes(rows)[first], _bytes(kv_cache)[slot // block_size, slot % block_size]
+        )
+        filled = torch.where(keep[:, None], _bytes(rows), stand_in)
+        rows = filled.view(rows.dtype)
+        slot_mapping = torch.where(keep, slot_mapping, slot)
+    slots = slot_mapping.long()
+    block_size = kv_cache.shape[1]
+    _bytes(kv_cache)[slots // block_size, slots % block_size] = _bytes(rows)
+
+
+def encode_rows(
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor,
+    dtype: torch.dtype,
+    kv_scale: float | torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Rows [T, row] of a cache of `dtype` (layouts.py) from their latent and rope parts."""
+    if dtype == torch.uint8:
+        return _fp8_ds_mla_rows(kv_c, k_pe)
+    rows = torch.cat([kv_c, k_pe], dim=-1)
+    if dtype == torch.float8_e4m3fn:
+        scale = torch.as_tensor(kv_scale, dtype=torch.float32, device=rows.device)
+        return to_e4m3(rows.float() / scale)
+    return rows.to(dtype)
+
+
+def to_e4m3(x: torch.Tensor) -> torch.Tensor:
+    """fp32 -> float8_e4m3fn, saturating at +-448 (a bare cast overflows to NaN)."""
+    return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+def _fp8_ds_mla_rows(kv_c: torch.Tensor, k_pe: torch.Tensor) -> torch.Tensor:
+    groups = kv_c.float().unflatten(-1, (-1, Fp8DsMlaLayout.group_size))
+    scales = (groups.abs().amax(-1) / E4M3_MAX).clamp(min=MIN_SCALE)
+    codes = to_e4m3(groups / scales[..., None]).flatten(-2)
+    rope = k_pe.to(torch.bfloat16)
+    return torch.cat([_bytes(codes), _bytes(scales), _bytes(rope)], dim=-1)
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.uint8)

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One online-softmax step in its three forms, in torch.
+
+A state holds per row the accumulator O and the sum l, both relative to 2^k. A step takes the raw
+products q . k of a block of tokens and their values. The forms differ in how k follows the row
+maximum and how O follows k:
+
+    pow2   k is an integer, moved only when the maximum is more than 2^tau above it; O and l are
+           multiplied by an exact power of two (AMLA section 3 with a lazy threshold, numerics.py)
+    amla   k is the maximum; P carries a bf16 factor S16 in [2^-.5, 2^.5], so that O follows by an
+           integer added to its bits (AMLA Algorithm 2, corrected as in its Appendix A, guarded)
+    flash  k is the maximum; O is multiplied by exp2(k - k') (FlashAttention, the paper's Base)
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from mla_kernels.numerics import EXPONENT_FLOOR, GRID_OFFSET, LN2, LOG2E, TAU
+
+# Tokens added to O at a time. Fixed, so that the result does not depend on the size of a block.
+FOLD = 64
+
+
+@dataclass
+class State:
+    """acc [..., R, DV], l [..., R, 1], k [..., R, 1], all fp32; acc is relative to 2^k * s16."""
+
+    acc: torch.Tensor
+    l: torch.Tensor
+    k: torch.Tensor
+
+
+def start(rows: torch.Size | tuple[int, ...], value_dim: int, device: torch.device) -> State:
+    """The state before any token, for rows [..., R]."""
+    acc = torch.zeros(*rows, value_dim, dtype=torch.float32, device=device)
+    l = torch.zeros(*rows, 1, dtype=torch.float32, device=device)
+    return State(acc, l, torch.full_like(l, EXPONENT_FLOOR))
+
+
+def scale_to_log2(scale: float) -> float:
+    """scale * log2(e), rounded to fp32 as the kernels hold it."""
+    return torch.tensor(scale * LOG2E, dtype=torch.float32).item()
+
+
+def grid_scores(qk: torch.Tensor, scale_log2: float) -> torch.Tensor:
+    """fma(qk, scale_log2, GRID_OFFSET) in fp32: scores in log2 units, snapped to 2^-12."""
+    return qk.double().mul_(scale_log2).add_(GRID_OFFSET).float()
+
+
+def pow2_int(e: torch.Tensor) -> torch.Tensor:
+    """2^e for integer-valued e <= 0, exactly; 0 for e < -126."""
+    return ((e.clamp(min=-127).int() + 127) << 23).view(torch.float32)
+
+
+def add_values(acc: torch.Tensor, p: torch.Tensor, v: torch.Tensor) -> None:
+    """acc += p @ v, in place, FOLD tokens after another."""
+    acc = acc.view(-1, *acc.shape[-2:])
+    p = p.reshape(-1, *p.shape[-2:])
+    v = v.reshape(-1, *v.shape[-2:])
+    for p_part, v_part in zip(p.split(FOLD, dim=-1), v.split(FOLD, dim=-2), strict=True):
+        acc.baddbmm_(p_part, v_part)
+
+
+def add_sums(l: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """l + the row sums of p, FOLD tokens after another."""
+    for part in p.split(FOLD, dim=-1):
+        l = l + part.sum(-1, keepdim=True)
+    return l
+
+
+def pow2_step(
+    state: State,
+    qk: torch.Tensor,
+    v: torch.Tensor,
+    scale_log2: float,
+    p_dtype: torch.dtype,
+    tau: float = TAU,
+) -> State:
+    """qk [..., R, N] fp32 (-inf where masked), v [..., N, DV] fp32; P is rounded to p_dtype.
+
+    With fp32 values P is not rounded and the scores stay off the grid, which would cost precision.
+    """
+    offset = 0.0 if p_dtype == torch.float32 else GRID_OFFSET
+    t = grid_scores(qk, scale_log2) if offset else qk * scale_log2
+    row_max = (t.amax(-1, keepdim=True) - offset).ceil_().clamp_(min=EXPONENT_FLOOR)
+    k = torch.where(row_max > state.k + tau, row_max, state.k)
+    factor = pow2_int(state.k - k)
+    p = t.sub_(k + offset).exp2_().to(p_dtype).float()
+    # The sum of the ROUNDED P: numerator and denominator see the same weights.
+    l = add_sums(state.l * factor, p)
+    acc = state.acc * factor
+    add_values(acc, p, v)
+    return State(acc, l, k)
+
+
+def flash_step(
+    state: State,
+    qk: torch.Tensor,
+    v: torch.Tensor,
+    scale_log2: float,
+    p_dtype: torch.dtype,
+) -> State:
+    """The paper's Base (Algorithm 1); arguments as in `pow2_step`."""
+    t = qk * scale_log2
+    k = torch.maximum(t.amax(-1, keepdim=True), state.k)
+    p = t.sub_(k).exp2_()
+    factor = torch.exp2(state.k - k)
+    acc = state.acc * factor
+    add_values(acc, p.to(p_dtype).float(), v)
+    return State(acc, add_sums(state.l * factor, p), k)
+
+
+def amla_factor(k: torch.Tensor, p_dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """(S16, n, c) of a reference k: 2^k = 2^-n S32, S16 = S32 rounded to p_dtype, c = S16 / S32."""
+    n = torch.round(-k)
+    s32 = torch.exp2(k + n)
+    s16 = s32.to(p_dtype).float()
+    return s16, n, s16 / s32
+
+
+def amla_step(
+    state: State,
+    qk: torch.Tensor,
+    v: torch.Tensor,
+    scale_log2: float,
+    p_dtype: torch.dtype,
+) -> State:
+    """Algorithm 2 with Appendix A's c = S16 / S32; arguments as in `pow2_step`."""
+    t = qk * scale_log2
+    k = torch.maximum(t.amax(-1, keepdim=True), state.k)
+    p = t.sub_(k).exp2_()
+    l = add_sums(state.l * torch.exp2(state.k - k), p)
+    s16, n, c = amla_factor(k, p_dtype)
+    _s16, n_before, c_before = amla_factor(state.k, p_dtype)
+    down = (n_before - n).clamp(max=30).int()
+    mantissa = torch.round(1.5 * (c / c_before - 1.0) * 2**23).int()
+    step = torch.where(k > state.k, mantissa - (down << 23), 0)
+    acc = add_to_bits(state.acc, step, down)
+    add_values(acc, (p * s16).to(p_dtype).float(), v)
+    return State(acc, l, k)
+
+
+def add_to_bits(x: torch.Tensor, step: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """x with `step` added to its bits: about x * 2^-down. Numbers whose exponent does not survive
+    `down` (zeros and subnormals too) become 0: the bare add would make huge ones of them."""
+    bits = x.view(torch.int32)
+    exponent = (bits >> 23) & 0xFF
+    return torch.where(exponent >= down + 2, (bits + step).view(torch.float32), 0.0)
+
+
+def finish(state: State, rescale: str, p_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out [..., R, DV], lse [..., R]) fp32; rows that saw no token give zeros and -inf."""
+    l = state.l
+    seen = l > 0
+    weight = l * amla_factor(state.k, p_dtype)[0] if rescale == "amla" else l
+    out = torch.where(seen, state.acc / weight, 0.0)
+    lse = torch.where(seen, (state.k + l.log2()) * LN2, -torch.inf)
+    return out, lse.squeeze(-1)
+
+
+class Step(Protocol):
+    """The common signature of the three steps."""
+
+    def __call__(
+        self,
+        state: State,
+        qk: torch.Tensor,
+        v: torch.Tensor,
+        scale_log2: float,
+        p_dtype: torch.dtype,
+    ) -> State: ...
+
+
+STEPS: dict[str, Step] = {"pow2": pow2_step, "amla": amla_step, "flash": flash_step}
+RESCALES = tuple(STEPS)
