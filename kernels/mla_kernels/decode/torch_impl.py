@@ -70,7 +70,9 @@ def _limits(seq_lens: torch.Tensor, s_q: int, causal: bool) -> torch.Tensor:
 def _extent(block_table: torch.Tensor, seq_lens: torch.Tensor, block_size: int) -> tuple[int, int]:
     """(columns of the table to walk, tokens that every request has). On the CPU by the lengths;
     elsewhere they are on the device, so all columns and none."""
-    if block_table.device.type != "cpu" or block_table.numel() == 0:
+    if block_table.numel() == 0:
+        return 0, 0
+    if block_table.device.type != "cpu":
         return block_table.shape[1], 0
     shortest, longest = torch.aminmax(seq_lens)
     return min(block_table.shape[1], -(-int(longest) // block_size)), int(shortest)

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`write_kv_cache`: every byte of a row, skipped slots, refusals."""
+
+import struct
+
+import pytest
+import torch
+from mla_kernels import write_kv_cache
+from mla_kernels.cache.rows import rows_as_float
+from mla_kernels.layouts import Fp8DsMlaLayout
+
+TOKENS, BLOCKS, BLOCK = 9, 4, 64
+
+
+def sources(dtype=torch.bfloat16):
+    g = torch.Generator().manual_seed(0)
+    kv_c = torch.randn(TOKENS, 512, generator=g) * torch.logspace(-3, 3, TOKENS)[:, None]
+    kv_c[2, 128:256] = 0.0
+    return kv_c.to(dtype), torch.randn(TOKENS, 64, generator=g).to(dtype)
+
+
+def slots():
+    s = torch.tensor([3, -1, 64, 255, 0, 130, -1, 66, 5])
+    return s, s >= 0
+
+
+def written(dtype, width, kv_scale=None):
+    kv_c, k_pe = sources()
+    cache = torch.zeros(BLOCKS, BLOCK, width, dtype=torch.uint8)
+    cache = cache.view(dtype) if dtype != torch.uint8 else cache
+    cache.view(torch.uint8).fill_(0xA5)
+    slot_mapping, keep = slots()
+    write_kv_cache(kv_c, k_pe, cache, slot_mapping, kv_scale=kv_scale)
+    return kv_c, k_pe, cache, slot_mapping[keep], keep
+
+
+def test_fp8_ds_mla_rows_byte_for_byte():
+    kv_c, k_pe, cache, kept, keep = written(torch.uint8, 656)
+    rows = cache.flatten(0, 1)[kept]
+    for row, c, rope in zip(rows, kv_c[keep].float(), k_pe[keep], strict=True):
+        raw = bytes(row.tolist())
+        scales = struct.unpack("<4f", raw[512:528])
+        for g, scale in enumerate(scales):
+            part = c[128 * g : 128 * (g + 1)]
+            amax = float(part.abs().max())
+            assert scale == pytest.approx(max(amax / 448, 2.0**-126), rel=1e-6)
+            codes = row[128 * g : 128 * (g + 1)].clone().view(torch.float8_e4m3fn).float()
+            # Half an e4m3 step (2^-4 relative), or half a subnormal one.
+            bound = (part.abs() * 2**-4).clamp(min=2.0**-10 * scale) * 1.001
+            assert ((codes * scale - part).abs() <= bound).all()
+            if amax:
+                assert float(codes.abs().max()) == 448.0
+        want = struct.pack("<64H", *(rope.view(torch.int16).int() & 0xFFFF).tolist())
+        assert raw[528:656] == want
+
+
+def test_float_rows():
+    kv_c, k_pe, cache, kept, keep = written(torch.bfloat16, 2 * 576)
+    rows = cache.flatten(0, 1)[kept]
+    assert torch.equal(rows, torch.cat([kv_c, k_pe], 1)[keep])
+
+
+def test_fp8_rows_use_the_scale_and_saturate():
+    kv_c, k_pe, cache, kept, keep = written(torch.float8_e4m3fn, 576, kv_scale=0.5)
+    rows = cache.flatten(0, 1)[kept].float()
+    joined = torch.cat([kv_c, k_pe], 1)[keep].float()
+    want = (joined / 0.5).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+    assert torch.equal(rows, want) and (rows.abs() == 448).any()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "kv_scale"),
+    [(torch.bfloat16, 1152, None), (torch.float8_e4m3fn, 576, 0.5), (torch.uint8, 656, None)],
+)
+def test_nothing_but_the_named_slots_is_touched(dtype, width, kv_scale):
+    _, _, cache, kept, _ = written(dtype, width, kv_scale)
+    rows = cache.view(torch.uint8).flatten(0, 1)
+    others = torch.ones(len(rows), dtype=torch.bool)
+    others[kept] = False
+    assert (rows[others] == 0xA5).all()
+
+
+def test_all_slots_skipped_and_padding_rows():
+    kv_c, k_pe = sources()
+    cache = torch.zeros(2, BLOCK, 576, dtype=torch.bfloat16)
+    write_kv_cache(kv_c, k_pe, cache, torch.full((TOKENS,), -1))
+    assert (cache == 0).all()
+    write_kv_cache(kv_c, k_pe, cache, torch.tensor([70], dtype=torch.int32))
+    assert torch.equal(cache[1, 6, :512], kv_c[0]) and int((cache != 0).any(-1).sum()) == 1
+
+
+def test_reading_back():
+    kv_c, k_pe, cache, kept, keep = written(torch.uint8, 656)
+    back = rows_as_float(cache.flatten(0, 1)[kept], torch.bfloat16, 512, 576)
+    error = (back[:, :512].float() - kv_c[keep].float()).norm() / kv_c[keep].float().norm()
+    assert error < 0.04
+    assert torch.equal(back[:, 512:], k_pe[keep])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda a: a.update(k_pe=a["k_pe"][:3]), r"k_pe of shape \[9, rope\]"),
+        (lambda a: a.update(k_pe=a["k_pe"].float()), r"k_pe.dtype in .*float32"),
+        (lambda a: a.update(kv_cache=a["kv_cache"].int()), r"kv_cache.dtype in .*int32"),
+        (lambda a: a.update(kv_cache=a["kv_cache"][..., :99]), r"576\], got .*99"),
+        (
+            lambda a: a.update(slot_mapping=torch.zeros(10).long()),
+            r"slot_mapping in 0\.\.9, got 10",
+        ),
+        (lambda a: a.update(slot_mapping=torch.zeros(9)), r"slot_mapping.dtype in .*float32"),
+        (lambda a: a.update(impl="hopper"), r"impl of write_kv_cache in .*got 'hopper'"),
+    ],
+)
+def test_refusals(change, message):
+    kv_c, k_pe = sources()
+    call = {
+        "kv_c": kv_c,
+        "k_pe": k_pe,
+        "kv_cache": torch.zeros(2, BLOCK, 576, dtype=torch.bfloat16),
+        "slot_mapping": torch.arange(9),
+    }
+    change(call)
+    with pytest.raises(ValueError, match=message):
+        write_kv_cache(**call)
+
+
+def test_layout_numbers():
+    layout = Fp8DsMlaLayout()
+    assert (layout.scale_offset, layout.rope_offset, layout.row_bytes) == (512, 528, 656)

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cases with one right answer to the bit: structured weights, needles, block tables, poison."""
+
+import pytest
+import torch
+from mla_kernels import mla_decode
+from mla_kernels.decode.torch_impl import mla_decode_torch
+from mla_kernels.layouts import MlaDims
+from mla_kernels.testing.cases import decode_case, random_tokens
+from mla_kernels.testing.structured import integer_ramp, uniform_weights
+
+RESCALES = ["pow2", "amla", "flash"]
+
+
+def decode(case, **options):
+    out, lse = mla_decode(*case.args, **case.options, **options, out=case.poisoned_out())
+    return out, lse
+
+
+def test_mean_of_integers():
+    case, exact = uniform_weights()
+    assert torch.equal(decode(case)[0], exact)
+
+
+def test_the_mean_shows_a_dropped_token():
+    case, exact = uniform_weights(2**13)
+    case.seq_lens -= 1
+    changed = (decode(case)[0] != exact).float().mean()
+    assert changed > 0.5
+
+
+@pytest.mark.parametrize("rescale", RESCALES)
+@pytest.mark.parametrize(
+    "exponents",
+    [
+        torch.arange(1024) // 64 % 100,
+        torch.randint(-20, 1, (1024,), generator=torch.Generator().manual_seed(3)),
+        (torch.arange(1024) >= 960) * 20,
+        (torch.arange(1024) == 1023) * 20,
+        torch.arange(1024).flip(0) // 64,
+    ],
+    ids=["ramp up", "random", "jump in the last block", "jump at the last token", "ramp down"],
+)
+def test_powers_of_two_as_weights(exponents, rescale):
+    case, exact = integer_ramp(exponents)
+    out, _ = decode(case, rescale=rescale)
+    if rescale == "pow2":
+        assert torch.equal(out, exact)
+    else:  # exp2 of a large reference is not exact in these two
+        assert (out.float() - exact.float()).abs().max() <= 2**-6 * exact.float().abs().max()
+
+
+@pytest.mark.parametrize("distribution", [0.5, 1.0, 2.0, 4.0, 10.0])
+def test_pow2_does_not_depend_on_tau_or_on_the_block(distribution):
+    case = decode_case([5, 300, 777], q_std=distribution, k_std=distribution, num_heads=8)
+    from mla_kernels.decode import rescale
+
+    def run(tau, chunk):
+        def step(*args):
+            return rescale.pow2_step(*args, tau=tau)
+
+        saved = dict(rescale.STEPS)
+        rescale.STEPS["pow2"] = step
+        try:
+            return mla_decode_torch(
+                *case.args, **case.options, causal=True, rescale="pow2", chunk_tokens=chunk
+            )
+        finally:
+            rescale.STEPS.update(saved)
+
+    first = run(8.0, 64)
+    for tau in (0.0, 4.0, 8.0):
+        for chunk in (64, 128, 256, 2048):
+            out, lse = run(tau, chunk)
+            assert torch.equal(out, first[0]), (tau, chunk)
+            # k + log2(l) is rounded once more when k is another one.
+            torch.testing.assert_close(lse, first[1], rtol=2.5e-7, atol=0)
+
+
+@pytest.mark.parametrize("rescale", RESCALES)
+def test_needle_at_the_last_token_is_seen_and_the_next_is_not(rescale):
+    dims = MlaDims()
+    n = 130
+    tokens = random_tokens([n + 1], dims)
+    q = torch.zeros(1, 1, 4, dims.head_dim)
+    q[..., 512] = 8.0
+    tokens[0][:, 512:] = 0
+    tokens[0][n - 1, 512] = 100.0
+    tokens[0][n, 512] = 200.0
+    case = decode_case([n + 1], tokens=tokens, q=q)
+    case.seq_lens[0] = n
+    out, _ = decode(case, rescale=rescale)
+    assert torch.equal(out[0, 0, 0], tokens[0][n - 1, :512].to(torch.bfloat16))
+
+
+def test_causal_limit_of_each_new_token():
+    """Token i has value one-hot i: the output of a query lists the tokens that it saw."""
+    dims, s_q = MlaDims(), 5
+    lengths = [s_q, 9, 64, 67, 128]
+    tokens = [torch.zeros(n, dims.head_dim) for n in lengths]
+    for t in tokens:
+        t[torch.arange(len(t)), torch.arange(len(t))] = 1.0
+    q = torch.zeros(len(lengths), s_q, 3, dims.head_dim)
+    case = decode_case(lengths, tokens=tokens, q=q)
+    out, lse = decode(case)
+    for b, n in enumerate(lengths):
+        for j in range(s_q):
+            seen = n - s_q + 1 + j
+            assert (out[b, j, :, :seen] > 0).all() and (out[b, j, :, seen:] == 0).all()
+            torch.testing.assert_close(lse[b, j], torch.full((3,), float(seen)).log())
+
+
+def test_queries_before_the_first_token_see_nothing():
+    case = decode_case([2, 0], s_q=4, num_heads=3)
+    out, lse = decode(case)
+    assert (out[0, :2] == 0).all() and (lse[0, :2] == -torch.inf).all()
+    assert torch.isfinite(lse[0, 2:]).all() and (out[1] == 0).all() and (lse[1] == -torch.inf).all()
+
+
+def test_block_table_is_followed_block_by_block():
+    """Each block holds its own one-hot value, so the output spells the table."""
+    dims, blocks = MlaDims(), 7
+    tokens = [torch.zeros(64 * blocks, dims.head_dim)]
+    tokens[0][torch.arange(64 * blocks), torch.arange(64 * blocks) // 64] = 1.0
+    case = decode_case([64 * blocks], tokens=tokens, q=torch.zeros(1, 1, 2, dims.head_dim))
+    out, _ = decode(case)
+    torch.testing.assert_close(
+        out[0, 0, 0, :blocks].float(), torch.full((blocks,), 1 / blocks), rtol=4e-3, atol=0
+    )
+    swapped = case.block_table.clone()
+    case.kv_cache[swapped[0, 2].long()] = 0
+    assert float(decode(case)[0][0, 0, 0, 2]) == 0.0
+
+
+@pytest.mark.parametrize("junk", [torch.nan, torch.inf, 3e38, -3e38])
+@pytest.mark.parametrize("rescale", RESCALES)
+def test_junk_in_unused_rows_changes_no_bit(junk, rescale):
+    lengths = [0, 1, 63, 64, 65, 200]
+    clean = decode_case(lengths, junk=0.0)
+    out, lse = decode(clean, rescale=rescale)
+    dirty = decode_case(lengths, junk=junk)
+    dirty_out, dirty_lse = decode(dirty, rescale=rescale)
+    assert torch.equal(out, dirty_out) and torch.equal(lse, dirty_lse)
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.uint8])
+def test_a_request_alone_and_in_a_batch(cache_dtype):
+    lengths = [300, 0, 17, 64, 1000]
+    tokens = random_tokens(lengths, MlaDims())
+    q = torch.randn(5, 1, 8, 576, generator=torch.Generator().manual_seed(9))
+    case = decode_case(lengths, tokens=tokens, q=q, cache_dtype=cache_dtype)
+    whole, _ = mla_decode(*case.args, **case.options, deterministic=True)
+    for b in range(5):
+        alone = decode_case(
+            [lengths[b]], tokens=[tokens[b]], q=q[b : b + 1], cache_dtype=cache_dtype
+        )
+        out, _ = mla_decode(*alone.args, **alone.options, deterministic=True)
+        assert torch.equal(out[0], whole[b])
+
+
+def test_out_is_written_in_place_and_returned():
+    case = decode_case([70])
+    out = case.poisoned_out()
+    result, _ = mla_decode(*case.args, **case.options, out=out)
+    assert result is out and torch.isfinite(out).all()
+
+
+def test_an_empty_batch():
+    case = decode_case([5])
+    q, cache, table, lens = case.args
+    out, lse = mla_decode(q[:0], cache, table[:0], lens[:0], **case.options)
+    assert out.shape == (0, 1, 16, 512) and lse.shape == (0, 1, 16)
