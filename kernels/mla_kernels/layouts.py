@@ -19,6 +19,8 @@ from dataclasses import dataclass
 
 BLOCK_SIZE = 64
 E4M3_MAX = 448.0
+# A group of zeros gets this scale instead of 0 (FLT_MIN, as vLLM's cache kernels do).
+MIN_GROUP_SCALE = 2.0**-126
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,7 @@
 
 import torch
 
-from mla_kernels.layouts import E4M3_MAX, Fp8DsMlaLayout
-
-# A group of zeros gets this scale instead of 0 (FLT_MIN, as vLLM's cache kernels do).
-MIN_SCALE = 2.0**-126
+from mla_kernels.layouts import E4M3_MAX, MIN_GROUP_SCALE, Fp8DsMlaLayout
 
 
 def write_kv_cache_torch(
@@ -64,7 +61,7 @@ def to_e4m3(x: torch.Tensor) -> torch.Tensor:
 
 def _fp8_ds_mla_rows(kv_c: torch.Tensor, k_pe: torch.Tensor) -> torch.Tensor:
     groups = kv_c.float().unflatten(-1, (-1, Fp8DsMlaLayout.group_size))
-    scales = (groups.abs().amax(-1) / E4M3_MAX).clamp(min=MIN_SCALE)
+    scales = (groups.abs().amax(-1) / E4M3_MAX).clamp(min=MIN_GROUP_SCALE)
     codes = to_e4m3(groups / scales[..., None]).flatten(-2)
     rope = k_pe.to(torch.bfloat16)
     return torch.cat([_bytes(codes), _bytes(scales), _bytes(rope)], dim=-1)

@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from mla_kernels import write_kv_cache
 from mla_kernels.cache.triton.launcher import launch_write_kv_cache
 from mla_kernels.layouts import Fp8DsMlaLayout, MlaDims
 
@@ -83,6 +84,16 @@ def test_every_byte_of_the_cache_is_as_documented(device, dims, source, dtype, k
     want = expected_cache(cache, row_bytes(kv_c, k_pe, dtype, kv_scale), slots)
     launch_write_kv_cache(kv_c, k_pe, cache, slots, kv_scale=kv_scale)
     assert torch.equal(cache.view(torch.uint8), want)
+
+
+@pytest.mark.parametrize(("dtype", "kv_scale"), CACHES)
+def test_both_implementations_write_the_same_bytes(device, dtype, kv_scale):
+    kv_c, k_pe = make_rows(24, DIMS[0], torch.bfloat16, device, seed=2)
+    slots = slots_for(20, 4, device)  # 4 rows more than slots: padding of a CUDA graph
+    caches = [empty_cache(4, DIMS[0], dtype, device) for _ in range(2)]
+    for cache, impl in zip(caches, ("triton", "torch"), strict=True):
+        write_kv_cache(kv_c, k_pe, cache, slots, kv_scale=kv_scale, impl=impl)
+    assert torch.equal(*(cache.view(torch.uint8) for cache in caches))
 
 
 def test_scale_may_live_on_the_device_and_slots_may_be_int32(device):

@@ -9,8 +9,7 @@ from mla_kernels.triton_common.fp8 import f32_to_e4m3
 from mla_kernels.triton_common.rounding import round_to
 
 E4M3_MAX = tl.constexpr(layouts.E4M3_MAX)
-# A group of zeros gets this scale instead of 0 (FLT_MIN, as vLLM's cache kernels do).
-MIN_SCALE = tl.constexpr(2.0**-126)
+MIN_GROUP_SCALE = tl.constexpr(layouts.MIN_GROUP_SCALE)
 
 
 @triton.jit
@@ -44,7 +43,8 @@ def store_row(
     else:
         GROUPS: tl.constexpr = BLOCK_DV // GROUP
         groups = tl.reshape(latent, [GROUPS, GROUP])
-        scale = tl.maximum(tl.math.div_rn(tl.max(tl.abs(groups), 1), E4M3_MAX), MIN_SCALE)
+        scale = tl.math.div_rn(tl.max(tl.abs(groups), 1), E4M3_MAX)
+        scale = tl.maximum(scale, MIN_GROUP_SCALE)
         codes = f32_to_e4m3(tl.math.div_rn(groups, scale[:, None]), HW_FP8)
         tl.store(row_ptr + dv, tl.reshape(codes, [BLOCK_DV]), mask=dv < DV)
         scale_ptr = (row_ptr + SCALE_OFFSET).to(tl.pointer_type(tl.float32), bitcast=True)
