@@ -49,7 +49,7 @@ def mla_decode(
     causal        query j sees keys below seq_len - s_q + 1 + j; else all of the request's
     rescale       "pow2" (default; numerics.py), "amla" (the paper's Algorithm 2), "flash"
     impl          "auto", "triton", "torch", "reference"
-    plan          from `plan_mla_decode` of the same seq_lens; built here if None
+    plan          from `plan_mla_decode` (same shape and mode); made and thrown away if None
     out           [B, s_q, H, kv_lora_rank], written in place if given
     deterministic a request's result is the same bits alone and in any batch
     validate      also check the contents of block_table and seq_lens (reads the device)
@@ -58,7 +58,18 @@ def mla_decode(
     of length 0 gives zeros and -inf. ValueError for arguments that do not fit, before any launch.
     """
     choice = check_arguments(
-        q, kv_cache, block_table, seq_lens, scale, kv_lora_rank, kv_scale, rescale, impl, plan, out
+        q,
+        kv_cache,
+        block_table,
+        seq_lens,
+        scale,
+        kv_lora_rank,
+        kv_scale,
+        rescale,
+        impl,
+        plan,
+        out,
+        deterministic,
     )
     if validate:
         checks.check_contents(block_table, seq_lens, kv_cache.shape[0], kv_cache.shape[1])
@@ -124,6 +135,7 @@ def check_arguments(
     impl: str,
     plan: MlaDecodePlan | None,
     out: torch.Tensor | None,
+    deterministic: bool,
 ) -> Choice:
     """What can be checked without reading the device; the implementation that will run."""
     checks.check_shape("q", q, ("B", "s_q", "H", "Dk"))
@@ -148,7 +160,7 @@ def check_arguments(
     for name, x in (("kv_cache", kv_cache), ("block_table", block_table), ("seq_lens", seq_lens)):
         checks.check_device(name, x, q.device)
     if plan is not None:
-        plan.check_fits(B, s_q, H)
+        plan.check_fits(B, s_q, H, deterministic)
     if out is not None:
         checks.check_shape("out", out, (B, s_q, H, kv_lora_rank))
         checks.check_dtype("out", out, (q.dtype,))

@@ -1,29 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan of a decode step: how the cache of a batch is shared out over the device."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from mla_kernels.decode.triton.plan import DevicePlan
 
 
 @dataclass(frozen=True)
 class MlaDecodePlan:
-    """What one step's layers share. `device_plan` is None where no kernel needs one (CPU)."""
+    """What the layers of one step share. `device_plan` is None where no kernel needs one (CPU)."""
 
     num_requests: int
     s_q: int
     num_heads: int
     deterministic: bool
-    device_plan: Any = None
+    device_plan: DevicePlan | None = None
 
-    def check_fits(self, num_requests: int, s_q: int, num_heads: int) -> None:
-        """ValueError if the plan was made for a batch of another shape."""
+    def update(self, seq_lens: torch.Tensor) -> None:
+        """Plan for new lengths [num_requests] int32 in place: one small kernel, no allocation, no
+        sync. May be captured in a CUDA graph, or run before the replay of one that uses the plan.
+        """
+        if self.device_plan is not None:
+            self.device_plan.update(seq_lens)
+
+    def check_fits(self, num_requests: int, s_q: int, num_heads: int, deterministic: bool) -> None:
+        """ValueError if the plan was made for a batch of another shape or in the other mode."""
         made_for = (self.num_requests, self.s_q, self.num_heads)
         if made_for != (num_requests, s_q, num_heads):
             raise ValueError(
                 f"Expected a plan for (requests, s_q, heads) = {(num_requests, s_q, num_heads)}, "
                 f"got one for {made_for}"
+            )
+        if self.deterministic != deterministic:
+            raise ValueError(
+                f"Expected a plan with deterministic={deterministic}, got {self.deterministic}"
             )
 
 
@@ -33,24 +49,30 @@ def plan_mla_decode(
     num_heads: int,
     s_q: int,
     kv_lora_rank: int = 512,
-    block_size: int = 64,
     deterministic: bool = False,
+    max_seq_len: int | None = None,
 ) -> MlaDecodePlan:
     """Plan the decode of a batch from seq_lens [B] int32, on its device, without a host sync.
 
-    Build it once a step and pass it to every layer's `mla_decode(plan=...)`.
+    Build it once, `update` it once a step and pass it to every layer's `mla_decode(plan=...)`. It
+    owns the workspace for partial results, so that a step with a plan allocates nothing.
+
+    max_seq_len bounds that workspace in deterministic mode. ValueError if s_q or num_heads is not
+    in what `mla_decode` takes.
     """
+    for name, value in (("num_heads", num_heads), ("s_q", s_q)):
+        if value < 1:
+            raise ValueError(f"Expected {name} of at least 1, got {value}")
     device_plan = None
     if seq_lens.is_cuda:
-        # Seam for the Triton implementation: decode/triton/plan.py
-        from mla_kernels.decode.triton.plan import build_plan  # type: ignore[attr-defined]
+        from mla_kernels.decode.triton.plan import build_plan
 
         device_plan = build_plan(
             seq_lens,
             num_heads=num_heads,
             s_q=s_q,
             kv_lora_rank=kv_lora_rank,
-            block_size=block_size,
             deterministic=deterministic,
+            max_seq_len=max_seq_len,
         )
     return MlaDecodePlan(seq_lens.shape[0], s_q, num_heads, deterministic, device_plan)
