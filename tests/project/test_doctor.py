@@ -9,10 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from mla_kernels.cache import torch_impl as cache_torch
+from mla_kernels.decode.torch_impl import mla_decode_torch
+from mla_kernels.dispatch import Choice
 
 from mla_backend import doctor, plugin, toolchain
 from mla_backend.doctor import facts as facts_module
-from mla_backend.doctor import report
+from mla_backend.doctor import implementations, report, selftest
 from mla_backend.doctor.checks import CHECKS
 from mla_backend.doctor.facts import Facts
 from mla_backend.doctor.report import Result
@@ -186,16 +189,57 @@ def test_text_is_aligned_and_within_the_width():
     ]
 
 
+def test_every_op_says_what_it_uses_and_why():
+    shown = {r.name: r for r in implementations.results(HEALTHY)}
+    assert {"mla_decode", "write_kv_cache"} <= set(shown)
+    assert all(r.status == "ok" and r.found.startswith("torch: ") for r in shown.values())
+    assert "triton" in shown["mla_decode"].found  # and why it was passed over
+
+
+def test_an_implementation_that_cannot_run_here_fails():
+    facts = replace(HEALTHY, environ={"MLA_BACKEND_IMPL": "cutlass"})
+    shown = {r.name: r for r in implementations.results(facts)}
+    assert shown["mla_decode"].status == "fail"
+    assert "'cutlass'" in shown["mla_decode"].found and shown["mla_decode"].mend
+    assert shown["write_kv_cache"].status == "ok"  # the variable is about decode
+
+
+def test_a_fall_back_on_a_gpu_is_a_warning(monkeypatch):
+    chosen = Choice("torch", "no kernel fits on cuda; triton: triton is not installed")
+    monkeypatch.setattr("mla_kernels.dispatch.choose_impl", lambda *_, **__: chosen)
+    result = implementations.choice("mla_decode", "auto", ("torch",), "cuda")
+    assert (result.status, "not installed" in result.found) == ("warn", True)
+
+
+def test_selftest_sees_a_wrong_kernel(monkeypatch):
+    right = cache_torch.write_kv_cache_torch
+
+    def one_row_off(kv_c, k_pe, kv_cache, slot_mapping, **options):
+        right(kv_c, k_pe, kv_cache, slot_mapping + (slot_mapping == 64), **options)
+
+    monkeypatch.setattr("mla_kernels.cache.api.write_kv_cache_torch", one_row_off)
+
+    def drops_a_token(q, kv_cache, block_table, seq_lens, **options):
+        return mla_decode_torch(q, kv_cache, block_table, (seq_lens - 1).clamp(min=0), **options)
+
+    monkeypatch.setattr("mla_kernels.decode.api.mla_decode_torch", drops_a_token)
+    shown = {r.name: r for r in selftest.run()}
+    for name in ("selftest write_kv_cache torch", "selftest mla_decode torch"):
+        assert shown[name].status == "fail"
+        assert shown[name].mend
+
+
 def test_json_shape_and_exit_status(monkeypatch, capsys):
     monkeypatch.setattr(facts_module, "collect", lambda: HEALTHY)
     assert doctor.main(json_output=True) == 0
     shown = json.loads(capsys.readouterr().out)
-    assert (shown["schema"], shown["ok"], len(shown["checks"])) == (1, True, len(CHECKS))
+    assert (shown["schema"], shown["ok"]) == (1, True)
+    assert len(shown["checks"]) == len(CHECKS) + len(implementations.results(HEALTHY))
     assert set(shown["checks"][0]) == {"name", "status", "found", "mend"}
 
     monkeypatch.setattr(facts_module, "collect", lambda: replace(HEALTHY, nvidia_driver=True))
     assert doctor.main() == 0  # a warning breaks nothing
-    assert f"{len(CHECKS) - 1} ok, 1 warn, 0 fail" in capsys.readouterr().out
+    assert " ok, 1 warn, 0 fail" in capsys.readouterr().out
     monkeypatch.setattr(facts_module, "collect", lambda: replace(HEALTHY, libnuma=False))
     assert doctor.main(json_output=True) == 1
     assert json.loads(capsys.readouterr().out)["ok"] is False
@@ -213,6 +257,7 @@ def test_on_this_machine_everything_but_the_machine_is_fine():
     checks = doctor_json("--selftest")
     machine = {"memory", "libnuma", "compiler", "devices"}
     assert [c for c in checks.values() if c["status"] == "fail" and c["name"] not in machine] == []
+    assert {"selftest mla_decode torch", "selftest write_kv_cache torch"} <= set(checks)
 
 
 def test_real_faults_are_found(tmp_path):
