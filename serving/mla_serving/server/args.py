@@ -74,7 +74,8 @@ def parse(layers: Layers) -> Namespace:
     args = _parse(parser, given)
     _refuse_other_launchers(args)
     defaults: list[str] = []
-    if args.model is None:
+    demo = args.model is None
+    if demo:
         args.model = str(demo_model_path(args.mla_demo))
         defaults += ["--model", args.model]
         if args.served_model_name is None:
@@ -89,6 +90,8 @@ def parse(layers: Layers) -> Namespace:
         if toolchain.compile_obstacle():
             environment.set_no_compile()
             defaults.append("--enforce-eager")
+        elif demo:
+            defaults.append("--enforce-eager")  # a minute of compilation for a model to try out
     defaults += _attention_defaults(args)
     args = _parse(parser, _merge(defaults, given))
     vllm_api.validate_parsed_serve_args(args)
