@@ -6,14 +6,16 @@ import math
 import torch
 
 from mla_kernels import checks
+from mla_kernels.decode.choice import AVAILABLE, choose_decode_impl
 from mla_kernels.decode.plan import MlaDecodePlan
 from mla_kernels.decode.reference import mla_decode_reference
 from mla_kernels.decode.rescale import RESCALES
 from mla_kernels.decode.torch_impl import mla_decode_torch
-from mla_kernels.dispatch import Choice, choose_impl
+from mla_kernels.dispatch import Choice
 from mla_kernels.layouts import MlaDims
 
-AVAILABLE = ("triton", "torch", "reference")
+__all__ = ["AVAILABLE", "mla_decode"]
+
 MAX_S_Q = 8
 MAX_HEADS = 128
 
@@ -48,7 +50,7 @@ def mla_decode(
     kv_scale      float8_e4m3fn caches only: value = e4m3 * kv_scale
     causal        query j sees keys below seq_len - s_q + 1 + j; else all of the request's
     rescale       "pow2" (default; numerics.py), "amla" (the paper's Algorithm 2), "flash"
-    impl          "auto", "triton", "torch", "reference"
+    impl          "auto", "hopper", "triton", "torch", "reference"
     plan          from `plan_mla_decode` (same shape and mode); made and thrown away if None
     out           [B, s_q, H, kv_lora_rank], written in place if given
     deterministic a request's result is the same bits alone and in any batch
@@ -74,12 +76,28 @@ def mla_decode(
     if validate:
         checks.check_contents(block_table, seq_lens, kv_cache.shape[0], kv_cache.shape[1])
     B, s_q, H, _ = q.shape
-    if choice.impl == "triton":
-        from mla_kernels.decode.triton.launcher import mla_decode_triton
-
+    if choice.impl in ("hopper", "triton"):
         if out is None:
             out = q.new_empty(B, s_q, H, kv_lora_rank)
         lse = q.new_empty(B, s_q, H, dtype=torch.float32)
+        if choice.impl == "hopper":
+            from mla_kernels.decode.hopper.launcher import mla_decode_hopper
+
+            mla_decode_hopper(
+                q,
+                kv_cache,
+                block_table,
+                seq_lens,
+                scale=scale,
+                causal=causal,
+                plan=plan,
+                out=out,
+                lse=lse,
+                deterministic=deterministic,
+            )
+            return out, lse
+        from mla_kernels.decode.triton.launcher import mla_decode_triton
+
         mla_decode_triton(
             q,
             kv_cache,
@@ -165,4 +183,12 @@ def check_arguments(
         checks.check_shape("out", out, (B, s_q, H, kv_lora_rank))
         checks.check_dtype("out", out, (q.dtype,))
         checks.check_device("out", out, q.device)
-    return choose_impl("mla_decode", impl, q.device, available=AVAILABLE)
+    return choose_decode_impl(
+        impl,
+        q.device,
+        dims=MlaDims(kv_lora_rank, Dk - kv_lora_rank),
+        dtype=q.dtype,
+        kv_cache_dtype=kv_cache.dtype,
+        block_size=kv_cache.shape[1],
+        rescale=rescale,
+    )

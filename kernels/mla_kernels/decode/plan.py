@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mla_kernels.decode.choice import choose_decode_impl
+from mla_kernels.layouts import BLOCK_SIZE, MlaDims
+
 if TYPE_CHECKING:
     from mla_kernels.decode.triton.plan import DevicePlan
 
@@ -51,22 +54,43 @@ def plan_mla_decode(
     kv_lora_rank: int = 512,
     deterministic: bool = False,
     max_seq_len: int | None = None,
+    impl: str = "auto",
+    rope_dim: int = 64,
+    dtype: torch.dtype = torch.bfloat16,
+    kv_cache_dtype: torch.dtype = torch.bfloat16,
+    block_size: int = BLOCK_SIZE,
+    rescale: str = "pow2",
 ) -> MlaDecodePlan:
     """Plan the decode of a batch from seq_lens [B] int32, on its device, without a host sync.
 
     Build it once, `update` it once a step and pass it to every layer's `mla_decode(plan=...)`. It
     owns the workspace for partial results, so that a step with a plan allocates nothing.
 
-    max_seq_len bounds that workspace in deterministic mode. ValueError if s_q or num_heads is not
-    in what `mla_decode` takes.
+    max_seq_len bounds that workspace in deterministic mode. From impl on, the arguments are those
+    of the `mla_decode` that the plan is for: they decide which kernel will run and so into how many
+    parts the device is cut. A plan serves the other kernels too, less evenly. ValueError as there.
     """
     for name, value in (("num_heads", num_heads), ("s_q", s_q)):
         if value < 1:
             raise ValueError(f"Expected {name} of at least 1, got {value}")
     device_plan = None
-    if seq_lens.is_cuda:
+    choice = choose_decode_impl(
+        impl,
+        seq_lens.device,
+        dims=MlaDims(kv_lora_rank, rope_dim),
+        dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype,
+        block_size=block_size,
+        rescale=rescale,
+    )
+    if choice.impl in ("hopper", "triton"):
         from mla_kernels.decode.triton.plan import build_plan
 
+        num_parts = None
+        if choice.impl == "hopper":
+            from mla_kernels.decode.hopper.launcher import parts_for
+
+            num_parts = parts_for(num_heads * s_q, seq_lens.device)
         device_plan = build_plan(
             seq_lens,
             num_heads=num_heads,
@@ -74,5 +98,6 @@ def plan_mla_decode(
             kv_lora_rank=kv_lora_rank,
             deterministic=deterministic,
             max_seq_len=max_seq_len,
+            num_parts=num_parts,
         )
     return MlaDecodePlan(seq_lens.shape[0], s_q, num_heads, deterministic, device_plan)
