@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which decode implementation serves a batch, and why."""
+
+import torch
+
+from mla_kernels.dispatch import Choice, choose_impl
+from mla_kernels.layouts import BLOCK_SIZE, MlaDims
+
+AVAILABLE = ("hopper", "triton", "torch", "reference")
+
+
+def choose_decode_impl(
+    impl: str,
+    device: torch.device,
+    *,
+    dims: MlaDims = MlaDims(),
+    dtype: torch.dtype = torch.bfloat16,
+    kv_cache_dtype: torch.dtype = torch.bfloat16,
+    block_size: int = BLOCK_SIZE,
+    rescale: str = "pow2",
+) -> Choice:
+    """The implementation behind `mla_decode(impl=...)` for such a batch, with the reason.
+
+    ValueError if `impl` is named and cannot serve it.
+    """
+    hopper_refusal = None
+    if device.type == "cuda":
+        from mla_kernels.decode.hopper.launcher import refusal
+
+        hopper_refusal = refusal(dims, dtype, kv_cache_dtype, block_size, rescale)
+    return choose_impl(
+        "mla_decode", impl, device, available=AVAILABLE, hopper_refusal=hopper_refusal
+    )
