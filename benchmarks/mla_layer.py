@@ -69,7 +69,7 @@ def make_naive(config: MlaLayerConfig) -> NaiveMlaLayer:
 
 
 def ours(case: Case, impl: str) -> Callable[[], torch.Tensor]:
-    """A step of `mla_layer`, its plan included, over a paged cache in shuffled pages."""
+    """A step of `mla_layer`, the update of its plan included, over a paged cache in shuffled pages."""
     c, B = case.naive.config, case.batch
     blocks = -(-(case.prefill + 1) // PAGE)
     order = torch.randperm(B * blocks, device=DEVICE)
@@ -82,8 +82,10 @@ def ours(case: Case, impl: str) -> Callable[[], torch.Tensor]:
     table = rope_table(c, blocks * PAGE, DEVICE)
     buffers = MlaLayerBuffers.allocate(c, B, dtype=torch.bfloat16, device=DEVICE)
 
+    plan = plan_mla_decode(seq_lens, num_heads=c.num_heads, s_q=1, impl=impl)
+
     def step() -> torch.Tensor:
-        plan = plan_mla_decode(seq_lens, num_heads=c.num_heads, s_q=1, block_size=PAGE)
+        plan.update(seq_lens)
         args = (case.x, cache, block_table, seq_lens, case.weights, table)
         return mla_layer(*args, buffers=buffers, plan=plan, impl=impl)
 

@@ -38,11 +38,12 @@ class Step:
         self.seq_lens = torch.ones(B, dtype=torch.int32, device="cuda")
         self.table = rope_table(CONFIG, BLOCKS * PAGE, "cuda")
         self.buffers = MlaLayerBuffers.allocate(CONFIG, B, dtype=torch.bfloat16, device="cuda")
+        self.plan = plan_mla_decode(self.seq_lens, num_heads=CONFIG.num_heads, s_q=1)
 
     def run(self):
-        plan = plan_mla_decode(self.seq_lens, num_heads=CONFIG.num_heads, s_q=1, block_size=PAGE)
+        self.plan.update(self.seq_lens)
         args = (self.x, self.cache, self.block_table, self.seq_lens, self.weights, self.table)
-        return mla_layer(*args, buffers=self.buffers, plan=plan)
+        return mla_layer(*args, buffers=self.buffers, plan=self.plan)
 
     def fill(self, lens, seed):
         """New input, lengths, tables and rows; returns what the plain fp32 layer makes of them."""
