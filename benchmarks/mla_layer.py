@@ -69,7 +69,7 @@ def make_naive(config: MlaLayerConfig) -> NaiveMlaLayer:
 
 
 def ours(case: Case, impl: str) -> Callable[[], torch.Tensor]:
-    """A step of `mla_layer`, the update of its plan included, over a paged cache in shuffled pages."""
+    """A step of `mla_layer` and the update of its plan, over a paged cache in shuffled pages."""
     c, B = case.naive.config, case.batch
     blocks = -(-(case.prefill + 1) // PAGE)
     order = torch.randperm(B * blocks, device=DEVICE)
