@@ -16,7 +16,7 @@ from mla_kernels.offline.compiler import CompileReport, compile_spec
 from mla_kernels.offline.spec import all_specs
 
 HEADER = (
-    f"{'kernel':56} {'arch':7} {'regs':>9} {'spill B':>11} {'hot':>7} {'smem KB':>8} {'warps':>5}"
+    f"{'kernel':56} {'arch':7} {'regs':>20} {'spill B':>11} {'hot':>7} {'smem KB':>8} {'warps':>5}"
     f" {'tensor core':>16} {'s':>5}"
 )
 
@@ -86,6 +86,6 @@ def _row(r: CompileReport) -> str:
     hot = f"{r.hot_local_loads}/{r.hot_local_stores}"
     tensor_core = ",".join(f"{family}:{n}" for family, n in sorted(r.tensor_core.items())) or "-"
     return (
-        f"{r.spec.name:56} {r.arch.name:7} {registers:>9} {spills:>11} {hot:>7}"
+        f"{r.spec.name:56} {r.arch.name:7} {registers:>20} {spills:>11} {hot:>7}"
         f" {r.shared_memory / KB:8.1f} {r.num_warps:5} {tensor_core:>16} {r.seconds:5.1f}"
     )
