@@ -50,6 +50,9 @@ test: lint ## lint, then all tests
 test-fast: $(DEV) ## the tests that start no engine
 	$(BIN)/python -m pytest -m "not engine"
 
+bench: $(DEV) ## our backend against stock vLLM, serving the demo model on this machine
+	$(BIN)/python benchmarks/serve_cpu.py $(ARGS)
+
 lint: $(DEV) ## ruff and mypy
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check

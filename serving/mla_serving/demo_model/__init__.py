@@ -2,6 +2,6 @@
 """Small DeepSeek-style checkpoints, made on the spot from a seed: for a first try and for tests."""
 
 from mla_serving.demo_model.build import demo_model_path, make_demo_model
-from mla_serving.demo_model.config import FAMILIES
+from mla_serving.demo_model.config import FAMILIES, SERVED_NAME
 
-__all__ = ["FAMILIES", "demo_model_path", "make_demo_model"]
+__all__ = ["FAMILIES", "SERVED_NAME", "demo_model_path", "make_demo_model"]

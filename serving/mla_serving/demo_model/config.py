@@ -8,6 +8,7 @@ It is written by hand, not through transformers' config classes: those drop keys
 from collections.abc import Mapping
 from typing import Any
 
+SERVED_NAME = "mla-demo"  # to clients of the server, whatever the family
 VOCAB_SIZE = 2048
 CONTEXT_LENGTH = 8192
 

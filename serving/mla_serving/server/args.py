@@ -8,7 +8,7 @@ from mla_kernels.layouts import BLOCK_SIZE
 
 from mla_backend import toolchain
 from mla_backend.plugin import WORKER_EXTENSION_CLASS
-from mla_serving.demo_model import FAMILIES, demo_model_path
+from mla_serving.demo_model import FAMILIES, SERVED_NAME, demo_model_path
 from mla_serving.server import environment, vllm_api
 from mla_serving.server.layers import Layers
 
@@ -79,7 +79,7 @@ def parse(layers: Layers) -> Namespace:
         args.model = str(demo_model_path(args.mla_demo))
         defaults += ["--model", args.model]
         if args.served_model_name is None:
-            defaults += ["--served-model-name", f"demo-{args.mla_demo}"]
+            defaults += ["--served-model-name", SERVED_NAME]
     if args.host is None and args.uds is None:
         defaults += ["--host", DEFAULT_HOST]
     if args.worker_extension_cls == "":
