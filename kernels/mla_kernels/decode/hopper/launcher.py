@@ -10,7 +10,7 @@ from mla_kernels.decode.hopper import layouts
 from mla_kernels.decode.hopper.kernel import hopper_decode_kernel
 from mla_kernels.decode.plan import MlaDecodePlan
 from mla_kernels.decode.rescale import scale_to_log2
-from mla_kernels.decode.triton.launcher import launch_merge
+from mla_kernels.decode.triton.merge import launch_merge
 from mla_kernels.decode.triton.plan import DevicePlan, build_plan
 from mla_kernels.layouts import MlaDims
 

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Merging the fp32 partials (O, l, k) of split requests; requests of length 0 get zeros and -inf.
+
+    k* = max k_s ;  out = sum_s O_s 2^(k_s - k*) / sum_s l_s 2^(k_s - k*)
+
+With the integer k of pow2 every factor is exact, so only the order of the fp32 additions matters.
+That is the order of the splits, whatever the tile.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from mla_kernels import numerics
+from mla_kernels.arch import Arch
+from mla_kernels.decode.triton.plan import DevicePlan
+from mla_kernels.triton_common.rounding import round_to
+from mla_kernels.triton_common.runtime import INTERPRET
+
+EXPONENT_FLOOR = tl.constexpr(numerics.EXPONENT_FLOOR)
+LN2 = tl.constexpr(numerics.LN2)
+
+# fp32 numbers that a program of 4 warps holds in flight: 64 registers a thread.
+IN_FLIGHT = 8192
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def merge_kernel(
+    part_acc_ptr,  # [slots, rows, DV] fp32
+    part_sum_ptr,  # [slots, rows, 2] fp32: l, k
+    requests_ptr,  # [B, 4] int32: plan_kernel.py
+    out_ptr,  # [B, rows, DV]
+    lse_ptr,  # [B, rows] fp32
+    num_rows,
+    DV: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    SPLITS: tl.constexpr,  # loaded at a time
+    PDL: tl.constexpr,
+):
+    """One program: ROWS rows and COLS columns of one request."""
+    request = tl.program_id(2).to(tl.int64)
+    slot = tl.load(requests_ptr + request * 4 + 0).to(tl.int64)
+    splits = tl.load(requests_ptr + request * 4 + 1)
+    if splits != 1:
+        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        col = tl.program_id(1) * COLS + tl.arange(0, COLS)
+        row_ok = row < num_rows
+        at = slot * num_rows + row
+        if PDL:  # the plan was there before; the partials are the decode kernel's
+            gdc_wait()
+
+        s = tl.arange(0, SPLITS)
+        k_max = tl.full([ROWS], EXPONENT_FLOOR, tl.float32)
+        for s0 in range(0, splits, SPLITS):
+            ok = row_ok[:, None] & (s0 + s < splits)[None, :]
+            k_at = part_sum_ptr + (at[:, None] + (s0 + s)[None, :] * num_rows) * 2 + 1
+            k_max = tl.maximum(k_max, tl.max(tl.load(k_at, mask=ok, other=EXPONENT_FLOOR), 1))
+
+        acc = tl.zeros([ROWS, COLS], tl.float32)
+        l = tl.zeros([ROWS], tl.float32)
+        for s0 in range(0, splits, SPLITS):
+            for j in tl.static_range(SPLITS):
+                ok = row_ok & (s0 + j < splits)
+                s_at = at + (s0 + j) * num_rows
+                l_s = tl.load(part_sum_ptr + s_at * 2, mask=ok, other=0.0)
+                k_s = tl.load(part_sum_ptr + s_at * 2 + 1, mask=ok, other=EXPONENT_FLOOR)
+                o_at = part_acc_ptr + s_at[:, None] * DV + col[None, :]
+                o_s = tl.load(o_at, mask=ok[:, None], other=0.0)
+                factor = tl.exp2(k_s - k_max)
+                acc += o_s * factor[:, None]
+                l += l_s * factor
+
+        seen = l > 0.0
+        acc = acc * tl.where(seen, 1.0 / l, 0.0)[:, None]
+        out_row = request * num_rows + row
+        out_at = out_ptr + out_row[:, None] * DV + col[None, :]
+        tl.store(out_at, round_to(acc, out_ptr.dtype.element_ty), mask=row_ok[:, None])
+        if tl.program_id(1) == 0:
+            lse = tl.where(seen, (k_max + tl.log2(l)) * LN2, -float("inf"))
+            tl.store(lse_ptr + out_row, lse, mask=row_ok)
+
+
+@dataclass(frozen=True)
+class MergeTile:
+    """Rows and columns of a program, and the splits it has in flight."""
+
+    rows: int
+    cols: int
+    splits: int
+
+
+def merge_tile(num_parts: int, num_requests: int, kv_lora_rank: int) -> MergeTile:
+    """Sized for the splits of an even batch; an uneven one only loops more often."""
+    expected = num_parts // max(num_requests, 1) + 2
+    splits = min(64, max(2, triton.next_power_of_2(expected)))
+    elements = IN_FLIGHT // splits
+    cols = min(kv_lora_rank, elements)
+    return MergeTile(rows=elements // cols, cols=cols, splits=splits)
+
+
+def launch_merge(plan: DevicePlan, out: torch.Tensor, lse: torch.Tensor, arch: Arch) -> None:
+    """Merge the split requests and fill the empty ones; the programs of whole ones exit."""
+    B = plan.requests.shape[0]
+    if B == 0:
+        return
+    tile = merge_tile(plan.parts.shape[0], B, plan.kv_lora_rank)
+    pdl = arch.programmatic_launch and not INTERPRET
+    merge_kernel[(triton.cdiv(plan.rows, tile.rows), plan.kv_lora_rank // tile.cols, B)](
+        plan.acc,
+        plan.sums,
+        plan.requests,
+        out,
+        lse,
+        plan.rows,
+        DV=plan.kv_lora_rank,
+        ROWS=tile.rows,
+        COLS=tile.cols,
+        SPLITS=tile.splits,
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
+    )

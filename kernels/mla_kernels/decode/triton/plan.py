@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The device side of `plan_mla_decode`: buffers of a fixed size, filled by the plan kernel."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from mla_kernels.arch import ARCHS, Arch, device_arch
+from mla_kernels.decode.triton.plan_kernel import (
+    PART_FIELDS,
+    PLAN_TILE,
+    REQUEST_FIELDS,
+    plan_kernel,
+)
+from mla_kernels.decode.triton.tiles import ctas_per_sm, tile_rows
+
+# What starting on a request costs a program, in tiles: filling the pipeline, writing the result.
+OVERHEAD = 2
+# Tiles that are worth a split's partial result and its merge.
+MIN_PAY = 4
+# Deterministic mode: tiles a chunk, and chunks of a request (longer ones get larger chunks).
+CHUNK = 32
+MAX_CHUNKS = 128
+
+
+@dataclass(frozen=True)
+class DevicePlan:
+    """What the layers of one decode step share. All sizes are fixed, so that a CUDA graph holds.
+
+    parts     [num_parts, 8] int32, requests [B, 4] int32: plan_kernel.py
+    acc       [slots, rows, kv_lora_rank] fp32, sums [slots, rows, 2] fp32: the partials (O; l, k)
+              of split requests
+    """
+
+    rows: int
+    kv_lora_rank: int
+    chunk: int
+    max_chunks: int
+    parts: torch.Tensor
+    requests: torch.Tensor
+    acc: torch.Tensor
+    sums: torch.Tensor
+
+    def update(self, seq_lens: torch.Tensor) -> None:
+        """Plan for new lengths in place: one small kernel, no allocation, no sync."""
+        num_parts = self.parts.shape[0]
+        plan_kernel[(1,)](
+            seq_lens,
+            self.parts,
+            self.requests,
+            seq_lens.shape[0],
+            TILE=PLAN_TILE,
+            PARTS=num_parts,
+            PARTS_POW2=triton.next_power_of_2(num_parts),
+            OVERHEAD=OVERHEAD,
+            MIN_PAY=MIN_PAY,
+            CHUNK=self.chunk,
+            MAX_CHUNKS=self.max_chunks,
+            BLOCK=min(1024, max(32, triton.next_power_of_2(seq_lens.shape[0]))),
+            num_warps=4,
+        )
+
+
+def build_plan(
+    seq_lens: torch.Tensor,
+    *,
+    num_heads: int,
+    s_q: int,
+    kv_lora_rank: int = 512,
+    deterministic: bool = False,
+    max_seq_len: int | None = None,
+    num_parts: int | None = None,
+) -> DevicePlan:
+    """Allocate a plan for batches of seq_lens.shape[0] requests and fill it from seq_lens.
+
+    max_seq_len bounds the workspace of deterministic mode (MAX_CHUNKS a request without it); it
+    does not change the chunks of requests up to that length. num_parts: default, what fills the
+    device.
+    """
+    B = seq_lens.shape[0]
+    rows = num_heads * s_q
+    device = seq_lens.device
+    parts = num_parts or default_parts(rows, device)
+    max_chunks = MAX_CHUNKS
+    if deterministic:
+        if max_seq_len is not None:
+            max_chunks = min(MAX_CHUNKS, max(1, triton.cdiv(max_seq_len, CHUNK * PLAN_TILE)))
+        slots = B * max_chunks
+    else:
+        slots = parts - 1 + min(B, parts - 1)
+
+    def new(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    plan = DevicePlan(
+        rows=rows,
+        kv_lora_rank=kv_lora_rank,
+        chunk=CHUNK if deterministic else 0,
+        max_chunks=max_chunks,
+        parts=new(parts, PART_FIELDS),
+        requests=new(B, REQUEST_FIELDS),
+        acc=new(slots, rows, kv_lora_rank, dtype=torch.float32),
+        sums=new(slots, rows, 2, dtype=torch.float32),
+    )
+    plan.update(seq_lens)
+    return plan
+
+
+def arch_of(device: torch.device) -> Arch:
+    """The device's entry; in the interpreter that of sm_90."""
+    return ARCHS[90] if device.type == "cpu" else device_arch(device)
+
+
+def default_parts(rows: int, device: torch.device) -> int:
+    """Parts for which parts x row tiles fill the device."""
+    arch = arch_of(device)
+    sms = (
+        4
+        if device.type == "cpu"
+        else torch.cuda.get_device_properties(device).multi_processor_count
+    )
+    return max(1, sms * ctas_per_sm(rows, arch) // triton.cdiv(rows, tile_rows(rows, arch)))

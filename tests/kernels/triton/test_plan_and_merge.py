@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The device plan covers every tile once, whatever the lengths; the merge folds its partials."""
+
+import pytest
+import torch
+from mla_kernels.decode.triton.merge import merge_kernel, merge_tile
+from mla_kernels.decode.triton.plan import build_plan
+from mla_kernels.decode.triton.plan_kernel import PLAN_TILE
+from mla_kernels.numerics import LN2
+
+LENGTHS = {
+    "one": [1],
+    "one long": [131072],
+    "long beside short": [131072, *[200] * 31],
+    "all empty": [0, 0, 0],
+    "empty first and last": [0, 700, 0, 64, 65, 0],
+    "many equal": [4096] * 96,
+    "more requests than parts": list(range(0, 600, 2)),
+}
+
+
+def lengths(name):
+    if name == "random":
+        g = torch.Generator().manual_seed(0)
+        lens = torch.randint(0, 3000, (257,), generator=g, dtype=torch.int32)
+        lens[torch.rand(257, generator=g) < 0.2] = 0
+        return lens
+    return torch.tensor(LENGTHS[name], dtype=torch.int32)
+
+
+def segments(plan, lens):
+    """[(first tile, end tile, split)] of each request, walked as the kernels do."""
+    found = [[] for _ in lens]
+    for request, tile, last, last_end, split, *_ in plan.parts.tolist():
+        while request <= last:
+            end = -(-int(lens[request]) // PLAN_TILE)
+            if request == last:
+                end = min(end, last_end)
+            chunk = int(plan.requests[request, 2]) if plan.chunk else end
+            while tile < end:
+                stop = min(tile + chunk, end)
+                found[request].append((tile, stop, split))
+                tile, split = stop, split + 1
+            request, tile, split = request + 1, 0, 0
+    return found
+
+
+@pytest.mark.parametrize("name", [*LENGTHS, "random"])
+@pytest.mark.parametrize("num_parts", [1, 2, 7, 66, 132])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_every_tile_is_read_once_and_no_split_is_empty(device, name, num_parts, deterministic):
+    lens = lengths(name).to(device)
+    plan = build_plan(lens, num_heads=16, s_q=1, num_parts=num_parts, deterministic=deterministic)
+    slots = []
+    for length, request, found in zip(
+        lens, plan.requests.tolist(), segments(plan, lens), strict=True
+    ):
+        slot, splits = request[:2]
+        assert [s for _, _, s in sorted(found)] == list(range(splits))
+        position = 0
+        for first, end, _ in sorted(found):
+            assert first == position and end > first
+            position = end
+        assert position == -(-int(length) // PLAN_TILE)
+        if splits > 1:
+            slots += range(slot, slot + splits)
+    assert len(set(slots)) == len(slots) and all(0 <= s < plan.acc.shape[0] for s in slots)
+
+
+def test_work_is_even(device):
+    """The fullest part has no more than its share of tiles and overheads, rounded up."""
+    lens = lengths("long beside short").to(device)
+    plan = build_plan(lens, num_heads=16, s_q=1, num_parts=132)
+    tiles = torch.div(lens + PLAN_TILE - 1, PLAN_TILE, rounding_mode="floor")
+    share = -(-int((tiles + 2).sum()) // 132)
+    work = []
+    for request, tile, last, last_end, *_ in plan.parts.tolist():
+        done = 0
+        while request <= last:
+            end = min(int(tiles[request]), last_end) if request == last else int(tiles[request])
+            done, request, tile = done + end - tile, request + 1, 0
+        work.append(done)
+    assert max(work) <= share and sum(work) == int(tiles.sum())
+
+
+def test_chunks_of_a_request_do_not_depend_on_the_batch(device):
+    lens = lengths("random").to(device)
+    together = build_plan(lens, num_heads=16, s_q=1, deterministic=True, max_seq_len=4096)
+    for b in (0, 3, 200, 256):
+        alone = build_plan(
+            lens[b : b + 1], num_heads=16, s_q=1, deterministic=True, max_seq_len=4096
+        )
+        cuts = [s[:2] for s in sorted(segments(together, lens)[b])]
+        assert cuts == [s[:2] for s in sorted(segments(alone, lens[b : b + 1])[0])]
+
+
+def test_a_plan_is_updated_in_place(device):
+    lens = torch.tensor([100, 5000], dtype=torch.int32, device=device)
+    plan = build_plan(lens, num_heads=16, s_q=1, num_parts=8)
+    buffers = (plan.parts, plan.requests, plan.acc, plan.sums)
+    new = torch.tensor([7000, 3], dtype=torch.int32, device=device)
+    plan.update(new)
+    assert all(
+        a is b
+        for a, b in zip(buffers, (plan.parts, plan.requests, plan.acc, plan.sums), strict=True)
+    )
+    fresh = build_plan(new, num_heads=16, s_q=1, num_parts=8)
+    assert torch.equal(plan.requests, fresh.requests)
+    assert torch.equal(plan.parts[:, :5], fresh.parts[:, :5])
+
+
+@pytest.mark.parametrize(("num_parts", "batch"), [(4, 3), (60, 7), (132, 1)])
+@pytest.mark.parametrize("latent", [512, 256])
+def test_merge(device, num_parts, batch, latent):
+    rows = 5
+    g = torch.Generator().manual_seed(num_parts)
+    lens = torch.randint(1, 6000, (batch,), generator=g, dtype=torch.int32)
+    lens[0] = 4000
+    if batch > 2:
+        lens[1] = 0
+    plan = build_plan(
+        lens.to(device), num_heads=rows, s_q=1, kv_lora_rank=latent, num_parts=num_parts
+    )
+    plan.acc.copy_(torch.randn(plan.acc.shape, generator=g))
+    plan.sums[..., 0] = (torch.rand(plan.sums.shape[:2], generator=g) + 0.5).to(device)
+    plan.sums[..., 1] = torch.randint(-40, 20, plan.sums.shape[:2], generator=g).to(device).float()
+    out = torch.full((batch, rows, latent), torch.nan, device=device)
+    lse = torch.full((batch, rows), torch.nan, device=device)
+    tile = merge_tile(num_parts, batch, latent)
+    merge_kernel[(-(-rows // tile.rows), latent // tile.cols, batch)](
+        plan.acc, plan.sums, plan.requests, out, lse, rows,
+        DV=latent, ROWS=tile.rows, COLS=tile.cols, SPLITS=tile.splits, PDL=False, num_warps=4,
+    )  # fmt: skip
+    for b, (slot, splits, *_) in enumerate(plan.requests.tolist()):
+        if splits == 1:  # written by the decode kernel: left alone
+            assert out[b].isnan().all() and lse[b].isnan().all()
+        elif splits == 0:
+            assert (out[b] == 0).all() and (lse[b] == -torch.inf).all()
+        else:
+            l, k = plan.sums[slot : slot + splits].double().unbind(-1)
+            top = k.amax(0)
+            weight = torch.exp2(k - top)
+            total = (l * weight).sum(0)
+            want = (plan.acc[slot : slot + splits].double() * weight[..., None]).sum(0)
+            torch.testing.assert_close(out[b].double(), want / total[:, None], rtol=0, atol=3e-5)
+            torch.testing.assert_close(
+                lse[b].double(), (top + total.log2()) * LN2, rtol=1e-6, atol=1e-5
+            )
