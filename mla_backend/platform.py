@@ -76,7 +76,7 @@ class MlaCpuPlatform(CpuPlatform):
         """vLLM's own adaptation; with our backend selected, without the parts that fight it.
 
         Raises RuntimeError for a vLLM outside the supported range, ValueError for a model
-        without MLA or a block size that is not a multiple of 64.
+        without MLA, a KV cache dtype or a block size that the kernels do not take.
         """
         model = vllm_config.model_config
         if model is None or not _selected(vllm_config):
@@ -85,10 +85,19 @@ class MlaCpuPlatform(CpuPlatform):
         compat.require_supported_vllm()
         if not model.use_mla:
             raise ValueError(support.not_mla_reason(model.architecture))
+        kv_cache_dtype = vllm_config.cache_config.cache_dtype
+        if kv_cache_dtype not in support.kv_cache_dtypes(on_cpu=True):
+            raise ValueError(support.kv_cache_dtype_reason(kv_cache_dtype, on_cpu=True))
         asked = _Asked.read(vllm_config)
         super().check_and_update_config(vllm_config)
         asked.restore(vllm_config)
         _avoid_rotary_op(vllm_config)
+        logger.info_once(
+            "mla-backend serves MLA on CPU: block size %d, chunked prefill %s, prefix caching %s.",
+            asked.block_size,
+            "on" if asked.enable_chunked_prefill else "off",
+            "on" if asked.enable_prefix_caching else "off",
+        )
 
     @classmethod
     def get_attn_backend_cls(

@@ -6,13 +6,15 @@ The counters count Python calls, one per layer and step; a replayed CUDA graph a
 """
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 
 @dataclass
-class Counters:
-    """Calls since the process started (tokens: rows of q, or rows written)."""
+class Stats:
+    """Since the process started. Tokens: rows of q, summed over layers."""
 
+    decode: dict[str, str] = field(default_factory=dict)
     decode_steps: int = 0
     prefill_steps: int = 0
     forward_mqa_calls: int = 0
@@ -22,9 +24,11 @@ class Counters:
     kv_cache_writes: int = 0
 
 
-COUNTERS = Counters()
+STATS = Stats()
 
 
-def snapshot() -> dict[str, int]:
-    """The counters as a plain dict, with the process id."""
-    return {"pid": os.getpid(), **asdict(COUNTERS)}
+def snapshot() -> dict[str, Any]:
+    """All of it as a plain dict, with the process id. `decode` is empty until a layer exists;
+    then it names the implementation of mla_decode, the reason for it, and the rescale variant.
+    """
+    return {"pid": os.getpid(), **asdict(STATS)}

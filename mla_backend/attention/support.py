@@ -10,8 +10,10 @@ from typing import Any
 
 BLOCK_SIZE = 64
 DTYPES = ("float16", "bfloat16", "float32")
+# fp8 caches are tested on the CPU only so far.
 KV_CACHE_DTYPES = ("auto", "float16", "bfloat16")
-# Width of a cache row: kv_lora_rank + qk_rope_head_dim.
+CPU_KV_CACHE_DTYPES = (*KV_CACHE_DTYPES, "fp8", "fp8_e4m3", "fp8_ds_mla")
+# Width of a cache row in elements: kv_lora_rank + qk_rope_head_dim.
 HEAD_SIZES = {576: "512 + 64", 320: "256 + 64"}
 MIN_COMPUTE_CAPABILITY = (8, 0)
 MAX_QUERY_LEN = 8
@@ -21,6 +23,17 @@ def block_size_reason(block_size: int) -> str:
     return (
         f"block size {block_size} is not a multiple of {BLOCK_SIZE}. "
         f"Mend: --block-size {BLOCK_SIZE}, or leave the flag out"
+    )
+
+
+def kv_cache_dtypes(on_cpu: bool) -> tuple[str, ...]:
+    return CPU_KV_CACHE_DTYPES if on_cpu else KV_CACHE_DTYPES
+
+
+def kv_cache_dtype_reason(kv_cache_dtype: str, on_cpu: bool) -> str:
+    return (
+        f"KV cache dtype {kv_cache_dtype}; supported: {', '.join(kv_cache_dtypes(on_cpu))}. "
+        "Mend: --kv-cache-dtype auto"
     )
 
 
@@ -45,9 +58,8 @@ _WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
         f"model dtype {_dtype_name(c['dtype'])}; supported: {', '.join(DTYPES)}. "
         "Mend: --dtype bfloat16"
     ),
-    "kv_cache_dtype not supported": lambda c: (
-        f"KV cache dtype {c['kv_cache_dtype']}; supported: {', '.join(KV_CACHE_DTYPES)}. "
-        "Mend: --kv-cache-dtype auto"
+    "kv_cache_dtype not supported": lambda c: kv_cache_dtype_reason(
+        c["kv_cache_dtype"], c["device_capability"] is None
     ),
     "block_size not supported": lambda c: block_size_reason(c["block_size"]),
     "non-MLA not supported": lambda c: not_mla_reason(),
@@ -56,7 +68,8 @@ _WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
         "dense MLA. Mend: leave out --attention-backend CUSTOM"
     ),
     "compute capability not supported": lambda c: (
-        f"compute capability {c['device_capability']}; 8.0 or newer is needed"
+        f"compute capability {'.'.join(map(str, c['device_capability']))}; "
+        f"{'.'.join(map(str, MIN_COMPUTE_CAPABILITY))} or newer is needed"
     ),
     "DCP not supported": lambda c: (
         "decode context parallelism. Mend: --decode-context-parallel-size 1"
@@ -72,11 +85,18 @@ def explain(reasons: list[str], config: dict[str, Any]) -> list[str]:
     return [_WORDS[reason](config) if reason in _WORDS else reason for reason in reasons]
 
 
-def cache_dtype_mismatch(dtype: Any, kv_cache_dtype: str | None) -> str | None:
-    """The reason why a cache of `kv_cache_dtype` cannot go with a model of `dtype`, or None."""
-    if kv_cache_dtype not in ("float16", "bfloat16") or kv_cache_dtype == _dtype_name(dtype):
-        return None
-    return (
-        f"KV cache dtype {kv_cache_dtype} with model dtype {_dtype_name(dtype)}; they must agree. "
-        "Mend: --kv-cache-dtype auto"
-    )
+def combination_reasons(config: dict[str, Any]) -> list[str]:
+    """What is supported one by one but not together."""
+    kv_cache_dtype, dtype = config["kv_cache_dtype"], _dtype_name(config["dtype"])
+    reasons = []
+    if kv_cache_dtype in ("float16", "bfloat16") and kv_cache_dtype != dtype:
+        reasons.append(
+            f"KV cache dtype {kv_cache_dtype} with model dtype {dtype}; they must agree. "
+            "Mend: --kv-cache-dtype auto"
+        )
+    if kv_cache_dtype == "fp8_ds_mla" and config["head_size"] != 576:
+        reasons.append(
+            f"KV cache dtype fp8_ds_mla with a cache row of {config['head_size']} elements; its "
+            "layout is for 576. Mend: --kv-cache-dtype fp8"
+        )
+    return reasons

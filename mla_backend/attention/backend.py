@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The class that `--attention-backend CUSTOM` names: what it supports, and its two parts."""
+
+from typing import Any, ClassVar
+
+import torch
+from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
+from vllm.platforms import current_platform
+
+from mla_backend.attention import support
+from mla_backend.attention.impl import MlaImpl
+from mla_backend.attention.metadata import MlaMetadataBuilder
+
+
+class MlaBackend(MLACommonBackend):
+    """Dense multi-head latent attention over 64-token pages, computed by `mla_kernels`."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [getattr(torch, n) for n in support.DTYPES]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = list(
+        support.kv_cache_dtypes(current_platform.is_cpu())
+    )
+
+    @staticmethod
+    def get_name() -> str:
+        # vLLM compares this with names of its enum; CUSTOM is the member in every version.
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[MlaImpl]:
+        return MlaImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[MlaMetadataBuilder]:
+        return MlaMetadataBuilder
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return list(support.HEAD_SIZES)
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(*_: Any, **__: Any) -> list[int]:
+        return [support.BLOCK_SIZE]
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int = support.BLOCK_SIZE) -> int:
+        return support.BLOCK_SIZE
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        # None: a device without one, that is a CPU.
+        return capability is None or capability >= support.MIN_COMPUTE_CAPABILITY
+
+    @classmethod
+    def validate_configuration(cls, **config: Any) -> list[str]:
+        """Why this backend cannot serve `config` (vLLM's AttentionSelectorConfig), in our words.
+
+        An empty list means it can. vLLM raises with the list at start-up.
+        """
+        reasons = support.explain(super().validate_configuration(**config), config)
+        return reasons + support.combination_reasons(config)

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one MLA layer calls: cache write, decode (absorbed, MQA) and prefill (expanded, MHA)."""
+
+from typing import Any
+
+import torch
+from mla_kernels import mla_decode, write_kv_cache
+from mla_kernels.cache.rows import rows_as_float
+from mla_kernels.layouts import MlaDims
+from vllm.model_executor.layers.attention.mla_attention import MLACommonImpl
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionType
+
+from mla_backend import compat, envs
+from mla_backend.attention.kernel import DecodeKernel
+from mla_backend.attention.metadata import MlaMetadata
+from mla_backend.attention.prefill import run_prefill
+from mla_backend.stats import STATS
+
+
+class MlaImpl(MLACommonImpl[MlaMetadata]):
+    """Dense MLA through `mla_kernels`; on a GPU, prefill is vLLM's common path."""
+
+    can_return_lse_for_decode: bool = True
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        kv_sharing_target_layer_name: str | None,
+        **mla_args: Any,
+    ) -> None:
+        super().__init__(
+            num_heads,
+            head_size,
+            scale,
+            num_kv_heads,
+            alibi_slopes,
+            sliding_window,
+            kv_cache_dtype,
+            logits_soft_cap,
+            attn_type,
+            kv_sharing_target_layer_name,
+            **mla_args,
+        )
+        asked = {
+            "alibi_slopes": alibi_slopes,
+            "sliding_window": sliding_window,
+            "logits_soft_cap": logits_soft_cap,
+            "attn_type": None if attn_type == AttentionType.DECODER else attn_type,
+        }
+        refused = [f"{name}={value}" for name, value in asked.items() if value is not None]
+        if refused:
+            raise ValueError(f"mla-backend does not support {', '.join(refused)}")
+        self.supports_quant_query_input = False
+        self._check = envs.get("MLA_BACKEND_CHECK")
+        self._on_cpu = current_platform.is_cpu()
+        self.decode_kernel = DecodeKernel.choose(
+            MlaDims(self.kv_lora_rank, self.qk_rope_head_dim),
+            torch.get_default_dtype(),  # the model's, while vLLM builds it
+            kv_cache_dtype,
+            torch.device(current_platform.device_type),
+        )
+        self._fp8_cache = self.decode_kernel.kv_cache_dtype == torch.float8_e4m3fn
+        if self._on_cpu:
+            compat.keep_kv_b_weight(self.kv_b_proj)
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_cache_dtype: str,
+        k_scale: torch.Tensor,
+        skip_scale: bool = False,
+    ) -> None:
+        """Write the new tokens' latent [T, kv_lora_rank] and rope [T, 1, rope] rows."""
+        if kv_cache.numel() == 0:
+            return
+        STATS.kv_cache_writes += 1
+        if self._fp8_cache:
+            kv_cache = kv_cache.view(torch.float8_e4m3fn)
+        write_kv_cache(
+            kv_c_normed,
+            k_pe.squeeze(1),
+            kv_cache,
+            slot_mapping.flatten(),
+            kv_scale=self._kv_scale(k_scale),
+        )
+
+    def _kv_scale(self, k_scale: torch.Tensor) -> torch.Tensor | None:
+        return k_scale if self._fp8_cache else None
+
+    def forward_mqa(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: MlaMetadata,
+        layer: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Absorbed attention of q [T, H, Dk], or its latent and rope parts.
+
+        T = B * s_q: the decode requests of a step have as many new tokens each. Returns out
+        [T, H, kv_lora_rank] and lse [T, H], fp32, natural log.
+        """
+        if isinstance(q, tuple):
+            q = torch.cat(q, dim=-1)
+        decode = attn_metadata.decode
+        assert decode is not None
+        T, H, Dk = q.shape
+        STATS.forward_mqa_calls += 1
+        STATS.forward_mqa_tokens += T
+        out, lse = mla_decode(
+            q.view(decode.block_table.shape[0], -1, H, Dk),
+            kv_c_and_k_pe_cache,
+            decode.block_table,
+            decode.seq_lens,
+            scale=self.scale,
+            kv_lora_rank=self.kv_lora_rank,
+            kv_scale=self._kv_scale(layer._k_scale),
+            rescale=self.decode_kernel.rescale,
+            impl=self.decode_kernel.impl,
+            plan=decode.plan,
+            validate=self._check,
+        )
+        return out.view(T, H, -1), lse.view(T, H)
+
+    def forward_mha(
+        self,
+        q: torch.Tensor,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: MlaMetadata,
+        k_scale: torch.Tensor,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+    ) -> None:
+        """Prefill attention of q [T, H, Dqk] into `output` [T, H * v_head_dim]."""
+        STATS.forward_mha_calls += 1
+        STATS.forward_mha_tokens += q.shape[0]
+        if not self._on_cpu:
+            super().forward_mha(
+                q,
+                kv_c_normed,
+                k_pe,
+                kv_c_and_k_pe_cache,
+                attn_metadata,
+                k_scale,
+                output,
+                output_scale,
+            )
+            return
+        assert attn_metadata.prefill_tiles is not None
+        kv_scale = self._kv_scale(k_scale)
+
+        def expand(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            rows = rows_as_float(rows, q.dtype, self.kv_lora_rank, self.head_size, kv_scale)
+            return self._keys_and_values(rows)
+
+        run_prefill(
+            q,
+            kv_c_and_k_pe_cache,
+            attn_metadata.prefill_tiles,
+            expand,
+            scale=self.scale,
+            out=output.view(-1, self.num_heads, self.v_head_dim),
+        )
+
+    def _keys_and_values(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [n, H, Dqk] and values [n, H, v_head_dim] of cache rows [n, Dk]."""
+        latent, rope = rows.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
+        kv = self.kv_b_proj(latent.contiguous())[0].view(rows.shape[0], self.num_heads, -1)
+        k_nope, v = kv.split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
+        return self._concat_k_nope_k_pe(k_nope, rope[:, None]), v

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which decode kernel an engine uses: settled once at start-up, the same for layers and plans."""
+
+from dataclasses import dataclass
+
+import torch
+from mla_kernels import MlaDecodePlan, plan_mla_decode
+from mla_kernels.decode.choice import choose_decode_impl
+from mla_kernels.layouts import MlaDims
+
+from mla_backend import envs
+from mla_backend.attention import support
+from mla_backend.stats import STATS
+
+_QUANTISED = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_ds_mla": torch.uint8,
+}
+
+
+@dataclass(frozen=True)
+class DecodeKernel:
+    """Arguments of `mla_decode` that do not change while an engine runs."""
+
+    impl: str
+    rescale: str
+    dims: MlaDims
+    dtype: torch.dtype
+    kv_cache_dtype: torch.dtype
+
+    @classmethod
+    def choose(
+        cls, dims: MlaDims, dtype: torch.dtype, kv_cache_dtype: str, device: torch.device
+    ) -> "DecodeKernel":
+        """By MLA_BACKEND_IMPL and MLA_BACKEND_RESCALE; the choice and its reason go to STATS.
+
+        kv_cache_dtype is vLLM's name. ValueError if what is asked for cannot run here.
+        """
+        rescale = envs.get("MLA_BACKEND_RESCALE")
+        cache_dtype = _QUANTISED.get(kv_cache_dtype, dtype)
+        choice = choose_decode_impl(
+            envs.get("MLA_BACKEND_IMPL"),
+            device,
+            dims=dims,
+            dtype=dtype,
+            kv_cache_dtype=cache_dtype,
+            block_size=support.BLOCK_SIZE,
+            rescale=rescale,
+        )
+        STATS.decode = {"impl": choice.impl, "reason": choice.reason, "rescale": rescale}
+        return cls(choice.impl, rescale, dims, dtype, cache_dtype)
+
+    def plan(self, seq_lens: torch.Tensor, num_heads: int, s_q: int) -> MlaDecodePlan:
+        """The plan of a step for seq_lens [B] int32, with buffers of its own."""
+        return plan_mla_decode(
+            seq_lens,
+            num_heads=num_heads,
+            s_q=s_q,
+            kv_lora_rank=self.dims.kv_lora_rank,
+            rope_dim=self.dims.rope_dim,
+            impl=self.impl,
+            rescale=self.rescale,
+            dtype=self.dtype,
+            kv_cache_dtype=self.kv_cache_dtype,
+            block_size=support.BLOCK_SIZE,
+        )

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Computed once per step, shared by all layers: the decode plan and the prefill tiles."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from mla_kernels import MlaDecodePlan
+from vllm.model_executor.layers.attention.mla_attention import (
+    MLACommonDecodeMetadata,
+    MLACommonMetadata,
+    MLACommonMetadataBuilder,
+    QueryLenSupport,
+)
+from vllm.v1.attention.backend import AttentionCGSupport
+
+from mla_backend.attention import support
+from mla_backend.attention.kernel import DecodeKernel
+from mla_backend.attention.prefill import PrefillTile, plan_prefill
+from mla_backend.stats import STATS
+
+
+@dataclass
+class MlaDecodeMetadata(MLACommonDecodeMetadata):
+    """`block_table` [B, max_blocks], `seq_lens` [B] and the kernel's plan for them."""
+
+    plan: MlaDecodePlan | None = None
+
+
+@dataclass
+class MlaMetadata(MLACommonMetadata[MlaDecodeMetadata]):
+    """vLLM's MLA metadata and, on CPU, the tiles of its prefill requests."""
+
+    prefill_tiles: list[PrefillTile] | None = None
+
+
+class MlaMetadataBuilder(MLACommonMetadataBuilder[MlaMetadata]):
+    """Builds `MlaMetadata`, once per step."""
+
+    # Neither has run in a captured graph yet, so neither is claimed.
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+    query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.UNIFORM
+
+    def __init__(
+        self,
+        kv_cache_spec: Any,
+        layer_names: list[str],
+        vllm_config: Any,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device, MlaMetadata)
+        if self.reorder_batch_threshold > support.MAX_QUERY_LEN:
+            raise ValueError(
+                f"{self.reorder_batch_threshold - 1} speculative tokens; the decode kernels take "
+                f"{support.MAX_QUERY_LEN} query tokens a request, so at most "
+                f"{support.MAX_QUERY_LEN - 1}. Mend: lower num_speculative_tokens"
+            )
+        self._on_cpu = self.device.type == "cpu"
+        layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
+        self._kernel: DecodeKernel = layer.impl.decode_kernel
+        # One plan per shape of a step: it owns the device buffers that its kernels read.
+        self._plans: dict[tuple[int, int], MlaDecodePlan] = {}
+
+    def _build_decode(
+        self,
+        block_table_tensor: torch.Tensor,
+        seq_lens_device: torch.Tensor,
+        num_decode_tokens: int,
+        dcp_tot_seq_lens_device: torch.Tensor | None,
+        **_: Any,
+    ) -> MlaDecodeMetadata:
+        STATS.decode_steps += 1
+        plan = self._plan(seq_lens_device, num_decode_tokens // seq_lens_device.shape[0])
+        return MlaDecodeMetadata(
+            block_table=block_table_tensor,
+            seq_lens=seq_lens_device,
+            dcp_tot_seq_lens=dcp_tot_seq_lens_device,
+            plan=plan,
+        )
+
+    def _plan(self, seq_lens: torch.Tensor, s_q: int) -> MlaDecodePlan:
+        shape = (seq_lens.shape[0], s_q)
+        if shape in self._plans:
+            self._plans[shape].update(seq_lens)
+        else:
+            self._plans[shape] = self._kernel.plan(seq_lens, self.num_heads, s_q)
+        return self._plans[shape]
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> MlaMetadata:
+        common = common_attn_metadata
+        metadata = super().build(common_prefix_len, common, fast_build)
+        if metadata.prefill is not None:
+            STATS.prefill_steps += 1
+            if self._on_cpu:
+                metadata.prefill_tiles = plan_prefill(
+                    metadata.prefill.block_table,
+                    metadata.prefill.query_start_loc,
+                    common.seq_lens[metadata.num_decodes : metadata.num_reqs],
+                    block_size=self.kv_cache_spec.block_size,
+                )
+        return metadata

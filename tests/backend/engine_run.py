@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs one vLLM engine over scenarios, as a process of its own.
+
+    python engine_run.py spec.json result.json
+
+spec: {"engine": keywords of vllm.LLM, "scenarios": {name: [request, ...]}}, where a request is
+{"prompt": token ids, "max_tokens": n, "arrive": engine step at which it is added}. The result
+holds, per scenario, each request's tokens, logprobs and cached prompt tokens, the counters of the
+worker before and after, and what `watch_steps` saw (single-process engines).
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from vllm import LLM, SamplingParams
+
+
+def watch_steps():
+    """Note whether a request's pages were ever out of order, and query tokens a decode request."""
+    from mla_backend.attention.metadata import MlaMetadataBuilder
+
+    seen = {}
+    build = MlaMetadataBuilder.build
+
+    def watching_build(self, common_prefix_len, common, *args, **kwargs):
+        pages = -(-common.seq_lens // self.kv_cache_spec.block_size)
+        for row, count in zip(common.block_table_tensor, pages.tolist(), strict=False):
+            seen["disordered"] |= bool((row[:count].diff() < 0).any())
+        metadata = build(self, common_prefix_len, common, *args, **kwargs)
+        if metadata.decode is not None:
+            seen["query_lens"].add(metadata.num_decode_tokens // metadata.num_decodes)
+        return metadata
+
+    MlaMetadataBuilder.build = watching_build
+    return seen
+
+
+def run_scenario(llm, name, requests):
+    """Step the engine by hand so that requests join while others run."""
+    engine = llm.llm_engine
+    waiting = sorted(range(len(requests)), key=lambda i: requests[i].get("arrive", 0))
+    done, step = {}, 0
+    while waiting or engine.has_unfinished_requests():
+        idle = not engine.has_unfinished_requests()
+        while waiting and (idle or requests[waiting[0]].get("arrive", 0) <= step):
+            idle = False
+            i = waiting.pop(0)
+            params = SamplingParams(
+                temperature=0, max_tokens=requests[i]["max_tokens"], logprobs=0, ignore_eos=True
+            )
+            engine.add_request(f"{name}-{i}", {"prompt_token_ids": requests[i]["prompt"]}, params)
+        for output in engine.step():
+            if output.finished:
+                done[int(output.request_id.rpartition("-")[2])] = output
+        step += 1
+    return [describe(done[i]) for i in range(len(requests))]
+
+
+def describe(output):
+    completion = output.outputs[0]
+    tokens = list(completion.token_ids)
+    return {
+        "prompt": list(output.prompt_token_ids),
+        "tokens": tokens,
+        "logprobs": [lp[t].logprob for t, lp in zip(tokens, completion.logprobs, strict=True)],
+        "cached": output.num_cached_tokens,
+    }
+
+
+def kv_page_bytes(llm):
+    """Bytes of one page of one layer, as vLLM sized it."""
+    specs = llm.llm_engine.engine_core.collective_rpc("get_kv_cache_spec")[0]
+    return next(iter(specs.values())).page_size_bytes
+
+
+def main():
+    spec = json.loads(Path(sys.argv[1]).read_text())
+    in_process = spec.get("in_process", True)
+    seen = watch_steps() if in_process and spec.get("ours", True) else {}
+    llm = LLM(worker_extension_cls="mla_backend.worker.WorkerExtension", **spec["engine"])
+    config = llm.llm_engine.vllm_config
+    result = {
+        "block_size": config.cache_config.block_size,
+        "chunked_prefill": config.scheduler_config.enable_chunked_prefill,
+        "prefix_caching": config.cache_config.enable_prefix_caching,
+        "page_bytes": kv_page_bytes(llm) if in_process else None,
+        "custom_ops": list(config.compilation_config.custom_ops),
+        "scenarios": {},
+    }
+    for name, requests in spec["scenarios"].items():
+        seen |= {"disordered": False, "query_lens": set()}
+        before = llm.collective_rpc("mla_backend_stats")[0]
+        outputs = run_scenario(llm, name, requests)
+        after = llm.collective_rpc("mla_backend_stats")[0]
+        result["scenarios"][name] = {
+            "outputs": outputs,
+            "before": before,
+            "after": after,
+            "disordered": seen["disordered"],
+            "query_lens": sorted(seen["query_lens"]),
+        }
+    Path(sys.argv[2]).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One layer's calls, as vLLM makes them, against attention written out in fp64.
+
+Steps are built by vLLM's own metadata classes over shuffled pages; everything unused is NaN.
+"""
+
+import types
+
+import pytest
+import torch
+
+H, NOPE, ROPE, V, BLOCK = 4, 16, 64, 24, 64
+SCALE = (NOPE + ROPE) ** -0.5
+
+
+@pytest.fixture(scope="module")
+def vllm_config():
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    config = VllmConfig()
+    with set_current_vllm_config(config):
+        yield config
+
+
+class KvBProj(torch.nn.Module):
+    """Stands in for vLLM's linear layer: calling it gives (output, bias)."""
+
+    def __init__(self, rank, dtype):
+        super().__init__()
+        g = torch.Generator().manual_seed(1)
+        weight = torch.randn(rank, H * (NOPE + V), generator=g) * rank**-0.5
+        self.matrix = weight.to(dtype)
+        self.quant_method = None
+
+    def forward(self, x):
+        return x @ self.matrix, None
+
+
+def make_impl(rank, dtype, kv_cache_dtype="auto"):
+    """The layer's implementation, made as vLLM does: with the model's dtype as torch's default."""
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    from mla_backend.attention.impl import MlaImpl
+
+    dims = {
+        "q_lora_rank": None,
+        "kv_lora_rank": rank,
+        "qk_nope_head_dim": NOPE,
+        "qk_rope_head_dim": ROPE,
+        "qk_head_dim": NOPE + ROPE,
+        "v_head_dim": V,
+        "kv_b_proj": KvBProj(rank, dtype),
+    }
+    with set_default_torch_dtype(dtype):
+        return MlaImpl(
+            H, rank + ROPE, SCALE, 1, None, None, kv_cache_dtype, None, "decoder", None, **dims
+        )
+
+
+def make_builder(impl):
+    """The builder without vLLM's constructor, which wants a loaded model."""
+    from mla_backend.attention.metadata import MlaMetadataBuilder
+
+    builder = object.__new__(MlaMetadataBuilder)
+    builder.num_heads = H
+    builder._kernel = impl.decode_kernel
+    builder._plans = {}
+    return builder
+
+
+def make_cache(lengths, rank, impl, kv_cache_dtype, dtype, k_scale):
+    """Pages written through the layer; (cache, block_table, seq_lens, rows as written)."""
+    g = torch.Generator().manual_seed(0)
+    pages = [-(-n // BLOCK) for n in lengths]
+    order = torch.randperm(sum(pages) + 4, generator=g)
+    table = torch.full((len(lengths), max(pages) + 1), 2**30, dtype=torch.int32)
+    shape = (len(order), BLOCK, rank + ROPE)
+    if kv_cache_dtype == "fp8_ds_mla":
+        cache = torch.full((*shape[:2], 656), 0x7F, dtype=torch.uint8)
+    elif kv_cache_dtype == "fp8":
+        cache = torch.full(shape, 0x7F, dtype=torch.uint8)  # NaN in e4m3
+    else:
+        cache = torch.full(shape, float("nan"), dtype=dtype)
+    written = []
+    for r, n in enumerate(lengths):
+        table[r, : pages[r]] = order[sum(pages[:r]) : sum(pages[: r + 1])]
+        rows = torch.randn(n, rank + ROPE, generator=g).to(dtype)
+        position = torch.arange(n)
+        slots = table[r, position // BLOCK].long() * BLOCK + position % BLOCK
+        padded = torch.cat([slots, torch.tensor([-1])])  # a slot of -1 is not written
+        more = torch.cat([rows, torch.full((1, rank + ROPE), 7.0, dtype=dtype)])
+        impl.do_kv_cache_update(
+            more[:, :rank], more[:, None, rank:], cache, padded, kv_cache_dtype, k_scale
+        )
+        written.append(rows)
+    return cache, table, torch.tensor(lengths, dtype=torch.int32), written
+
+
+def dequantised(rows, kv_cache_dtype, rank, k_scale):
+    """What a cache of this kind keeps of `rows`."""
+    rows = rows.float()
+    if kv_cache_dtype == "fp8":
+        return (rows / k_scale).to(torch.float8_e4m3fn).float() * k_scale
+    if kv_cache_dtype == "fp8_ds_mla":
+        groups = rows[:, :rank].unflatten(1, (-1, 128))
+        scale = groups.abs().amax(-1, keepdim=True) / 448
+        latent = ((groups / scale).to(torch.float8_e4m3fn).float() * scale).flatten(1)
+        return torch.cat([latent, rows[:, rank:].bfloat16().float()], 1)
+    return rows
+
+
+CASES = [
+    (512, torch.float32, "auto", 1e-5),
+    (256, torch.float32, "auto", 1e-5),
+    (512, torch.bfloat16, "auto", 6e-3),
+    (512, torch.float16, "auto", 2e-3),
+    (512, torch.bfloat16, "fp8", 8e-3),
+    (256, torch.bfloat16, "fp8", 8e-3),
+    (512, torch.bfloat16, "fp8_ds_mla", 8e-3),
+    (512, torch.float32, "fp8", 1e-5),
+]
+
+
+def relative_error(a, b):
+    return float((a.double() - b).norm() / b.norm())
+
+
+@pytest.mark.parametrize("rank, dtype, kv_cache_dtype, tolerance", CASES)
+@pytest.mark.parametrize("s_q", [1, 2, 8])
+def test_decode(vllm_config, rank, dtype, kv_cache_dtype, tolerance, s_q):
+    impl = make_impl(rank, dtype, kv_cache_dtype)
+    k_scale = torch.tensor(0.5)
+    lengths = [8, 64, 65, 200, 127]
+    cache, table, seq_lens, written = make_cache(
+        lengths, rank, impl, kv_cache_dtype, dtype, k_scale
+    )
+    if kv_cache_dtype == "fp8":
+        cache = cache.view(torch.float8_e4m3fn)  # as vLLM does before forward_mqa
+    T = len(lengths) * s_q
+    decode = make_builder(impl)._build_decode(
+        block_table_tensor=table,
+        seq_lens_device=seq_lens,
+        num_decode_tokens=T,
+        dcp_tot_seq_lens_device=None,
+        max_seq_len=200,
+    )
+    q = torch.randn(T, H, rank + ROPE, generator=torch.Generator().manual_seed(2)).to(dtype)
+    metadata = types.SimpleNamespace(decode=decode)
+    layer = types.SimpleNamespace(_k_scale=k_scale)
+    out, lse = impl.forward_mqa(q.split([rank, ROPE], -1), cache, metadata, layer)
+    assert out.shape == (T, H, rank) and lse.shape == (T, H)
+    for r, n in enumerate(lengths):
+        rows = dequantised(written[r], kv_cache_dtype, rank, k_scale).to(dtype).double()
+        for j in range(s_q):
+            kv = rows[: n - s_q + 1 + j]
+            scores = q[r * s_q + j].double() @ kv.T * SCALE
+            expected = scores.softmax(-1) @ kv[:, :rank]
+            assert relative_error(out[r * s_q + j], expected) < tolerance
+            assert (lse[r * s_q + j] - scores.logsumexp(-1)).abs().max() < tolerance
+
+
+@pytest.mark.parametrize("rank, dtype, kv_cache_dtype, tolerance", CASES)
+def test_prefill(vllm_config, rank, dtype, kv_cache_dtype, tolerance):
+    from mla_backend.attention.prefill import plan_prefill
+
+    impl = make_impl(rank, dtype, kv_cache_dtype)
+    k_scale = torch.tensor(0.5)
+    lengths, new = [8, 64, 200, 130], [8, 1, 72, 130]
+    cache, table, seq_lens, written = make_cache(
+        lengths, rank, impl, kv_cache_dtype, dtype, k_scale
+    )
+    if kv_cache_dtype == "fp8":
+        cache = cache.view(torch.float8_e4m3fn)
+    starts = torch.tensor([0, *new]).cumsum(0).int()
+    tiles = plan_prefill(table, starts, seq_lens, block_size=BLOCK)
+    T = int(starts[-1])
+    q = torch.randn(T, H, NOPE + ROPE, generator=torch.Generator().manual_seed(3)).to(dtype)
+    output = torch.full((T, H * V), float("nan"), dtype=dtype)
+    nothing = torch.full((T, rank), float("nan"))
+    metadata = types.SimpleNamespace(prefill_tiles=tiles)
+    impl.forward_mha(q, nothing, nothing, cache, metadata, k_scale, output)
+    for r, (n, m) in enumerate(zip(lengths, new, strict=True)):
+        rows = dequantised(written[r], kv_cache_dtype, rank, k_scale).to(dtype).double()
+        kv = (rows[:, :rank] @ impl.kv_b_proj.matrix.double()).view(n, H, NOPE + V)
+        qr = q[starts[r] : starts[r + 1]].double()
+        scores = torch.einsum("qhd,khd->hqk", qr[..., :NOPE], kv[..., :NOPE])
+        scores = (scores + torch.einsum("qhd,kd->hqk", qr[..., NOPE:], rows[:, rank:])) * SCALE
+        hidden = torch.ones(m, n, dtype=torch.bool).triu(n - m + 1)
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        expected = torch.einsum("hqk,khd->qhd", weights, kv[..., NOPE:]).flatten(1)
+        assert relative_error(output[starts[r] : starts[r + 1]], expected) < tolerance
+
+
+def test_no_cache_yet(vllm_config):
+    """vLLM profiles memory before there is a cache."""
+    impl = make_impl(512, torch.float32)
+    rows = torch.zeros(1, 576)
+    nothing = torch.tensor([])
+    impl.do_kv_cache_update(
+        rows[:, :512], rows[:, None, 512:], nothing, torch.zeros(1), "auto", None
+    )
+
+
+@pytest.mark.parametrize(
+    "position, value, named",
+    [(4, [1.0], "alibi_slopes"), (5, 64, "sliding_window"), (7, 30.0, "logits_soft_cap")],
+)
+def test_features_of_other_attention_are_refused(vllm_config, position, value, named):
+    from mla_backend.attention.impl import MlaImpl
+
+    impl = make_impl(512, torch.float32)
+    args = [H, 576, SCALE, 1, None, None, "auto", None, "decoder", None]
+    args[position] = value
+    dims = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    kwargs = {name: getattr(impl, name) for name in dims}
+    with pytest.raises(ValueError, match=named):
+        MlaImpl(*args, **kwargs, qk_head_dim=NOPE + ROPE, kv_b_proj=impl.kv_b_proj)
+
+
+def test_implementation_that_cannot_run_here_is_refused_at_start(vllm_config, monkeypatch):
+    monkeypatch.setenv("MLA_BACKEND_IMPL", "hopper")
+    with pytest.raises(ValueError, match="hopper"):
+        make_impl(512, torch.float32)
+
+
+def test_check_names_the_request_with_a_bad_table(vllm_config, monkeypatch):
+    monkeypatch.setenv("MLA_BACKEND_CHECK", "1")
+    impl = make_impl(512, torch.float32)
+    cache, table, seq_lens, _ = make_cache([5, 70], 512, impl, "auto", torch.float32, None)
+    table[1, 1] = len(cache)
+    decode = make_builder(impl)._build_decode(
+        block_table_tensor=table,
+        seq_lens_device=seq_lens,
+        num_decode_tokens=2,
+        dcp_tot_seq_lens_device=None,
+    )
+    metadata = types.SimpleNamespace(decode=decode)
+    layer = types.SimpleNamespace(_k_scale=None)
+    with pytest.raises(ValueError, match=r"got 7 in row 1, column 1"):
+        impl.forward_mqa(torch.zeros(2, H, 576), cache, metadata, layer)
+
+
+def test_plan_is_made_once_for_a_shape(vllm_config):
+    builder = make_builder(make_impl(512, torch.float32))
+    plan = builder._plan(torch.tensor([3, 4], dtype=torch.int32), 1)
+    assert builder._plan(torch.tensor([5, 6], dtype=torch.int32), 1) is plan
+    assert builder._plan(torch.tensor([5, 6, 7], dtype=torch.int32), 1) is not plan
+    assert builder._plan(torch.tensor([5, 6], dtype=torch.int32), 2) is not plan

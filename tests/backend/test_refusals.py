@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What cannot be served is refused at start-up, with the value, what is allowed and the mend."""
+
+import os
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def start_up():
+    """`start_up(model, **engine arguments)` -> VllmConfig; vLLM's changes of os.environ undone."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    before = dict(os.environ)
+
+    def create(model, **kwargs):
+        args = {"attention_backend": "CUSTOM", "max_model_len": 256, "enforce_eager": True}
+        args |= {"skip_tokenizer_init": True, "model": str(model)} | kwargs
+        return EngineArgs(**args).create_engine_config()
+
+    yield create
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def test_model_without_mla(start_up, llama):
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM does not use multi-head latent.*Mend"):
+        start_up(llama)
+
+
+@pytest.mark.parametrize("dtype", ["fp8_e5m2", "fp8_inc"])
+def test_kv_cache_dtype(start_up, demo_checkpoint, dtype):
+    with pytest.raises(ValueError, match=rf"{dtype}; supported: auto, .*Mend: --kv-cache-dtype"):
+        start_up(demo_checkpoint("v3"), kv_cache_dtype=dtype)
+
+
+@pytest.mark.parametrize("block_size", [16, 48, 96])
+def test_block_size(start_up, demo_checkpoint, block_size):
+    with pytest.raises(ValueError, match=rf"block size {block_size} .*multiple of 64.*Mend"):
+        start_up(demo_checkpoint("v3"), block_size=block_size)
+
+
+def test_vllm_version(start_up, demo_checkpoint, monkeypatch):
+    from mla_backend import compat
+
+    monkeypatch.setattr(compat, "installed_vllm_version", lambda: "0.34.0")
+    with pytest.raises(RuntimeError, match=r"0\.26 to 0\.33; vLLM 0\.34\.0 is installed"):
+        start_up(demo_checkpoint("v3"))
+
+
+@pytest.mark.parametrize("block_size", [64, 128])
+def test_block_size_asked_for_is_kept(start_up, demo_checkpoint, block_size):
+    config = start_up(demo_checkpoint("v3"), block_size=block_size)
+    assert config.cache_config.block_size == block_size
+
+
+def selector_config(**changes):
+    """vLLM's AttentionSelectorConfig for one MLA layer of DeepSeek-V3, with `changes`."""
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    config = AttentionSelectorConfig(
+        head_size=576, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=64, use_mla=True
+    )
+    return config._replace(**changes)
+
+
+REFUSED = [
+    ({"head_size": 512}, r"512 elements; the kernels take 576 \(512 \+ 64\) or 320"),
+    ({"dtype": torch.float64}, r"model dtype float64; supported: float16, bfloat16, float32"),
+    ({"kv_cache_dtype": "fp8_e5m2"}, r"fp8_e5m2; supported: auto"),
+    ({"kv_cache_dtype": "float16"}, r"float16 with model dtype bfloat16; they must agree"),
+    ({"block_size": 16}, r"block size 16 is not a multiple of 64"),
+    ({"use_mla": False}, r"does not use multi-head latent attention"),
+    ({"use_sparse": True}, r"sparse attention"),
+    ({"use_dcp": True}, r"decode context parallelism"),
+    ({"use_batch_invariant": True}, r"batch-invariant mode"),
+    ({"has_sliding_window": True}, r"sliding window"),
+]
+
+
+@pytest.mark.parametrize("changes, reason", REFUSED)
+def test_layer_is_refused_with_the_reason(changes, reason):
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from mla_backend.plugin import register
+
+    register()
+    with pytest.raises(ValueError, match=reason):
+        current_platform.get_attn_backend_cls(
+            AttentionBackendEnum.CUSTOM, selector_config(**changes)
+        )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"head_size": 320}, {"dtype": torch.float32}, {"block_size": 128}, {"block_size": None}],
+)
+def test_layer_is_accepted(changes):
+    from mla_backend.attention.backend import MlaBackend
+
+    reasons = MlaBackend.validate_configuration(
+        device_capability=None, **selector_config(**changes)._asdict()
+    )
+    assert reasons == []
+
+
+def test_gpu_older_than_ampere():
+    from vllm.platforms.interface import DeviceCapability
+
+    from mla_backend.attention.backend import MlaBackend
+
+    reasons = MlaBackend.validate_configuration(
+        device_capability=DeviceCapability(7, 5), **selector_config()._asdict()
+    )
+    assert len(reasons) == 1
+    assert "7.5; 8.0 or newer" in reasons[0]

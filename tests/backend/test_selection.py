@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who finds the plugin, and that nothing changes unless it is selected."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mla_backend import plugin
+
+DIGEST = Path(__file__).with_name("config_digest.py")
+
+
+def python(*args, **env):
+    """Standard output of a fresh interpreter started in / without PYTHONPATH."""
+    environ = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VLLM_PLUGINS")}
+    done = subprocess.run(
+        [sys.executable, *map(str, args)],
+        cwd="/",
+        env={**environ, "HF_HUB_OFFLINE": "1", **env},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_selecting_nothing_changes_nothing(demo_checkpoint, llama):
+    def digest(**env):
+        out = python(DIGEST, demo_checkpoint("v3-default-rope"), llama, **env)
+        return json.loads(out.rpartition("DIGEST")[2])
+
+    installed, absent = digest(), digest(VLLM_PLUGINS="none")
+    assert installed.pop("platform") == "MlaCpuPlatform"
+    assert absent.pop("platform") == "CpuPlatform"
+    assert installed == absent
+    assert all("vllm." in d["attention class"] for d in installed.values())
+
+
+FIND_PLUGIN = """
+import multiprocessing
+
+
+def look():
+    from vllm.platforms import current_platform
+    from vllm.plugins import load_general_plugins
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    load_general_plugins()
+    print(type(current_platform).__name__, AttentionBackendEnum.CUSTOM.get_path(),
+          AttentionBackendEnum["MLA_BACKEND"].get_path(), flush=True)
+
+
+if __name__ == "__main__":
+    process = multiprocessing.get_context("spawn").Process(target=look)
+    process.start()
+    process.join()
+"""
+
+
+def test_spawned_process_started_in_root_finds_the_plugin(tmp_path):
+    script = tmp_path / "look.py"
+    script.write_text(FIND_PLUGIN)
+    found = python(script).splitlines()[-1]
+    assert found == f"MlaCpuPlatform {plugin.BACKEND_CLASS} {plugin.BACKEND_CLASS}"
+
+
+def test_register_may_be_called_again():
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    for _ in range(3):
+        plugin.register()
+    assert list(AttentionBackendEnum.__members__).count("MLA_BACKEND") == 1
+    assert plugin.is_ours(AttentionBackendEnum.CUSTOM)
+    assert plugin.is_ours(AttentionBackendEnum["MLA_BACKEND"])
+    assert not plugin.is_ours(AttentionBackendEnum.CPU_MLA)
+    assert not plugin.is_ours(None)
+
+
+def test_entry_points_are_import_light():
+    imported = python(
+        "-c", "import sys, mla_backend.plugin; print('vllm' in sys.modules, 'torch' in sys.modules)"
+    )
+    assert imported.split() == ["False", "False"]
+
+
+@pytest.fixture
+def detectors(monkeypatch):
+    """`detectors(cpu=answer, cuda=answer)`: pretend that vLLM's own detection says this."""
+    from vllm import platforms
+
+    def pretend(**answers):
+        found = {name: (lambda answer=answer: answer) for name, answer in answers.items()}
+        monkeypatch.setattr(platforms, "builtin_platform_plugins", found)
+
+    return pretend
+
+
+CPU = "vllm.platforms.cpu.CpuPlatform"
+
+
+def test_platform_only_where_vllm_would_choose_the_cpu(detectors, monkeypatch):
+    detectors(cuda=None, cpu=CPU)
+    assert plugin.cpu_platform() == plugin.CPU_PLATFORM_CLASS
+    detectors(cuda="vllm.platforms.cuda.CudaPlatform", cpu=CPU)
+    assert plugin.cpu_platform() is None
+    detectors(cuda=None, cpu="vllm.platforms.zen_cpu.ZenCpuPlatform")
+    assert plugin.cpu_platform() is None
+    detectors(cuda=None, cpu=None)
+    assert plugin.cpu_platform() is None
+    detectors(cuda=None, cpu=CPU)
+    monkeypatch.setenv("MLA_BACKEND_CPU_PLATFORM", "0")
+    assert plugin.cpu_platform() is None
+
+
+def test_a_failing_detector_counts_as_absent(detectors, monkeypatch):
+    from vllm import platforms
+
+    def fail():
+        raise RuntimeError("no driver")
+
+    detectors(cpu=CPU)
+    monkeypatch.setitem(platforms.builtin_platform_plugins, "xpu", fail)
+    assert plugin.cpu_platform() == plugin.CPU_PLATFORM_CLASS
