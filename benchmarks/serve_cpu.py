@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serving on a CPU: this backend against vLLM's own best one, on one machine in one run.
+
+    python benchmarks/serve_cpu.py [--quick] [--dtype bfloat16 float32] [--concurrency 8 32]
+
+Both servers run the demo model with the same options and are loaded by vLLM's own generator, one
+after the other, again and again (ours, stock, ours, stock, ...), because the speed of a shared
+machine drifts. Before any timing, both must give the same greedy tokens in fp32; if they do not,
+nothing is measured. Writes serving.json and serving.md to results/cpu beside this file.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from load import METRICS, STATISTICS, run_load
+from machine import describe_machine
+from mla_serving.demo_model import FAMILIES, demo_model_path
+from servers import BACKENDS, Server
+
+NAME = "demo"
+MAX_MODEL_LEN = 4096
+GATE_PROMPTS = (5, 64, 65, 200, 700)  # tokens
+GATE_TOKENS = 32
+Row = dict[str, Any]
+
+
+def greedy_tokens(server: Server) -> list[list[int]]:
+    """What the model says to a few fixed prompts of random tokens, as token ids."""
+    answers = []
+    for length in GATE_PROMPTS:
+        rng = random.Random(length)
+        body = {
+            "model": NAME,
+            "prompt": [rng.randrange(10, 2000) for _ in range(length)],
+            "max_tokens": GATE_TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        request = urllib.request.Request(
+            f"{server.url}/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request) as answer:
+            answers.append(json.load(answer)["choices"][0]["token_ids"])
+    return answers
+
+
+def same_tokens(servers: list[Server]) -> float:
+    """Share of greedy tokens on which the two servers agree, position by position."""
+    first, second = (greedy_tokens(server) for server in servers)
+    pairs = [pair for a, b in zip(first, second, strict=True) for pair in zip(a, b, strict=True)]
+    return sum(a == b for a, b in pairs) / len(pairs)
+
+
+def measure(dtype: str, args: argparse.Namespace, logs: Path) -> tuple[list[Row], Row]:
+    """All timed rows of one dtype, and what the gate saw. Empty rows when the gate is red."""
+    model = demo_model_path(args.family)
+    options = ["--served-model-name", NAME, "--dtype", dtype]
+    # Stock switches prefix caching off for MLA on a CPU; hits would be no comparison of attention.
+    options += ["--max-model-len", str(MAX_MODEL_LEN), "--no-enable-prefix-caching"]
+    options += ["--enforce-eager"] if args.eager else ["--no-enforce-eager"]
+    rows: list[Row] = []
+    with contextlib.ExitStack() as stack:
+        servers = []
+        for backend in BACKENDS:
+            server = Server(backend, model, options, logs / f"{backend}-{dtype}.log")
+            servers.append(stack.enter_context(server))
+            server.wait_ready()
+        gate: Row = {"dtype": dtype, "same_tokens": same_tokens(servers)}
+        gate["attention"] = {server.backend: server.attention() for server in servers}
+        print(f"{dtype}: same greedy tokens {gate['same_tokens']:.1%}", gate["attention"])
+        if dtype == "float32" and gate["same_tokens"] < 1:
+            return [], gate
+        for concurrency in args.concurrency:
+            for repetition in range(-1, args.repetitions):  # -1 warms up
+                for server in servers:
+                    row = run_load(
+                        server.url,
+                        model,
+                        served_name=NAME,
+                        concurrency=concurrency,
+                        requests=concurrency * (1 if repetition < 0 else args.rounds),
+                        input_len=args.input_len,
+                        output_len=args.output_len,
+                        seed=1000 * concurrency + repetition,
+                    )
+                    if row["failed"]:
+                        raise RuntimeError(f"{server.backend}: {row['failed']} requests failed")
+                    if repetition < 0:
+                        continue
+                    key = {"dtype": dtype, "concurrency": concurrency, "backend": server.backend}
+                    rows.append({**key, "repetition": repetition, **row})
+                    print(key, f"{row['output_tok_s']:.1f} tok/s", flush=True)
+    return rows, gate
+
+
+def summary(rows: list[Row]) -> list[Row]:
+    """Medians over the repetitions, one row per dtype, concurrency and backend."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["dtype"], row["concurrency"], row["backend"]), []).append(row)
+    names = ["output_tok_s", *(f"{m}_{s}" for m in METRICS for s in STATISTICS)]
+    result = []
+    for (dtype, concurrency, backend), group in groups.items():
+        medians = {name: statistics.median(row[name] for row in group) for name in names}
+        spread = [row["output_tok_s"] for row in group]
+        key = {"dtype": dtype, "concurrency": concurrency, "backend": backend}
+        result.append({**key, **medians, "min_tok_s": min(spread), "max_tok_s": max(spread)})
+    return result
+
+
+def markdown(report: Row) -> str:
+    machine, settings = report["machine"], report["settings"]
+    lines = [
+        "# Serving on a CPU",
+        "",
+        f"Written by `{report['command']}`. {machine['cpu']}, {machine['cores']} cores, vLLM "
+        f"{machine['vllm']}, torch {machine['torch']}. Demo model {settings['family']}, "
+        f"{settings['input_len']} + {settings['output_len']} tokens a request, "
+        f"{'eager' if settings['eager'] else 'torch.compile'}. Medians of "
+        f"{settings['repetitions']} alternating repetitions; in brackets the least and the most.",
+        "",
+    ]
+    for gate in report["gates"]:
+        names = ", ".join(f"{backend} = {name}" for backend, name in gate["attention"].items())
+        lines.append(f"* {gate['dtype']}: {gate['same_tokens']:.1%} same greedy tokens ({names})")
+    heads = " | ".join(f"{m.upper()} {s}" for m in METRICS for s in STATISTICS)
+    lines += ["", f"| dtype | conc. | backend | output tok/s | {heads} |"]
+    lines.append("|---|--:|---|--:|" + "--:|" * len(METRICS) * len(STATISTICS))
+    for row in report["summary"]:
+        speed = f"{row['output_tok_s']:.0f} ({row['min_tok_s']:.0f}-{row['max_tok_s']:.0f})"
+        times = " | ".join(f"{row[f'{m}_{s}']:.1f}" for m in METRICS for s in STATISTICS)
+        lines.append(
+            f"| {row['dtype']} | {row['concurrency']} | {row['backend']} | {speed} | {times} |"
+        )
+    lines += ["", "Times in milliseconds.", "", "| dtype | conc. | ours / stock, output tok/s |"]
+    lines.append("|---|--:|--:|")
+    by_key = {(r["dtype"], r["concurrency"], r["backend"]): r for r in report["summary"]}
+    for (dtype, concurrency, backend), row in by_key.items():
+        if backend == "ours":
+            ratio = row["output_tok_s"] / by_key[dtype, concurrency, "stock"]["output_tok_s"]
+            lines.append(f"| {dtype} | {concurrency} | {ratio:.2f} |")
+    return "\n".join(lines) + "\n"
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--family", choices=sorted(FAMILIES), default="v3")
+    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--concurrency", nargs="+", type=int, default=[8, 32])
+    parser.add_argument("--input-len", type=int, default=256)
+    parser.add_argument("--output-len", type=int, default=128)
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=2, help="requests per client")
+    parser.add_argument("--eager", action="store_true", help="without torch.compile, both")
+    parser.add_argument("--quick", action="store_true", help="eager, 2 repetitions, short answers")
+    default = Path(__file__).parent / "results" / "cpu"
+    parser.add_argument("--results", type=Path, default=default)
+    args = parser.parse_args()
+    if args.quick:
+        args.eager, args.repetitions, args.output_len = True, 2, 32
+    return args
+
+
+def main() -> int:
+    args = parse_arguments()
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    rows: list[Row] = []
+    gates: list[Row] = []
+    with tempfile.TemporaryDirectory() as logs:
+        for dtype in args.dtype:
+            measured, gate = measure(dtype, args, Path(logs))
+            rows += measured
+            gates.append(gate)
+            if not measured:
+                print("The backends disagree in fp32: no speed is reported.", file=sys.stderr)
+                return 1
+    settings = {k: v for k, v in vars(args).items() if k != "results"}
+    report = {
+        "command": " ".join(["python", "benchmarks/serve_cpu.py", *sys.argv[1:]]),
+        "machine": describe_machine(),
+        "settings": settings,
+        "gates": gates,
+        "summary": summary(rows),
+        "rows": rows,
+    }
+    args.results.mkdir(parents=True, exist_ok=True)
+    (args.results / "serving.json").write_text(json.dumps(report, indent=1) + "\n")
+    (args.results / "serving.md").write_text(markdown(report))
+    print(markdown(report))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

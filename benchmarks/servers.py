@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The servers that are compared: ours, and vLLM as it is without this project's plugins."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from types import TracebackType
+
+START_SECONDS = 600
+STOP_SECONDS = 60
+BACKENDS = ("ours", "stock")
+QUIET = {
+    "VLLM_LOGGING_LEVEL": "INFO",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+# No plugin of any kind, so that vLLM chooses its own best attention for this CPU.
+STOCK = {"VLLM_PLUGINS": "", "MLA_BACKEND_CPU_PLATFORM": "0"}
+
+
+class Server:
+    """One server process on a free port of 127.0.0.1, its output in `log`.
+
+    The same model, options and environment for both backends; `ours` is `mla-backend serve`,
+    `stock` vLLM's own API server.
+    """
+
+    def __init__(self, backend: str, model: Path, options: list[str], log: Path) -> None:
+        self.backend = backend
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", 0))
+            self.port = sock.getsockname()[1]
+        if backend == "ours":
+            entry = [str(Path(sys.executable).with_name("mla-backend")), "serve"]
+        else:
+            entry = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        options = [*options, "--host", "127.0.0.1", "--port", str(self.port)]
+        self.log = log
+        with log.open("w") as out:
+            self._process = subprocess.Popen(
+                [*entry, "--model", str(model), *options],
+                env={**os.environ, **QUIET, **(STOCK if backend == "stock" else {})},
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def __enter__(self) -> "Server":
+        return self
+
+    def wait_ready(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                break
+            try:
+                with urllib.request.urlopen(f"{self.url}/health"):
+                    return
+            except (urllib.error.URLError, ConnectionError):
+                time.sleep(0.5)
+        raise RuntimeError(f"{self.backend} did not start; see {self.log}")
+
+    def attention(self) -> str:
+        """The attention class that vLLM says it chose."""
+        for line in self.log.read_text().splitlines():
+            if "Using " in line and "MLA" in line and "prefill" not in line and "backend" in line:
+                return line.partition("Using ")[2].split()[0].rstrip(".")
+        return "CUSTOM" if self.backend == "ours" else "unknown"
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
