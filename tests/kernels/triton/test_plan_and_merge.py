@@ -111,7 +111,8 @@ def test_a_plan_is_updated_in_place(device):
 
 @pytest.mark.parametrize(("num_parts", "batch"), [(4, 3), (60, 7), (132, 1)])
 @pytest.mark.parametrize("latent", [512, 256])
-def test_merge(device, num_parts, batch, latent):
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_merge(device, num_parts, batch, latent, deterministic):
     rows = 5
     g = torch.Generator().manual_seed(num_parts)
     lens = torch.randint(1, 6000, (batch,), generator=g, dtype=torch.int32)
@@ -119,14 +120,20 @@ def test_merge(device, num_parts, batch, latent):
     if batch > 2:
         lens[1] = 0
     plan = build_plan(
-        lens.to(device), num_heads=rows, s_q=1, kv_lora_rank=latent, num_parts=num_parts
+        lens.to(device),
+        num_heads=rows,
+        s_q=1,
+        kv_lora_rank=latent,
+        num_parts=num_parts,
+        deterministic=deterministic,
+        max_seq_len=6000,
     )
     plan.acc.copy_(torch.randn(plan.acc.shape, generator=g))
     plan.sums[..., 0] = (torch.rand(plan.sums.shape[:2], generator=g) + 0.5).to(device)
     plan.sums[..., 1] = torch.randint(-40, 20, plan.sums.shape[:2], generator=g).to(device).float()
     out = torch.full((batch, rows, latent), torch.nan, device=device)
     lse = torch.full((batch, rows), torch.nan, device=device)
-    tile = merge_tile(num_parts, batch, latent)
+    tile = merge_tile(plan)
     merge_kernel[(-(-rows // tile.rows), latent // tile.cols, batch)](
         plan.acc, plan.sums, plan.requests, out, lse, rows,
         DV=latent, ROWS=tile.rows, COLS=tile.cols, SPLITS=tile.splits, PDL=False, num_warps=4,

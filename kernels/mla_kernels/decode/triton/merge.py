@@ -4,7 +4,7 @@
     k* = max k_s ;  out = sum_s O_s 2^(k_s - k*) / sum_s l_s 2^(k_s - k*)
 
 With the integer k of pow2 every factor is exact, so only the order of the fp32 additions matters.
-That is the order of the splits, whatever the tile.
+That order depends on the tile alone.
 """
 
 from dataclasses import dataclass
@@ -25,6 +25,7 @@ LN2 = tl.constexpr(numerics.LN2)
 
 # fp32 numbers that a program of 4 warps holds in flight: 64 registers a thread.
 IN_FLIGHT = 8192
+MAX_SPLITS = 256
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -49,30 +50,29 @@ def merge_kernel(
         row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         col = tl.program_id(1) * COLS + tl.arange(0, COLS)
         row_ok = row < num_rows
-        at = slot * num_rows + row
+        s = tl.arange(0, SPLITS)
         if PDL:  # the plan was there before; the partials are the decode kernel's
             gdc_wait()
 
-        s = tl.arange(0, SPLITS)
         k_max = tl.full([ROWS], EXPONENT_FLOOR, tl.float32)
         for s0 in range(0, splits, SPLITS):
+            at = (slot + s0 + s)[None, :] * num_rows + row[:, None]
             ok = row_ok[:, None] & (s0 + s < splits)[None, :]
-            k_at = part_sum_ptr + (at[:, None] + (s0 + s)[None, :] * num_rows) * 2 + 1
-            k_max = tl.maximum(k_max, tl.max(tl.load(k_at, mask=ok, other=EXPONENT_FLOOR), 1))
+            k = tl.load(part_sum_ptr + at * 2 + 1, mask=ok, other=EXPONENT_FLOOR)
+            k_max = tl.maximum(k_max, tl.max(k, 1))
 
         acc = tl.zeros([ROWS, COLS], tl.float32)
         l = tl.zeros([ROWS], tl.float32)
         for s0 in range(0, splits, SPLITS):
-            for j in tl.static_range(SPLITS):
-                ok = row_ok & (s0 + j < splits)
-                s_at = at + (s0 + j) * num_rows
-                l_s = tl.load(part_sum_ptr + s_at * 2, mask=ok, other=0.0)
-                k_s = tl.load(part_sum_ptr + s_at * 2 + 1, mask=ok, other=EXPONENT_FLOOR)
-                o_at = part_acc_ptr + s_at[:, None] * DV + col[None, :]
-                o_s = tl.load(o_at, mask=ok[:, None], other=0.0)
-                factor = tl.exp2(k_s - k_max)
-                acc += o_s * factor[:, None]
-                l += l_s * factor
+            at = (slot + s0 + s)[None, :] * num_rows + row[:, None]
+            ok = row_ok[:, None] & (s0 + s < splits)[None, :]
+            o_at = part_acc_ptr + at[:, :, None] * DV + col[None, None, :]
+            o_s = tl.load(o_at, mask=ok[:, :, None], other=0.0)
+            l_s = tl.load(part_sum_ptr + at * 2, mask=ok, other=0.0)
+            k_s = tl.load(part_sum_ptr + at * 2 + 1, mask=ok, other=EXPONENT_FLOOR)
+            factor = tl.exp2(k_s - k_max[:, None])
+            acc += tl.sum(o_s * factor[:, :, None], 1)
+            l += tl.sum(l_s * factor, 1)
 
         seen = l > 0.0
         acc = acc * tl.where(seen, 1.0 / l, 0.0)[:, None]
@@ -93,13 +93,18 @@ class MergeTile:
     splits: int
 
 
-def merge_tile(num_parts: int, num_requests: int, kv_lora_rank: int) -> MergeTile:
-    """Sized for the splits of an even batch; an uneven one only loops more often."""
-    expected = num_parts // max(num_requests, 1) + 2
-    splits = min(64, max(2, triton.next_power_of_2(expected)))
-    elements = IN_FLIGHT // splits
-    cols = min(kv_lora_rank, elements)
-    return MergeTile(rows=elements // cols, cols=cols, splits=splits)
+def merge_tile(plan: DevicePlan) -> MergeTile:
+    """Sized for the splits of an even batch; an uneven one only loops more often.
+
+    In deterministic mode always the same one: the tile decides in which order splits are added.
+    """
+    if plan.chunk:
+        return MergeTile(rows=2, cols=min(256, plan.kv_lora_rank), splits=16)
+    expected = plan.parts.shape[0] // max(plan.requests.shape[0], 1) + 2
+    splits = triton.next_power_of_2(min(expected, plan.max_splits, MAX_SPLITS))
+    # More splits come with fewer requests: narrow columns keep the device busy.
+    cols = min(plan.kv_lora_rank, max(32, IN_FLIGHT // splits // (2 if splits < 64 else 1)))
+    return MergeTile(rows=max(1, IN_FLIGHT // splits // cols), cols=cols, splits=splits)
 
 
 def launch_merge(plan: DevicePlan, out: torch.Tensor, lse: torch.Tensor, arch: Arch) -> None:
@@ -107,7 +112,7 @@ def launch_merge(plan: DevicePlan, out: torch.Tensor, lse: torch.Tensor, arch: A
     B = plan.requests.shape[0]
     if B == 0:
         return
-    tile = merge_tile(plan.parts.shape[0], B, plan.kv_lora_rank)
+    tile = merge_tile(plan)
     pdl = arch.programmatic_launch and not INTERPRET
     merge_kernel[(triton.cdiv(plan.rows, tile.rows), plan.kv_lora_rank // tile.cols, B)](
         plan.acc,

@@ -37,6 +37,7 @@ class DevicePlan:
     kv_lora_rank: int
     chunk: int
     max_chunks: int
+    max_splits: int
     parts: torch.Tensor
     requests: torch.Tensor
     acc: torch.Tensor
@@ -87,8 +88,12 @@ def build_plan(
         if max_seq_len is not None:
             max_chunks = min(MAX_CHUNKS, max(1, triton.cdiv(max_seq_len, CHUNK * PLAN_TILE)))
         slots = B * max_chunks
+        max_splits = max_chunks
     else:
         slots = parts - 1 + min(B, parts - 1)
+        max_splits = parts
+        if max_seq_len is not None:
+            max_splits = min(parts, triton.cdiv(max_seq_len, PLAN_TILE) // MIN_PAY + 2)
 
     def new(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -98,6 +103,7 @@ def build_plan(
         kv_lora_rank=kv_lora_rank,
         chunk=CHUNK if deterministic else 0,
         max_chunks=max_chunks,
+        max_splits=max_splits,
         parts=new(parts, PART_FIELDS),
         requests=new(B, REQUEST_FIELDS),
         acc=new(slots, rows, kv_lora_rank, dtype=torch.float32),

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dense MLA decode: our kernels and their peers, every case in one run.
+
+    python benchmarks/dense_decode.py [--cases REGEX] [--impls REGEX] [--results DIR]
+
+Every implementation is checked against the definition first; one that fails is reported and not
+timed. Times are medians of CUDA-graph replays with a cold L2. Peers (FlashMLA, FlashAttention-3 and
+Triton MLA as vLLM ships them) are left out where vLLM is not installed. Writes dense_decode.json,
+.md and .png to results/h200 beside this file.
+"""
+
+import argparse
+import json
+import re
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from dense_cases import LATENT, SCALE, SHAPES, Batch, Shape, golden, make_batch
+from dense_peers import PEERS, Run
+from dense_report import write_report
+from gpu import Timer, describe_gpu
+from mla_kernels import mla_decode, plan_mla_decode
+from mla_kernels.decode.choice import choose_decode_impl
+from mla_kernels.testing.metrics import SHORT_BAR, measure
+
+CHECKED = 6  # requests compared with the definition, spread over the batch
+OURS = {
+    "mla_kernels/hopper/pow2": {"impl": "hopper"},
+    "mla_kernels/hopper/pow2/deterministic": {"impl": "hopper", "deterministic": True},
+    "mla_kernels/triton/pow2": {"impl": "triton"},
+    "mla_kernels/triton/amla": {"impl": "triton", "rescale": "amla"},
+    "mla_kernels/triton/flash": {"impl": "triton", "rescale": "flash"},
+    "mla_kernels/triton/pow2/deterministic": {"impl": "triton", "deterministic": True},
+}
+
+
+def ours(batch: Batch, options: dict[str, Any]) -> Run | None:
+    """One of our kernels with a plan made beforehand, as every layer of a step calls it."""
+    kernel = {
+        "dtype": batch.q.dtype,
+        "kv_cache_dtype": batch.kv_cache.dtype,
+        "rescale": options.get("rescale", "pow2"),
+    }
+    try:
+        choose_decode_impl(options["impl"], batch.q.device, **kernel)
+    except ValueError:
+        return None
+    plan = plan_mla_decode(
+        batch.seq_lens,
+        num_heads=batch.shape.heads,
+        s_q=batch.shape.s_q,
+        impl=options["impl"],
+        deterministic=options.get("deterministic", False),
+        max_seq_len=max(batch.shape.lengths),
+        **kernel,
+    )
+    out = batch.q.new_full((*batch.q.shape[:-1], LATENT), torch.nan)
+
+    def run() -> torch.Tensor:
+        return mla_decode(
+            batch.q,
+            batch.kv_cache,
+            batch.block_table,
+            batch.seq_lens,
+            scale=SCALE,
+            kv_scale=batch.kv_scale,
+            plan=plan,
+            out=out,
+            **options,
+        )[0]
+
+    return run
+
+
+def candidates(batch: Batch, wanted: re.Pattern[str]) -> dict[str, Run]:
+    """Everything that can run this batch, by name."""
+    makers = {name: (lambda b, o=options: ours(b, o)) for name, options in OURS.items()} | PEERS
+    found = {}
+    for name, make in makers.items():
+        if wanted.search(name):
+            try:
+                run = make(batch)
+            except ImportError:
+                run = None
+            if run is not None:
+                found[name] = run
+    return found
+
+
+def bench(shape: Shape, timer: Timer, wanted: re.Pattern[str]) -> list[dict[str, Any]]:
+    """Rows of one case."""
+    batch = make_batch(shape)
+    count = len(shape.lengths)
+    requests = sorted({round(i * (count - 1) / max(CHECKED - 1, 1)) for i in range(CHECKED)})
+    want = golden(batch, requests)
+    rows, runs = [], {}
+    for name, run in candidates(batch, wanted).items():
+        row: dict[str, Any] = {"case": shape.name, "impl": name}
+        try:
+            error = measure(run()[requests], want)
+            row["rel_err"] = round(error.fro, 6)
+            if SHORT_BAR.failures(error):
+                row["failed"] = "; ".join(SHORT_BAR.failures(error))
+        except Exception as problem:
+            traceback.print_exc()
+            row["failed"] = f"{type(problem).__name__}: {problem}"[:200]
+        rows.append(row)
+        if "failed" not in row:
+            runs[name] = run
+    big = shape.flops > 2e11
+    for name, us in timer.medians(runs, repeats=5 if big else 10).items():
+        row = next(r for r in rows if r["impl"] == name)
+        row["us"] = round(us, 2)
+        row["tflops"] = round(shape.flops / us / 1e6, 1)
+        row["gbps"] = round(shape.bytes / us / 1e3, 1)
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", default="", help="regular expression on the case names")
+    parser.add_argument("--impls", default="", help="regular expression on the implementations")
+    results = Path(__file__).parent / "results" / "h200"
+    parser.add_argument("--results", type=Path, default=results)
+    args = parser.parse_args()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    machine = describe_gpu()
+    print(json.dumps(machine), flush=True)
+    timer, rows = Timer(), []
+    for shape in SHAPES:
+        if not re.search(args.cases, shape.name):
+            continue
+        found = bench(shape, timer, re.compile(args.impls))
+        floor = round(shape.floor_us(machine), 1)
+        rows += [{**row, "floor_us": floor} for row in found]
+        shown = [f"{r['impl']} {r.get('us', r.get('failed'))}" for r in found]
+        print(f"{shape.name} floor {floor}: {' | '.join(shown)}", flush=True)
+        torch.cuda.empty_cache()
+    command = "python benchmarks/dense_decode.py " + " ".join(sys.argv[1:])
+    write_report({"machine": machine, "command": command.strip(), "rows": rows}, args.results)
+    return 1 if any("failed" in row for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The dense decode results as JSON, a Markdown table and a roofline plot."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from dense_cases import SHAPES
+
+OURS = ("mla_kernels/hopper/pow2", "mla_kernels/triton/pow2")
+FAST_PEERS = ("peer/flashmla", "peer/fa3")
+
+
+def write_report(report: dict[str, Any], folder: Path) -> None:
+    """dense_decode.json, .md and .png in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "dense_decode.json").write_text(json.dumps(report, indent=1) + "\n")
+    (folder / "dense_decode.md").write_text(markdown(report))
+    plot(report, folder / "dense_decode.png")
+
+
+def by_case(report: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
+    cases: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in report["rows"]:
+        cases.setdefault(row["case"], {})[row["impl"]] = row
+    return cases
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """Microseconds, one case a line, then rates and ratios; losses stand beside wins."""
+    cases = by_case(report)
+    impls = list(dict.fromkeys(row["impl"] for row in report["rows"]))
+    machine = ", ".join(f"{k} {v}" for k, v in report["machine"].items())
+    lines = [
+        "# Dense MLA decode",
+        "",
+        f"{machine}.",
+        "",
+        f"`{report['command']}`",
+        "",
+        "Microseconds: medians of CUDA-graph replays, cold L2. `floor`: the larger of FLOP over",
+        "the GEMM rate and bytes over the read rate, both measured in this run. `best peer`: the",
+        "faster of FlashMLA and FlashAttention-3; above 1 ours is faster.",
+        "",
+        "| case | floor | " + " | ".join(i.removeprefix("mla_kernels/") for i in impls)
+        + " | hopper: best peer | triton: vLLM Triton | hopper TFLOPS | hopper GB/s |",
+        "|---" * (len(impls) + 6) + "|",
+    ]  # fmt: skip
+    wins = []
+    for case, rows in cases.items():
+        cells = [case, str(next(iter(rows.values()))["floor_us"])]
+        cells += [_us(rows.get(impl)) for impl in impls]
+        best_peer = min(
+            (rows[p]["us"] for p in FAST_PEERS if "us" in rows.get(p, {})), default=None
+        )
+        hopper, triton = (rows.get(name, {}).get("us") for name in OURS)
+        cells.append(_ratio(best_peer, hopper))
+        cells.append(_ratio(rows.get("peer/vllm_triton", {}).get("us"), triton))
+        cells += [str(rows.get(OURS[0], {}).get(key, "")) for key in ("tflops", "gbps")]
+        lines.append("| " + " | ".join(cells) + " |")
+        if best_peer and hopper:
+            wins.append(best_peer / hopper)
+    if wins:
+        mean = math.exp(sum(map(math.log, wins)) / len(wins))
+        won = sum(w >= 1 for w in wins)
+        lines += ["", f"Hopper kernel against the better peer: geometric mean {mean:.3f}, at least "
+                  f"as fast in {won} of {len(wins)} cases."]  # fmt: skip
+    failed = [row for row in report["rows"] if "failed" in row]
+    if failed:
+        lines += ["", "Not timed:", ""]
+        lines += [f"* {row['case']} {row['impl']}: {row['failed']}" for row in failed]
+    return "\n".join(lines) + "\n"
+
+
+def _us(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    return f"{row['us']:.1f}" if "us" in row else "failed"
+
+
+def _ratio(theirs: float | None, ours: float | None) -> str:
+    return f"{theirs / ours:.2f}" if theirs and ours else ""
+
+
+def plot(report: dict[str, Any], path: Path) -> None:
+    """TFLOPS over arithmetic intensity, under the roofs of this run."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("matplotlib is not installed: no plot")
+        return
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    machine = report["machine"]
+    shapes = {shape.name: shape for shape in SHAPES}
+    figure, axes = plt.subplots(figsize=(9, 6))
+    grid = [2 ** (i / 8) for i in range(24, 81)]
+    roof = [min(machine["bf16_gemm_tflops"], x * machine["read_gbps"] / 1e3) for x in grid]
+    axes.plot(grid, roof, color="black", linewidth=1, label="measured roofs")
+    marks = {
+        "mla_kernels/hopper/pow2": ("o", "tab:red"),
+        "mla_kernels/triton/pow2": ("s", "tab:orange"),
+        "peer/flashmla": ("^", "tab:blue"),
+        "peer/fa3": ("v", "tab:green"),
+        "peer/vllm_triton": ("x", "tab:gray"),
+    }
+    for impl, (marker, colour) in marks.items():
+        rows = [r for r in report["rows"] if r["impl"] == impl and "us" in r]
+        x = [shapes[r["case"]].flops / shapes[r["case"]].bytes for r in rows]
+        axes.scatter(x, [r["tflops"] for r in rows], marker=marker, color=colour, s=28, label=impl)
+    axes.set(
+        xscale="log", yscale="log", xlabel="FLOP / byte", ylabel="TFLOPS",
+        title=f"Dense MLA decode, {machine['gpu']}",
+    )  # fmt: skip
+    axes.legend()
+    axes.grid(alpha=0.3, which="both")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
