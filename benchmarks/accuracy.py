@@ -52,21 +52,20 @@ def amla_as_printed(
     v: torch.Tensor,
     scale_log2: float,
     p_dtype: torch.dtype,
-) -> State:
+) -> None:
     """Algorithm 2 line by line: c = S32 / S16, the added 1e-6, a truncating cast, no guard."""
     t = qk * scale_log2
     k = torch.maximum(t.amax(-1, keepdim=True), state.k)
     p = t.sub_(k).exp2_()
-    l = rescale.add_sums(state.l * torch.exp2(state.k - k), p)
     s16, n, inverse_c = rescale.amla_factor(k, p_dtype)
     _s16, n_before, inverse_before = rescale.amla_factor(state.k, p_dtype)
     epsilon = 1.5 * (inverse_before / inverse_c - 1.0)
     step = ((n - n_before).clamp(min=-30) + epsilon + 1e-6) * 2**23
-    acc = state.acc
     if bool((state.l > 0).all()):  # line 15: i > 1
-        acc = (acc.view(torch.int32) + step.int()).view(torch.float32)
-    rescale.add_values(acc, (p * s16).to(p_dtype).float(), v)
-    return State(acc, l, k)
+        state.acc.view(torch.int32).add_(step.int())
+    state.l.mul_(torch.exp2(state.k - k))
+    state.k.copy_(k)
+    rescale.add_block(state, (p * s16).to(p_dtype).float(), p, v)
 
 
 # name in the tables: (step, its form of `finish`)
@@ -105,7 +104,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, method: str, kv_block: int) -> torc
     qk = q @ k.T
     for first in range(0, KEYS, kv_block):
         block = slice(first, first + kv_block)
-        state = step(state, qk[:, block], k[block, :VALUE_DIM], rescale.scale_to_log2(SCALE), BF16)
+        step(state, qk[:, block], k[block, :VALUE_DIM], rescale.scale_to_log2(SCALE), BF16)
     return rescale.finish(state, form, BF16)[0].to(BF16)
 
 

@@ -23,13 +23,19 @@ from mla_kernels.numerics import EXPONENT_FLOOR, GRID_OFFSET, LN2, LOG2E, TAU
 FOLD = 64
 
 
-@dataclass
+@dataclass(frozen=True)
 class State:
-    """acc [..., R, DV], l [..., R, 1], k [..., R, 1], all fp32; acc is relative to 2^k * s16."""
+    """acc [..., R, DV], l [..., R, 1], k [..., R, 1], all fp32; acc is relative to 2^k * s16.
+
+    Steps change the tensors in place, so a state of views steps some of the requests.
+    """
 
     acc: torch.Tensor
     l: torch.Tensor
     k: torch.Tensor
+
+    def __getitem__(self, requests: slice) -> "State":
+        return State(self.acc[requests], self.l[requests], self.k[requests])
 
 
 def start(rows: torch.Size | tuple[int, ...], value_dim: int, device: torch.device) -> State:
@@ -54,20 +60,22 @@ def pow2_int(e: torch.Tensor) -> torch.Tensor:
     return ((e.clamp(min=-127).int() + 127) << 23).view(torch.float32)
 
 
-def add_values(acc: torch.Tensor, p: torch.Tensor, v: torch.Tensor) -> None:
-    """acc += p @ v, in place, FOLD tokens after another."""
-    acc = acc.view(-1, *acc.shape[-2:])
-    p = p.reshape(-1, *p.shape[-2:])
-    v = v.reshape(-1, *v.shape[-2:])
+def multiply(x: torch.Tensor, factor: torch.Tensor) -> None:
+    """x *= factor, in place. On a CPU a factor of ones, the usual one, costs no pass over x."""
+    if x.device.type != "cpu" or bool((factor != 1).any()):
+        x.mul_(factor)
+
+
+def add_block(state: State, p: torch.Tensor, weights: torch.Tensor, v: torch.Tensor) -> None:
+    """acc += p @ v and l += the row sums of `weights`, in place, FOLD tokens after another."""
+    acc, p, v = (x.reshape(-1, *x.shape[-2:]) for x in (state.acc, p, v))
     for p_part, v_part in zip(p.split(FOLD, dim=-1), v.split(FOLD, dim=-2), strict=True):
         acc.baddbmm_(p_part, v_part)
-
-
-def add_sums(l: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    """l + the row sums of p, FOLD tokens after another."""
-    for part in p.split(FOLD, dim=-1):
-        l = l + part.sum(-1, keepdim=True)
-    return l
+    # Whole parts only: a sum over fewer terms is added up in another order.
+    short = -weights.shape[-1] % FOLD
+    weights = torch.nn.functional.pad(weights, (0, short)) if short else weights
+    for part in weights.unflatten(-1, (-1, FOLD)).sum(-1).split(1, dim=-1):
+        state.l.add_(part)
 
 
 def pow2_step(
@@ -77,7 +85,7 @@ def pow2_step(
     scale_log2: float,
     p_dtype: torch.dtype,
     tau: float = TAU,
-) -> State:
+) -> None:
     """qk [..., R, N] fp32 (-inf where masked), v [..., N, DV] fp32; P is rounded to p_dtype.
 
     With fp32 values P is not rounded and the scores stay off the grid, which would cost precision.
@@ -87,12 +95,12 @@ def pow2_step(
     row_max = (t.amax(-1, keepdim=True) - offset).ceil_().clamp_(min=EXPONENT_FLOOR)
     k = torch.where(row_max > state.k + tau, row_max, state.k)
     factor = pow2_int(state.k - k)
+    multiply(state.acc, factor)
+    state.l.mul_(factor)
+    state.k.copy_(k)
     p = t.sub_(k + offset).exp2_().to(p_dtype).float()
     # The sum of the ROUNDED P: numerator and denominator see the same weights.
-    l = add_sums(state.l * factor, p)
-    acc = state.acc * factor
-    add_values(acc, p, v)
-    return State(acc, l, k)
+    add_block(state, p, p, v)
 
 
 def flash_step(
@@ -101,15 +109,16 @@ def flash_step(
     v: torch.Tensor,
     scale_log2: float,
     p_dtype: torch.dtype,
-) -> State:
+) -> None:
     """The paper's Base (Algorithm 1); arguments as in `pow2_step`."""
     t = qk * scale_log2
     k = torch.maximum(t.amax(-1, keepdim=True), state.k)
     p = t.sub_(k).exp2_()
     factor = torch.exp2(state.k - k)
-    acc = state.acc * factor
-    add_values(acc, p.to(p_dtype).float(), v)
-    return State(acc, add_sums(state.l * factor, p), k)
+    multiply(state.acc, factor)
+    state.l.mul_(factor)
+    state.k.copy_(k)
+    add_block(state, p.to(p_dtype).float(), p, v)
 
 
 def amla_factor(k: torch.Tensor, p_dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -126,20 +135,20 @@ def amla_step(
     v: torch.Tensor,
     scale_log2: float,
     p_dtype: torch.dtype,
-) -> State:
+) -> None:
     """Algorithm 2 with Appendix A's c = S16 / S32; arguments as in `pow2_step`."""
     t = qk * scale_log2
     k = torch.maximum(t.amax(-1, keepdim=True), state.k)
     p = t.sub_(k).exp2_()
-    l = add_sums(state.l * torch.exp2(state.k - k), p)
     s16, n, c = amla_factor(k, p_dtype)
     _s16, n_before, c_before = amla_factor(state.k, p_dtype)
     down = (n_before - n).clamp(max=30).int()
     mantissa = torch.round(1.5 * (c / c_before - 1.0) * 2**23).int()
     step = torch.where(k > state.k, mantissa - (down << 23), 0)
-    acc = add_to_bits(state.acc, step, down)
-    add_values(acc, (p * s16).to(p_dtype).float(), v)
-    return State(acc, l, k)
+    state.acc.copy_(add_to_bits(state.acc, step, down))
+    state.l.mul_(torch.exp2(state.k - k))
+    state.k.copy_(k)
+    add_block(state, (p * s16).to(p_dtype).float(), p, v)
 
 
 def add_to_bits(x: torch.Tensor, step: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
@@ -151,12 +160,13 @@ def add_to_bits(x: torch.Tensor, step: torch.Tensor, down: torch.Tensor) -> torc
 
 
 def finish(state: State, rescale: str, p_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out [..., R, DV], lse [..., R]) fp32; rows that saw no token give zeros and -inf."""
-    l = state.l
-    seen = l > 0
-    weight = l * amla_factor(state.k, p_dtype)[0] if rescale == "amla" else l
-    out = torch.where(seen, state.acc / weight, 0.0)
-    lse = torch.where(seen, (state.k + l.log2()) * LN2, -torch.inf)
+    """(out [..., R, DV], lse [..., R]) fp32; rows that saw no token give zeros and -inf.
+
+    `out` is the state's accumulator, divided in place.
+    """
+    weight = state.l * amla_factor(state.k, p_dtype)[0] if rescale == "amla" else state.l
+    out = state.acc.div_(weight.masked_fill(state.l == 0, 1.0))
+    lse = (state.k + state.l.log2()) * LN2  # log2(0) = -inf
     return out, lse.squeeze(-1)
 
 
@@ -170,7 +180,7 @@ class Step(Protocol):
         v: torch.Tensor,
         scale_log2: float,
         p_dtype: torch.dtype,
-    ) -> State: ...
+    ) -> None: ...
 
 
 STEPS: dict[str, Step] = {"pow2": pow2_step, "amla": amla_step, "flash": flash_step}

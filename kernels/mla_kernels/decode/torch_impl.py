@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MLA decode in torch: batched over requests, the cache gathered in chunks of tokens."""
+"""MLA decode in torch: batched over requests, the cache gathered tile by tile.
+
+On a CPU the lengths are read and the tiles follow them (torch_tiles.py). Elsewhere nothing is read
+back from the device: every request walks its whole table row, masked.
+"""
+
+from collections.abc import Iterator
 
 import torch
 
 from mla_kernels.cache.rows import rows_as_float
-from mla_kernels.decode.rescale import STEPS, finish, scale_to_log2, start
+from mla_kernels.decode.rescale import FOLD, STEPS, finish, scale_to_log2, start
+from mla_kernels.decode.torch_tiles import TILE_TOKENS, Tile, tiles_by_length, tiles_of_all
 
-# Bytes of gathered fp32 rows held at a time: they stay in the last-level cache between the gather
-# and the two matrix products.
-CHUNK_BYTES = 8 * 2**20
-DETERMINISTIC_CHUNK = 512  # tokens
+DEVICE_TILE_TOKENS = 2**15
 
 
 def mla_decode_torch(
@@ -24,60 +28,87 @@ def mla_decode_torch(
     causal: bool,
     rescale: str,
     deterministic: bool = False,
-    chunk_tokens: int | None = None,
+    tile_tokens: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out [B, s_q, H, kv_lora_rank] fp32, lse [B, s_q, H] fp32).
 
-    Tokens are taken `chunk_tokens` at a time (default: by CHUNK_BYTES; a fixed number with
-    `deterministic`). With rescale "pow2" and 16-bit caches the result does not depend on it.
+    With rescale "pow2" and 16-bit rows the result does not depend on `tile_tokens`, about how many
+    tokens a tile holds. `deterministic` makes tiles of one fixed size, for every `rescale`.
     """
-    if deterministic:
-        chunk_tokens = DETERMINISTIC_CHUNK
     B, s_q, H, Dk = q.shape
     block_size = kv_cache.shape[1]
-    blocks, common = _extent(block_table, seq_lens, block_size)
-    step_blocks = _chunk_blocks(chunk_tokens, B * Dk * 4, block_size)
-    step = STEPS[rescale]
-    scale_log2 = scale_to_log2(scale)
+    unit = max(FOLD, block_size)
+    hidden = s_q - 1 if causal else 0
+    order: torch.Tensor | None = None
+    tiles: Iterator[Tile]
+    if q.device.type == "cpu":
+        lengths = seq_lens.tolist()
+        if lengths != sorted(lengths, reverse=True):
+            order = torch.argsort(seq_lens, descending=True, stable=True)
+            q, block_table, seq_lens = q[order], block_table[order], seq_lens[order]
+            lengths = seq_lens.tolist()
+        tokens = tile_tokens or TILE_TOKENS * torch.get_num_threads()
+        tiles = tiles_by_length(
+            lengths, hidden=hidden, unit=unit, tokens=tokens, fixed=deterministic
+        )
+    else:
+        tokens = B * unit if deterministic else tile_tokens or DEVICE_TILE_TOKENS
+        capacity = block_table.shape[1] * block_size
+        tiles = tiles_of_all(B, capacity, unit=unit, tokens=tokens)
+
     queries = q.reshape(B, s_q * H, Dk).float()
-    limit = _limits(seq_lens, s_q, causal).repeat_interleave(H, dim=1)[..., None]
+    limit = seq_lens[:, None] - hidden + torch.arange(s_q, device=q.device).clamp(max=hidden)
+    limit = limit.repeat_interleave(H, dim=1)[..., None]  # a row sees the keys below its limit
     state = start((B, s_q * H), kv_lora_rank, q.device)
-    for first in range(0, blocks, step_blocks):
-        last = min(first + step_blocks, blocks)
-        token = torch.arange(first * block_size, last * block_size, device=q.device)
-        unused = token >= seq_lens[:, None]
-        # Entries past a request's end may hold anything; block 0 stands in for them.
-        pages = block_table[:, first:last].masked_fill(unused[:, ::block_size], 0)
-        rows = kv_cache.index_select(0, pages.flatten())
-        rows = rows.view(B, -1, rows.shape[-1])
+    scale_log2 = scale_to_log2(scale)
+    for tile in tiles:
+        part = slice(tile.start, tile.stop)
+        rows = _gather(tile, kv_cache, block_table, seq_lens)
         keys = rows_as_float(rows, q.dtype, kv_lora_rank, Dk, kv_scale).float()
-        if last * block_size > common:
-            keys.masked_fill_(unused[..., None], 0.0)  # 0 * NaN would reach the output
-        qk = torch.bmm(queries, keys.mT).masked_fill_(token >= limit, -torch.inf)
-        state = step(state, qk, keys[..., :kv_lora_rank], scale_log2, q.dtype)
+        qk = torch.bmm(queries[part], keys.mT)
+        if tile.whole < tile.stop:
+            token = torch.arange(tile.first, tile.end, device=q.device)
+            masked = token >= limit[tile.whole : tile.stop]
+            qk[tile.whole - tile.start :].masked_fill_(masked, -torch.inf)
+        STEPS[rescale](state[part], qk, keys[..., :kv_lora_rank], scale_log2, q.dtype)
     out, lse = finish(state, rescale, q.dtype)
+    if order is not None:
+        inverse = torch.argsort(order)
+        out, lse = out[inverse], lse[inverse]
     return out.view(B, s_q, H, kv_lora_rank), lse.view(B, s_q, H)
 
 
-def _limits(seq_lens: torch.Tensor, s_q: int, causal: bool) -> torch.Tensor:
-    """[B, s_q]: query j of a request sees the keys below its limit."""
-    limit = seq_lens[:, None].expand(-1, s_q)
-    if causal:
-        limit = limit - (s_q - 1) + torch.arange(s_q, device=seq_lens.device)
-    return limit
+def _gather(
+    tile: Tile, kv_cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor
+) -> torch.Tensor:
+    """The tile's cache rows [requests, tokens, row]; rows that no query uses are zero bytes."""
+    block_size = kv_cache.shape[1]
+    first, last = tile.first // block_size, -(-tile.end // block_size)
+    pages = block_table[tile.start : tile.stop, first:last]
+    words = _as_words(kv_cache)
+    if tile.whole == tile.stop:
+        rows = words.index_select(0, pages.reshape(-1))
+    else:
+        token = torch.arange(first * block_size, last * block_size, device=pages.device)
+        unused = token >= seq_lens[tile.start : tile.stop, None]
+        # Entries past a request's end may hold anything; block 0 stands in for them.
+        pages = pages.masked_fill(unused[:, ::block_size], 0)
+        rows = words.index_select(0, pages.reshape(-1))
+        _zero_rows(rows.flatten(0, 1), unused.flatten())  # 0 * NaN would reach the output
+    rows = rows.view(kv_cache.dtype).view(tile.stop - tile.start, -1, kv_cache.shape[2])
+    return rows[:, : tile.end - tile.first]
 
 
-def _extent(block_table: torch.Tensor, seq_lens: torch.Tensor, block_size: int) -> tuple[int, int]:
-    """(columns of the table to walk, tokens that every request has). On the CPU by the lengths;
-    elsewhere they are on the device, so all columns and none."""
-    if block_table.numel() == 0:
-        return 0, 0
-    if block_table.device.type != "cpu":
-        return block_table.shape[1], 0
-    shortest, longest = torch.aminmax(seq_lens)
-    return min(block_table.shape[1], -(-int(longest) // block_size)), int(shortest)
+def _zero_rows(rows: torch.Tensor, which: torch.Tensor) -> None:
+    if rows.device.type == "cpu":  # many times faster than the masked fill
+        rows.index_fill_(0, which.nonzero().squeeze(1), 0)
+    else:
+        rows.masked_fill_(which[:, None], 0)
 
 
-def _chunk_blocks(chunk_tokens: int | None, bytes_per_token: int, block_size: int) -> int:
-    tokens = chunk_tokens or max(CHUNK_BYTES // max(bytes_per_token, 1) // 64, 1) * 64
-    return max(tokens // block_size, 1)
+def _as_words(x: torch.Tensor) -> torch.Tensor:
+    """x in the widest integers that its rows can be copied as: faster to gather than 16-bit floats,
+    and fp8 cannot be gathered at all."""
+    size = 8 // x.element_size()
+    fits = all(n % size == 0 for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1]))
+    return x.view(torch.int64 if fits else torch.uint8)

@@ -63,7 +63,7 @@ def test_pow2_does_not_depend_on_tau_or_on_the_block(distribution):
         rescale.STEPS["pow2"] = step
         try:
             return mla_decode_torch(
-                *case.args, **case.options, causal=True, rescale="pow2", chunk_tokens=chunk
+                *case.args, **case.options, causal=True, rescale="pow2", tile_tokens=chunk
             )
         finally:
             rescale.STEPS.update(saved)
