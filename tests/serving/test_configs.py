@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""configs/serve: vLLM's own `serve --config` reads every file and means the same by it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "serve"
+FILES = sorted(CONFIGS.glob("*.yaml"))
+
+PARSE = """
+import json, sys
+from mla_serving.server import environment
+environment.set_before_import(None)
+from mla_serving.server import args, vllm_api
+from mla_serving.server.layers import read_layers
+
+def shown(namespace):
+    return {k: repr(v) for k, v in vars(namespace).items() if not k.startswith(("mla_", "config"))}
+
+result = {}
+for path in sys.argv[1:]:
+    theirs = vllm_api.FlexibleArgumentParser()
+    serve = theirs.add_subparsers(dest="subparser").add_parser("serve")
+    vllm_api.make_arg_parser(serve)
+    theirs = shown(theirs.parse_args(["serve", "some/model", "--config", path]))
+    ours = args.make_parser()
+    given = read_layers(["some/model", "--config", path], {}).arguments(ours._option_string_actions)
+    ours = shown(ours.parse_args(given))
+    theirs.pop("subparser")
+    result[path] = {"ours": ours, "theirs": {**theirs, "model": ours["model"]}}
+print(json.dumps(result))
+"""
+
+
+@pytest.fixture(scope="module")
+def parsed():
+    command = [sys.executable, "-c", PARSE, *map(str, FILES)]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_both_servers_mean_the_same(parsed, path):
+    both = parsed[str(path)]
+    assert both["ours"] == both["theirs"]
+    for key, value in yaml.safe_load(path.read_text()).items():
+        if isinstance(value, int) and not isinstance(value, bool):
+            assert both["ours"][key.replace("-", "_")] == str(value)
+
+
+def test_every_file_selects_the_backend_and_is_in_the_readme():
+    readme = (CONFIGS / "README.md").read_text()
+    assert FILES
+    for path in FILES:
+        settings = yaml.safe_load(path.read_text())
+        assert settings["attention-backend"] == "CUSTOM"
+        assert settings["block-size"] == 64
+        assert path.name in readme
