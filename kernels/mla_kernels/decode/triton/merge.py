@@ -23,8 +23,8 @@ from mla_kernels.triton_common.runtime import INTERPRET
 EXPONENT_FLOOR = tl.constexpr(numerics.EXPONENT_FLOOR)
 LN2 = tl.constexpr(numerics.LN2)
 
-# fp32 numbers that a program of 4 warps holds in flight: 64 registers a thread.
-IN_FLIGHT = 8192
+# fp32 numbers that a program of 4 warps holds in flight: 32 registers a thread.
+IN_FLIGHT = 4096
 MAX_SPLITS = 256
 
 
@@ -54,15 +54,17 @@ def merge_kernel(
         if PDL:  # the plan was there before; the partials are the decode kernel's
             gdc_wait()
 
-        k_max = tl.full([ROWS], EXPONENT_FLOOR, tl.float32)
+        # Reductions stay out of the loops: Triton 3.6 fails on them ("OptimizeThreadLocality").
+        k_seen = tl.full([ROWS, SPLITS], EXPONENT_FLOOR, tl.float32)
         for s0 in range(0, splits, SPLITS):
             at = (slot + s0 + s)[None, :] * num_rows + row[:, None]
             ok = row_ok[:, None] & (s0 + s < splits)[None, :]
-            k = tl.load(part_sum_ptr + at * 2 + 1, mask=ok, other=EXPONENT_FLOOR)
-            k_max = tl.maximum(k_max, tl.max(k, 1))
+            k_s = tl.load(part_sum_ptr + at * 2 + 1, mask=ok, other=EXPONENT_FLOOR)
+            k_seen = tl.maximum(k_seen, k_s)
+        k_max = tl.max(k_seen, 1)
 
-        acc = tl.zeros([ROWS, COLS], tl.float32)
-        l = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, SPLITS, COLS], tl.float32)
+        l = tl.zeros([ROWS, SPLITS], tl.float32)
         for s0 in range(0, splits, SPLITS):
             at = (slot + s0 + s)[None, :] * num_rows + row[:, None]
             ok = row_ok[:, None] & (s0 + s < splits)[None, :]
@@ -71,8 +73,10 @@ def merge_kernel(
             l_s = tl.load(part_sum_ptr + at * 2, mask=ok, other=0.0)
             k_s = tl.load(part_sum_ptr + at * 2 + 1, mask=ok, other=EXPONENT_FLOOR)
             factor = tl.exp2(k_s - k_max[:, None])
-            acc += tl.sum(o_s * factor[:, :, None], 1)
-            l += tl.sum(l_s * factor, 1)
+            acc += o_s * factor[:, :, None]
+            l += l_s * factor
+        acc = tl.sum(acc, 1)
+        l = tl.sum(l, 1)
 
         seen = l > 0.0
         acc = acc * tl.where(seen, 1.0 / l, 0.0)[:, None]
@@ -99,11 +103,11 @@ def merge_tile(plan: DevicePlan) -> MergeTile:
     In deterministic mode always the same one: the tile decides in which order splits are added.
     """
     if plan.chunk:
-        return MergeTile(rows=2, cols=min(256, plan.kv_lora_rank), splits=16)
+        return MergeTile(rows=1, cols=256, splits=16)
     expected = plan.parts.shape[0] // max(plan.requests.shape[0], 1) + 2
     splits = triton.next_power_of_2(min(expected, plan.max_splits, MAX_SPLITS))
     # More splits come with fewer requests: narrow columns keep the device busy.
-    cols = min(plan.kv_lora_rank, max(32, IN_FLIGHT // splits // (2 if splits < 64 else 1)))
+    cols = min(plan.kv_lora_rank, max(32, IN_FLIGHT // splits))
     return MergeTile(rows=max(1, IN_FLIGHT // splits // cols), cols=cols, splits=splits)
 
 
