@@ -8,8 +8,8 @@
 | build_async_engine_client | entrypoints.openai.api_server | launchers.api_server.entry | as 0.32 |
 | make_arg_parser, validate | entrypoints.openai.cli_args | launchers.cli_args | common.cli_args |
 | get_uvicorn_log_config | serve.utils.server_utils | launchers.utils.server_utils | as 0.32 |
-| validate_api_server_args | openai.api_server | launchers.launcher | as 0.32 |
-| SSLCertRefresher | ssl | launchers.utils.ssl | as 0.32 |
+| validate_api_server_args | openai.api_server | launchers.launcher | common.cli_args |
+| SSLCertRefresher | serve.utils.ssl | launchers.utils.ssl | as 0.32 |
 
 Importing this module imports vLLM: seconds.
 """
@@ -37,8 +37,11 @@ def _first(name: str, *modules: str) -> Any:
     for module in modules:
         try:
             return getattr(importlib.import_module(f"{_ENTRYPOINTS}.{module}"), name)
-        except (ImportError, AttributeError):
+        except AttributeError:
             continue
+        except ModuleNotFoundError as error:
+            if not (error.name or "").startswith(_ENTRYPOINTS):
+                raise  # the module is there; a dependency of it is not
     raise ImportError(f"vLLM {VLLM_VERSION} has no {name} in any of {', '.join(modules)}")
 
 
@@ -55,9 +58,9 @@ get_uvicorn_log_config = _first(
     "get_uvicorn_log_config", "launchers.utils.server_utils", "serve.utils.server_utils"
 )
 validate_api_server_args = _first(
-    "validate_api_server_args", "launchers.launcher", "openai.api_server"
+    "validate_api_server_args", "common.cli_args", "launchers.launcher", "openai.api_server"
 )
-SSLCertRefresher = _first("SSLCertRefresher", "launchers.utils.ssl", "ssl")
+SSLCertRefresher = _first("SSLCertRefresher", "launchers.utils.ssl", "serve.utils.ssl")
 
 __all__ = [
     "VLLM_VERSION",
