@@ -6,6 +6,10 @@ it is empty); c_i is the exclusive sum of the costs. Its tile j sits at position
 of one line, and part p owns the positions [p * pay, (p + 1) * pay) with pay = ceil(total / parts):
 no part has more than pay of cost, no range is empty, and who owns what follows from c alone.
 
+That cuts nearly every request, and a cut costs the traffic of its partial results. So if no part
+needs to span two requests for hardly more work a part (SLACK), none does: each request gets parts
+of its own, with equal shares, and one that fits a part is not cut at all.
+
 With chunks (deterministic mode) a part owns the whole chunks whose first tile is in its interval,
 and a request is cut at its own chunk boundaries wherever it lies: its result does not depend on the
 others.
@@ -15,6 +19,8 @@ import triton
 import triton.language as tl
 
 PLAN_TILE = 64
+# Tiles that a part may do more to save cuts.
+SLACK = tl.constexpr(2)
 # Fields of one row of `parts`: first request, its first tile, last request, its end tile
 # (exclusive), index of the first split within its request. A part without work has last request -1.
 PART_FIELDS = 8
@@ -71,9 +77,26 @@ def plan_kernel(
         total += tl.sum(cost, 0)
     pay = tl.maximum((total + PARTS - 1) // PARTS, MIN_PAY)
 
-    # Requests: workspace slots and splits.
+    # The tiles a part of one request gets, if each request can have parts of its own; else 0.
+    share = 0
+    if CHUNK == 0:  # noqa: SIM102 - decided at compile time
+        if B <= tl.minimum(PARTS, BLOCK):
+            n, _cost = request_costs(lens_ptr, lane, B, TILE, OVERHEAD)
+            high = pay + SLACK
+            if tl.sum((n + high - 1) // high, 0) <= PARTS:
+                low = tl.maximum(pay - OVERHEAD, 1)
+                while low < high:
+                    middle = (low + high) // 2
+                    if tl.sum((n + middle - 1) // middle, 0) <= PARTS:
+                        high = middle
+                    else:
+                        low = middle + 1
+                share = low
+
+    # Requests: workspace slots and splits. With shares, c counts parts instead of cost.
     c_next = 0
     slot_next = 0
+    whole_next = 0
     for start in range(0, B, BLOCK):
         i = start + lane
         n, cost = request_costs(lens_ptr, i, B, TILE, OVERHEAD)
@@ -81,6 +104,11 @@ def plan_kernel(
         if CHUNK > 0:
             chunk = chunk_tiles(n, CHUNK, MAX_CHUNKS)
             splits = (n + chunk - 1) // chunk
+        elif share > 0:
+            parts = tl.maximum((n + share - 1) // share, 1)
+            chunk = tl.maximum((n + parts - 1) // parts, 1)
+            splits = (n + chunk - 1) // chunk
+            c = tl.cumsum(splits, 0) - splits
         else:
             chunk = n
             splits = tl.where(n > 0, (c + cost - 1) // pay - (c + OVERHEAD) // pay + 1, 0)
@@ -93,15 +121,21 @@ def plan_kernel(
         tl.store(row + 3, c, mask=i < B)
         c_next += tl.sum(cost, 0)
         slot_next += tl.sum(slots, 0)
+        whole_next += tl.sum((splits == 1).to(tl.int32), 0)
     tl.debug_barrier()  # the c stored above is read below by other threads
 
     # Parts: the first request that ends past x, the last one whose tiles start before x + pay.
     p = tl.arange(0, PARTS_POW2)
     x = p * pay
     x_end = tl.minimum(x + pay, total)
-    first = count_up_to(requests_ptr, x, B) - 1
-    last = count_up_to(requests_ptr, x_end - OVERHEAD - 1, B) - 1
-    owns = (first <= last) & (x < total)
+    if share > 0:
+        first = count_up_to(requests_ptr, p, B) - 1
+        last = first
+        owns = p < slot_next + whole_next
+    else:
+        first = count_up_to(requests_ptr, x, B) - 1
+        last = count_up_to(requests_ptr, x_end - OVERHEAD - 1, B) - 1
+        owns = (first <= last) & (x < total)
     ok = owns & (p < PARTS)
     n_first = (tl.load(lens_ptr + first, mask=ok, other=0) + TILE - 1) // TILE
     n_last = (tl.load(lens_ptr + last, mask=ok, other=0) + TILE - 1) // TILE
@@ -115,6 +149,11 @@ def plan_kernel(
         split = (tile + chunk_first - 1) // chunk_first
         tile = split * chunk_first
         end = tl.minimum((end + chunk_last - 1) // chunk_last * chunk_last, n_last)
+    elif share > 0:
+        chunk = tl.load(requests_ptr + first * 4 + 2, mask=ok, other=0)
+        split = p - tl.load(requests_ptr + first * 4 + 3, mask=ok, other=0)
+        tile = split * chunk
+        end = tl.minimum(tile + chunk, n_last)
     else:
         split = tl.where(tile > 0, p - start_first // pay, 0)
     row = parts_ptr + p * 8
