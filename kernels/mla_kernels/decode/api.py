@@ -34,6 +34,7 @@ def mla_decode(
     impl: str = "auto",
     plan: MlaDecodePlan | None = None,
     out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
     deterministic: bool = False,
     validate: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,7 +53,7 @@ def mla_decode(
     rescale       "pow2" (default; numerics.py), "amla" (the paper's Algorithm 2), "flash"
     impl          "auto", "hopper", "triton", "torch", "reference"
     plan          from `plan_mla_decode` (same shape and mode); made and thrown away if None
-    out           [B, s_q, H, kv_lora_rank], written in place if given
+    out, lse      contiguous, as returned below: written in place if given
     deterministic a request's result is the same bits alone and in any batch
     validate      also check the contents of block_table and seq_lens (reads the device)
 
@@ -71,6 +72,7 @@ def mla_decode(
         impl,
         plan,
         out,
+        lse,
         deterministic,
     )
     if validate:
@@ -79,7 +81,8 @@ def mla_decode(
     if choice.impl in ("hopper", "triton"):
         if out is None:
             out = q.new_empty(B, s_q, H, kv_lora_rank)
-        lse = q.new_empty(B, s_q, H, dtype=torch.float32)
+        if lse is None:
+            lse = q.new_empty(B, s_q, H, dtype=torch.float32)
         if choice.impl == "hopper":
             from mla_kernels.decode.hopper.launcher import mla_decode_hopper
 
@@ -115,7 +118,7 @@ def mla_decode(
         )
         return out, lse
     if choice.impl == "reference":
-        result, lse = mla_decode_reference(
+        result, result_lse = mla_decode_reference(
             q,
             kv_cache,
             block_table,
@@ -126,7 +129,7 @@ def mla_decode(
             causal=causal,
         )
     else:
-        result, lse = mla_decode_torch(
+        result, result_lse = mla_decode_torch(
             q,
             kv_cache,
             block_table,
@@ -138,7 +141,8 @@ def mla_decode(
             rescale=rescale,
             deterministic=deterministic,
         )
-    return (result.to(q.dtype) if out is None else out.copy_(result)), lse.float()
+    out = result.to(q.dtype) if out is None else out.copy_(result)
+    return out, (result_lse.float() if lse is None else lse.copy_(result_lse))
 
 
 def check_arguments(
@@ -153,6 +157,7 @@ def check_arguments(
     impl: str,
     plan: MlaDecodePlan | None,
     out: torch.Tensor | None,
+    lse: torch.Tensor | None,
     deterministic: bool,
 ) -> Choice:
     """What can be checked without reading the device; the implementation that will run."""
@@ -179,10 +184,17 @@ def check_arguments(
         checks.check_device(name, x, q.device)
     if plan is not None:
         plan.check_fits(B, s_q, H, deterministic)
-    if out is not None:
-        checks.check_shape("out", out, (B, s_q, H, kv_lora_rank))
-        checks.check_dtype("out", out, (q.dtype,))
-        checks.check_device("out", out, q.device)
+    results = (
+        ("out", out, (B, s_q, H, kv_lora_rank), q.dtype),
+        ("lse", lse, (B, s_q, H), torch.float32),
+    )
+    for name, tensor, shape, dtype in results:
+        if tensor is not None:
+            checks.check_shape(name, tensor, shape)
+            checks.check_dtype(name, tensor, (dtype,))
+            checks.check_device(name, tensor, q.device)
+            if not tensor.is_contiguous():
+                raise ValueError(f"Expected a contiguous {name}, got strides {tensor.stride()}")
     return choose_decode_impl(
         impl,
         q.device,

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GPU kernels: ragged, poisoned batches; CUDA graphs; the same bits in any batch."""
+
+import pytest
+import torch
+from mla_kernels import mla_decode, plan_mla_decode
+from mla_kernels.decode.reference import mla_decode_reference
+from mla_kernels.layouts import MlaDims
+from mla_kernels.testing import metrics
+from mla_kernels.testing.cases import decode_case, random_tokens
+from mla_kernels.testing.structured import integer_ramp, uniform_weights
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+LENGTHS = [0, 1, 63, 64, 65, 200, 0, 1000, 5000, 33]
+
+
+@pytest.fixture(params=["hopper", "triton"])
+def impl(request):
+    if request.param == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs sm_90")
+    return request.param
+
+
+def check(case, impl, **options):
+    out, lse = mla_decode(*case.args, **case.options, impl=impl, out=case.poisoned_out(), **options)
+    want, want_lse = mla_decode_reference(*case.args, **case.options, causal=True)
+    assert not metrics.SHORT_BAR.failures(metrics.measure(out, want))
+    seen = torch.isfinite(want_lse)
+    assert torch.equal(seen, torch.isfinite(lse))
+    assert (lse - want_lse)[seen].abs().max() < 2**-8
+
+
+@pytest.mark.parametrize("heads", [1, 6, 16, 32, 64, 96, 128])
+@pytest.mark.parametrize("s_q", [1, 2, 4, 8])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_ragged_batches(impl, heads, s_q, deterministic):
+    case = decode_case(LENGTHS, num_heads=heads, s_q=s_q, q_std=0.5, device="cuda")
+    check(case, impl, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("std", [1.0, 3.0, 10.0])
+def test_peaky_scores(impl, std):
+    case = decode_case([4096, 777], num_heads=64, q_std=std, k_std=std, device="cuda")
+    check(case, impl)
+
+
+def test_exact_sums(impl):
+    for case, exact in (
+        uniform_weights(device="cuda"),
+        integer_ramp(torch.arange(1024) // 64 % 100, device="cuda"),
+        integer_ramp((torch.arange(1024) == 1023) * 20, device="cuda"),
+    ):
+        out, _ = mla_decode(*case.args, **case.options, impl=impl, out=case.poisoned_out())
+        assert torch.equal(out, exact)
+
+
+@pytest.mark.parametrize("rescale", ["pow2", "amla", "flash"])
+@pytest.mark.parametrize("cache", ["bf16", "fp8", "fp8_ds_mla"])
+@pytest.mark.parametrize("heads", [16, 32, 128])
+def test_portable_kernel_rescales_and_caches(rescale, cache, heads):
+    dtypes = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "fp8_ds_mla": torch.uint8}
+    case = decode_case(
+        LENGTHS,
+        num_heads=heads,
+        cache_dtype=dtypes[cache],
+        kv_scale=0.02 if cache == "fp8" else None,
+        device="cuda",
+    )
+    check(case, "triton", rescale=rescale)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
+def test_portable_kernel_dtypes_dims_and_blocks(dtype, block_size):
+    for dims in (MlaDims(), MlaDims(256, 32)):
+        case = decode_case([5, 300], dims=dims, dtype=dtype, block_size=block_size, device="cuda")
+        check(case, "triton")
+
+
+def test_a_request_is_the_same_bits_alone_in_a_batch_and_every_time(impl):
+    lengths = [3000, 17, 0, 64, 9000, 2048, 1]
+    tokens = random_tokens(lengths, MlaDims(), device="cuda")
+    q = torch.randn(len(lengths), 1, 128, 576, device="cuda")
+    case = decode_case(lengths, tokens=tokens, q=q, device="cuda")
+    options = {"impl": impl, "deterministic": True}
+    whole, whole_lse = mla_decode(*case.args, **case.options, **options)
+    for b in range(len(lengths)):
+        alone = decode_case([lengths[b]], tokens=[tokens[b]], q=q[b : b + 1], device="cuda", seed=b)
+        out, lse = mla_decode(*alone.args, **alone.options, **options)
+        assert torch.equal(out[0], whole[b]) and torch.equal(lse[0], whole_lse[b])
+    for _ in range(20):
+        again, _ = mla_decode(*case.args, **case.options, **options)
+        assert torch.equal(again, whole)
+
+
+class Step:
+    """One decode step as a server runs it: the plan is updated, then a layer is computed."""
+
+    def __init__(self, impl, deterministic=False):
+        self.case = decode_case([4000] * 12, num_heads=128, s_q=2, device="cuda")
+        self.impl, self.deterministic = impl, deterministic
+        case = self.case
+        self.plan = plan_mla_decode(
+            case.seq_lens,
+            num_heads=128,
+            s_q=2,
+            impl=impl,
+            deterministic=deterministic,
+            max_seq_len=4096,
+        )
+        self.out = case.poisoned_out()
+        self.lse = self.out.new_empty(self.out.shape[:-1], dtype=torch.float32)
+
+    def __call__(self):
+        self.plan.update(self.case.seq_lens)
+        mla_decode(
+            *self.case.args,
+            **self.case.options,
+            impl=self.impl,
+            plan=self.plan,
+            out=self.out,
+            lse=self.lse,
+            deterministic=self.deterministic,
+        )
+
+    def change(self, seed):
+        """Other lengths and another order of blocks."""
+        g = torch.Generator().manual_seed(seed)
+        lens = torch.randint(2, 4001, (12,), generator=g, dtype=torch.int32)
+        lens[seed % 12] = 0
+        self.case.seq_lens.copy_(lens)
+        used = self.case.block_table[:, :62].flatten().cpu()
+        order = used[torch.randperm(len(used), generator=g)].view(12, 62)
+        self.case.block_table[:, :62] = order.cuda()
+        self.out.fill_(torch.nan)
+
+    def check(self):
+        args = list(self.case.args)
+        args[1] = torch.nan_to_num(args[1])  # tails of other requests' last blocks are read now
+        self.case.kv_cache.copy_(args[1])
+        want, _ = mla_decode_reference(*self.case.args, **self.case.options, causal=True)
+        assert not metrics.SHORT_BAR.failures(metrics.measure(self.out, want))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_graph_replays_with_other_lengths_and_tables(impl, deterministic):
+    step = Step(impl, deterministic)
+    step.case.kv_cache.nan_to_num_()
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for seed in range(4):
+        step.change(seed)
+        graph.replay()
+        step.check()
+
+
+def test_steps_neither_allocate_nor_sync_nor_compile(impl):
+    import triton
+
+    step = Step(impl)
+    step.case.kv_cache.nan_to_num_()
+    step()
+    step.change(0)
+    step()
+    compiled = []
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    listener, triton.knobs.compilation.listener = (
+        triton.knobs.compilation.listener,
+        lambda **event: compiled.append(event),
+    )
+    try:
+        for _ in range(10):
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        triton.knobs.compilation.listener = listener
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    assert not compiled
+    step.check()
