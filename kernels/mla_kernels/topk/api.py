@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The public function `exact_topk`."""
+
+import torch
+
+from mla_kernels import checks
+from mla_kernels.dispatch import choose_impl
+from mla_kernels.topk.reference import exact_topk_reference
+from mla_kernels.topk.torch_impl import exact_topk_torch
+
+AVAILABLE = ("triton", "torch", "reference")
+MAX_K = 2048
+
+
+def exact_topk(
+    scores: torch.Tensor,
+    k: int,
+    *,
+    lengths: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    impl: str = "auto",
+) -> torch.Tensor:
+    """Indices of the k largest scores of each row: exact, and the same on every run.
+
+    scores     [T, n] fp32, n up to 2^20, rows contiguous
+    k          1..2048
+    lengths    [T] int32: only the first lengths[t] scores of row t take part, the others are not
+               read; default n
+    out        [T, k] int32 to write into
+    workspace  `exact_topk_workspace(T, n, device)`, for the Triton kernels; allocated if None
+
+    Returns [T, k] int32. The chosen set is that of a stable descending sort: of equal scores the
+    lowest indices; -0 equals 0; inf is an ordinary largest score. -inf (masked) and NaN are never
+    chosen. **The indices of a row ascend**, and -1 fills it up where fewer than k can be chosen.
+    ValueError for arguments that do not fit.
+    """
+    checks.check_shape("scores", scores, ("T", "n"))
+    checks.check_dtype("scores", scores, (torch.float32,))
+    checks.check_last_contiguous("scores", scores)
+    T = scores.shape[0]
+    checks.check_range("k", k, 1, MAX_K)
+    for name, x, shape in (("lengths", lengths, (T,)), ("out", out, (T, k))):
+        if x is not None:
+            checks.check_shape(name, x, shape)
+            checks.check_dtype(name, x, (torch.int32,))
+            checks.check_device(name, x, scores.device)
+            checks.check_last_contiguous(name, x)
+    choice = choose_impl("exact_topk", impl, scores.device, available=AVAILABLE)
+    if choice.impl == "triton":
+        from mla_kernels.topk.triton.launcher import exact_topk_triton
+
+        return exact_topk_triton(scores, k, lengths=lengths, out=out, workspace=workspace)
+    topk = exact_topk_reference if choice.impl == "reference" else exact_topk_torch
+    chosen = topk(scores, k, lengths=lengths)
+    return chosen if out is None else out.copy_(chosen)

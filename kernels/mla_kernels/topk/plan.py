@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shapes of the tournament that selects the top-k: tiles by row width, levels, workspace.
+
+Pure Python, so that a caller can size its buffers without Triton.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+# Scores under one parent: a parent stands for the largest of its GROUP children.
+GROUP = 8
+# Keys that one program holds in registers: the widest row taken in one round.
+MAX_TOP = 16384
+MAX_WIDTH = MAX_TOP * GROUP**2
+
+
+@dataclass(frozen=True)
+class TopkTiles:
+    """How rows of one width are selected.
+
+    levels     levels above the row (0: the row is held as a whole)
+    top        keys of the first round; rows no longer than that take one round
+    num_warps  of the select kernel
+    """
+
+    levels: int
+    top: int
+    num_warps: int
+
+
+def topk_tiles(width: int, k: int) -> TopkTiles:
+    """The tiles for rows of `width` scores. ValueError above 2^20."""
+    if width > MAX_WIDTH:
+        raise ValueError(f"Expected rows of at most {MAX_WIDTH} scores, got {width}")
+    levels, top = 0, width
+    while top > MAX_TOP:
+        levels, top = levels + 1, cdiv(top, GROUP)
+    top = max(next_power_of_2(top), 128)
+    keys = max(top, next_power_of_2(k) * GROUP if levels else 0)
+    # About 64 keys a thread: what a search step costs beside its keys is paid by every warp.
+    return TopkTiles(levels, top, min(max(keys // 2048, 4), 16))
+
+
+def level_widths(width: int) -> tuple[int, int]:
+    """Entries of a row of levels 1 and 2, padded to 64 bytes."""
+    level1 = cdiv(width, GROUP)
+    level2 = cdiv(level1, GROUP)
+    return 16 * cdiv(level1, 16), 16 * cdiv(level2, 16)
+
+
+def exact_topk_workspace(rows: int, width: int, device: torch.device) -> torch.Tensor:
+    """Workspace of `exact_topk` for [rows, width] scores: the two upper levels, flat int32."""
+    return torch.empty(rows * sum(level_widths(width)), dtype=torch.int32, device=device)
+
+
+def level_views(
+    workspace: torch.Tensor, rows: int, width: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Levels 1 and 2 of `rows` rows in a workspace. ValueError if it is too small."""
+    widths = level_widths(width)
+    needed = rows * sum(widths)
+    if workspace.dtype != torch.int32 or workspace.numel() < needed:
+        raise ValueError(
+            f"Expected a workspace of {needed} int32, got {workspace.numel()} {workspace.dtype}"
+        )
+    level1, level2 = workspace.flatten()[:needed].split([rows * w for w in widths])
+    return level1.view(rows, widths[0]), level2.view(rows, widths[1])
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launches the top-k kernels."""
+
+from typing import Any
+
+import torch
+
+from mla_kernels.topk.plan import (
+    TopkTiles,
+    cdiv,
+    exact_topk_workspace,
+    level_views,
+    next_power_of_2,
+    topk_tiles,
+)
+from mla_kernels.topk.triton.select import group_max_kernel, select_kernel
+
+# Scores that a program of the group kernel takes at a time.
+CHUNK = 8192
+GROUP_MAX_WARPS = 8
+
+
+def exact_topk_triton(
+    scores: torch.Tensor,
+    k: int,
+    *,
+    lengths: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    levels_ready: bool = False,
+) -> torch.Tensor:
+    """See `exact_topk`. With `levels_ready` the workspace already holds the upper levels."""
+    T, width = scores.shape
+    if out is None:
+        out = torch.empty((T, k), dtype=torch.int32, device=scores.device)
+    if T == 0 or width == 0:
+        return out.fill_(-1)
+    tiles = topk_tiles(width, k)
+    level1 = level2 = None
+    if tiles.levels:
+        if workspace is None:
+            workspace = exact_topk_workspace(T, width, scores.device)
+        level1, level2 = level_views(workspace, T, width)
+        if not levels_ready:
+            launch_group_max(scores, lengths, level1, level2, tiles)
+    select_kernel[(T,)](
+        scores,
+        lengths,
+        level1,
+        level2,
+        out,
+        width,
+        stride_scores=scores.stride(0),
+        stride_level1=level1.stride(0) if level1 is not None else 0,
+        stride_level2=level2.stride(0) if level2 is not None else 0,
+        stride_out=out.stride(0),
+        **select_constants(tiles, k, width, has_lengths=lengths is not None),
+        num_warps=tiles.num_warps,
+    )
+    return out
+
+
+def select_constants(tiles: TopkTiles, k: int, width: int, *, has_lengths: bool) -> dict[str, Any]:
+    """Compile-time arguments of the select kernel."""
+    return {
+        "K": k,
+        "K_POW2": next_power_of_2(k),
+        "TOP": tiles.top,
+        "LEVELS": tiles.levels,
+        "HAS_LENGTHS": has_lengths,
+        "ALIGNED": width % 16 == 0,
+    }
+
+
+def group_max_constants(tiles: TopkTiles, width: int, *, has_lengths: bool) -> dict[str, Any]:
+    """Compile-time arguments of the group kernel."""
+    return {
+        "TOP": tiles.top,
+        "LEVELS": tiles.levels,
+        "CHUNK": CHUNK,
+        "HAS_LENGTHS": has_lengths,
+        "ALIGNED": width % 16 == 0,
+    }
+
+
+def launch_group_max(
+    scores: torch.Tensor,
+    lengths: torch.Tensor | None,
+    level1: torch.Tensor,
+    level2: torch.Tensor,
+    tiles: TopkTiles,
+) -> None:
+    """Fills levels 1 and 2. About 4096 programs at most, each row spread over as many as it can."""
+    T, width = scores.shape
+    splits = min(cdiv(width, CHUNK), max(cdiv(4096, T), 1))
+    group_max_kernel[(T, splits)](
+        scores,
+        lengths,
+        level1,
+        level2,
+        width,
+        scores.stride(0),
+        level1.stride(0),
+        level2.stride(0),
+        **group_max_constants(tiles, width, has_lengths=lengths is not None),
+        num_warps=GROUP_MAX_WARPS,
+    )

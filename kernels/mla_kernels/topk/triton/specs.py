@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The specialisations of the top-k kernels that are compiled offline."""
+
+from mla_kernels.arch import Arch
+from mla_kernels.offline.spec import KernelSpec
+from mla_kernels.topk.plan import topk_tiles
+from mla_kernels.topk.triton.launcher import GROUP_MAX_WARPS, group_max_constants, select_constants
+from mla_kernels.topk.triton.select import group_max_kernel, select_kernel
+
+STRIDES = {"stride_scores": "i32", "stride_level1": "i32", "stride_level2": "i32"}
+LEVELS = {"level1_ptr": "*i32", "level2_ptr": "*i32"}
+# One width for each number of levels and each number of warps.
+SHAPES = ((2048, 64), (8192, 2048), (16384, 2048), (32768, 512), (131072, 2048), (2**20, 2048))
+
+
+def specialisations(arch: Arch) -> list[KernelSpec]:
+    group_max = [_group_max(width) for width in (131072, 2**20)]
+    return [_select(width, k) for width, k in SHAPES] + group_max
+
+
+def _select(width: int, k: int) -> KernelSpec:
+    tiles = topk_tiles(width, k)
+    levels = LEVELS if tiles.levels else {}
+    strides = STRIDES if tiles.levels else {"stride_scores": "i32"}
+    pointers = {"scores_ptr": "*fp32", "lengths_ptr": "*i32", **levels, "out_ptr": "*i32"}
+    unused: dict[str, int | None] = {name: None for name in LEVELS if name not in levels}
+    unused |= {name: 0 for name in STRIDES if name not in strides}
+    return KernelSpec(
+        name=f"exact_topk/select/{width}/{k}",
+        fn=select_kernel,
+        signature={**pointers, "width": "i32", **strides, "stride_out": "i32"},
+        constexprs={**unused, **select_constants(tiles, k, width, has_lengths=True)},
+        aligned=(*pointers, "width", *strides, *(["stride_out"] if k % 16 == 0 else [])),
+        options={"num_warps": tiles.num_warps},
+        quick=width in (8192, 131072),
+    )
+
+
+def _group_max(width: int) -> KernelSpec:
+    tiles = topk_tiles(width, 2048)
+    pointers = {"scores_ptr": "*fp32", "lengths_ptr": "*i32", **LEVELS}
+    return KernelSpec(
+        name=f"exact_topk/group_max/{width}",
+        fn=group_max_kernel,
+        signature={**pointers, "width": "i32", **STRIDES},
+        constexprs=group_max_constants(tiles, width, has_lengths=True),
+        aligned=(*pointers, "width", *STRIDES),
+        options={"num_warps": GROUP_MAX_WARPS},
+        quick=width == 131072,
+    )
