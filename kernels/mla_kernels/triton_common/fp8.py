@@ -13,12 +13,7 @@ import triton.language as tl
 @triton.jit
 def e4m3_to_f32(code, HARDWARE: tl.constexpr):
     """uint8 codes -> fp32."""
-    if HARDWARE:
-        return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    # Read as fp16 bits the exponent bias is 8 too large: times 2^8, exact for subnormals too.
-    bits = code.to(tl.uint16)
-    half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
-    return tl.where((bits & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
+    return e4m3_to_float(code, tl.float32, HARDWARE)
 
 
 @triton.jit
@@ -26,7 +21,13 @@ def e4m3_to_float(code, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
     """uint8 codes -> DTYPE; bf16 and fp16 hold every e4m3 value exactly."""
     if HARDWARE:
         return code.to(tl.float8e4nv, bitcast=True).to(DTYPE)
-    return e4m3_to_f32(code, HARDWARE).to(DTYPE)
+    # Read as fp16 bits the exponent bias is 8 too large: times 2^8, exact for subnormals too.
+    # (sign-extended, so that one shift moves both; the mask clears the copies of the sign.)
+    bits = code.to(tl.int8, bitcast=True).to(tl.int16) << 7
+    half = (bits & -0x4080).to(tl.float16, bitcast=True)
+    WIDE: tl.constexpr = tl.float16 if DTYPE.is_fp16() else tl.float32
+    value = tl.where(tl.abs(half) == 1.875, float("nan"), half.to(WIDE) * 256.0)
+    return value.to(DTYPE)
 
 
 @triton.jit
