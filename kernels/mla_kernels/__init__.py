@@ -4,6 +4,27 @@
 from mla_kernels.cache.api import write_kv_cache
 from mla_kernels.decode.api import mla_decode
 from mla_kernels.decode.plan import MlaDecodePlan, plan_mla_decode
+from mla_kernels.indexer.api import indexer_scores, indexer_topk
+from mla_kernels.indexer.cache import write_indexer_cache
+from mla_kernels.indexer.rows import indexer_lengths
+from mla_kernels.indexer.slots import positions_to_slots
+from mla_kernels.indexer.workspace import indexer_topk_workspace
 from mla_kernels.layer.api import mla_layer
+from mla_kernels.topk.api import exact_topk
+from mla_kernels.topk.plan import exact_topk_workspace
 
-__all__ = ["MlaDecodePlan", "mla_decode", "mla_layer", "plan_mla_decode", "write_kv_cache"]
+__all__ = [
+    "MlaDecodePlan",
+    "exact_topk",
+    "exact_topk_workspace",
+    "indexer_lengths",
+    "indexer_scores",
+    "indexer_topk",
+    "indexer_topk_workspace",
+    "mla_decode",
+    "mla_layer",
+    "plan_mla_decode",
+    "positions_to_slots",
+    "write_indexer_cache",
+    "write_kv_cache",
+]

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The public functions `indexer_scores` and `indexer_topk`."""
+
+import torch
+
+from mla_kernels import checks
+from mla_kernels.dispatch import choose_impl
+from mla_kernels.indexer.cache import check_indexer_cache
+from mla_kernels.indexer.reference import indexer_scores_reference
+from mla_kernels.indexer.rows import check_rows, indexer_lengths
+from mla_kernels.indexer.torch_impl import indexer_scores_torch
+from mla_kernels.layouts import BLOCK_SIZE
+from mla_kernels.topk.api import MAX_K
+from mla_kernels.topk.reference import exact_topk_reference
+from mla_kernels.topk.torch_impl import exact_topk_torch
+
+AVAILABLE = ("triton", "torch", "reference")
+MAX_HEADS = 64
+HEAD_DIM = 128
+
+
+def indexer_scores(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    weights: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    positions: torch.Tensor | None = None,
+    request_ids: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
+    clean: bool = True,
+    out: torch.Tensor | None = None,
+    impl: str = "auto",
+) -> torch.Tensor:
+    """Lightning Indexer scores (DeepSeek-V3.2 report, equation 1) over a paged cache of keys.
+
+        score[t, s] = scale[s] * sum over heads h of weights[t, h] * relu(q[t, h] . k[s])
+
+    q            [T, H, 128] bf16 or float8_e4m3fn, H up to 64
+    k_cache      [num_blocks, 64, 132] uint8 (`IndexerLayout`: e4m3 codes, then fp32 scales) or
+                 [num_blocks, 64, 128] bf16 (no scale)
+    weights      [T, H] fp32; the caller folds in the scale of an fp8 q and any softmax scale
+    block_table  [B, max_blocks] int32
+    seq_lens     [B] int32, the new tokens included
+    positions    [T] int32: row t sees the keys 0..positions[t] of its request; default: the rows of
+                 a request are its last tokens
+    request_ids  [T] int32, the request of each row, -1 = padding row; needs positions or lengths.
+                 Default: T / B rows a request, in order
+    lengths      [T] int32 from `indexer_lengths`, instead of positions: computed once a step
+    clean        False: entries from the end of a row's last page on are left as they are, for a
+                 caller that passes `lengths` on to `exact_topk`
+    out          [T, 64 * max_blocks] fp32 to write into
+
+    Returns [T, 64 * max_blocks] fp32 (the sums too), -inf where row t does not see key s. A NaN in
+    q, weights or a visible key makes its scores NaN. ValueError for arguments that do not fit.
+    """
+    width = block_table.shape[-1] * BLOCK_SIZE
+    _check(q, k_cache, weights, block_table, seq_lens, positions, request_ids, lengths)
+    T = q.shape[0]
+    if out is not None:
+        checks.check_shape("out", out, (T, width))
+        checks.check_dtype("out", out, (torch.float32,))
+        checks.check_device("out", out, q.device)
+        checks.check_last_contiguous("out", out)
+    choice = choose_impl("indexer_scores", impl, q.device, available=AVAILABLE)
+    if lengths is None:
+        lengths = _lengths(choice.impl, seq_lens, T, positions, request_ids)
+    args = (q, k_cache, weights, block_table, lengths)
+    if choice.impl == "triton":
+        from mla_kernels.indexer.triton.launcher import launch_scores
+        from mla_kernels.indexer.triton.row_launchers import launch_fill_tail
+
+        scores = q.new_empty((T, width), dtype=torch.float32) if out is None else out
+        launch_scores(*args, scores, request_ids=request_ids)
+        if clean:
+            launch_fill_tail(scores, lengths)
+        return scores
+    function = indexer_scores_reference if choice.impl == "reference" else indexer_scores_torch
+    found = function(*args, request_ids=request_ids)
+    scores = q.new_full((T, width), float("-inf"), dtype=torch.float32) if out is None else out
+    scores[:, : found.shape[1]] = found
+    scores[:, found.shape[1] :] = float("-inf")
+    return scores
+
+
+def indexer_topk(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    weights: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    k: int,
+    *,
+    positions: torch.Tensor | None = None,
+    request_ids: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    impl: str = "auto",
+) -> torch.Tensor:
+    """The k keys with the largest indexer scores of each row, as `exact_topk(indexer_scores(...))`
+    returns them, bit for bit.
+
+    The score kernel also leaves the largest score of each 8 and each 64 keys, so that the selection
+    reads an eighth of the scores at most and then only the groups that can hold a chosen one.
+
+    k          1..2048
+    out        [T, k] int32 to write into
+    workspace  [bytes] uint8 from `indexer_topk_workspace`; allocated if None. More rows than it
+               holds are taken in turns.
+    The other arguments are those of `indexer_scores`.
+
+    Returns [T, k] int32: ascending token positions within the row's request, then -1.
+    """
+    checks.check_range("k", k, 1, MAX_K)
+    _check(q, k_cache, weights, block_table, seq_lens, positions, request_ids, lengths)
+    T = q.shape[0]
+    if out is not None:
+        checks.check_shape("out", out, (T, k))
+        checks.check_dtype("out", out, (torch.int32,))
+        checks.check_device("out", out, q.device)
+        checks.check_last_contiguous("out", out)
+    choice = choose_impl("indexer_topk", impl, q.device, available=AVAILABLE)
+    if lengths is None:
+        lengths = _lengths(choice.impl, seq_lens, T, positions, request_ids)
+    args = (q, k_cache, weights, block_table, lengths)
+    if choice.impl == "triton":
+        from mla_kernels.indexer.triton.fused import indexer_topk_triton
+
+        return indexer_topk_triton(*args, k, request_ids=request_ids, out=out, workspace=workspace)
+    if choice.impl == "reference":
+        scores = indexer_scores_reference(*args, request_ids=request_ids)
+        chosen = exact_topk_reference(scores, k, lengths=lengths)
+    else:
+        scores = indexer_scores_torch(*args, request_ids=request_ids)
+        chosen = exact_topk_torch(scores, k, lengths=lengths)
+    return chosen if out is None else out.copy_(chosen)
+
+
+def _lengths(
+    impl: str,
+    seq_lens: torch.Tensor,
+    T: int,
+    positions: torch.Tensor | None,
+    request_ids: torch.Tensor | None,
+) -> torch.Tensor:
+    if impl != "triton":
+        return indexer_lengths(seq_lens, T, positions=positions, request_ids=request_ids)
+    if seq_lens.shape[0] == T and positions is None and request_ids is None:
+        return seq_lens  # one row a request; the kernels take a negative length for 0
+    from mla_kernels.indexer.triton.row_launchers import launch_lengths
+
+    return launch_lengths(seq_lens, T, positions, request_ids)
+
+
+def _check(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    weights: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    positions: torch.Tensor | None,
+    request_ids: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+) -> None:
+    checks.check_shape("q", q, ("T", "H", HEAD_DIM))
+    checks.check_dtype("q", q, (torch.bfloat16, torch.float8_e4m3fn))
+    T, H, D = q.shape
+    checks.check_range("heads (q.shape[1])", H, 1, MAX_HEADS)
+    check_indexer_cache(k_cache, D)
+    checks.check_shape("weights", weights, (T, H))
+    checks.check_dtype("weights", weights, (torch.float32,))
+    for name, x in (("q", q), ("weights", weights)):
+        checks.check_last_contiguous(name, x)
+    for name, x in (("k_cache", k_cache), ("weights", weights)):
+        checks.check_device(name, x, q.device)
+    check_rows(T, block_table, seq_lens, positions, request_ids, lengths, q.device)

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which keys each row (query token) sees: the mapping that all indexer functions share.
+
+Without `request_ids` the T rows are B requests of T / B rows each, in order, and they are the last
+tokens of their requests (decode, MTP). With `request_ids` [T] a row names its request, -1 for a
+padding row, and `positions` [T] says where it stands (chunked prefill, mixed batches).
+"""
+
+import torch
+
+from mla_kernels import checks
+
+
+def check_rows(
+    T: int,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    positions: torch.Tensor | None,
+    request_ids: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    device: torch.device,
+) -> None:
+    """ValueError unless the arguments describe T rows."""
+    checks.check_shape("block_table", block_table, ("B", "max_blocks"))
+    checks.check_last_contiguous("block_table", block_table)
+    B = block_table.shape[0]
+    checks.check_shape("seq_lens", seq_lens, (B,))
+    per_row = {"positions": positions, "request_ids": request_ids, "lengths": lengths}
+    for name, x in {"block_table": block_table, "seq_lens": seq_lens, **per_row}.items():
+        if x is not None:
+            if name in per_row:
+                checks.check_shape(name, x, (T,))
+            checks.check_dtype(name, x, (torch.int32,))
+            checks.check_device(name, x, device)
+    if request_ids is not None and positions is None and lengths is None:
+        raise ValueError("Expected positions (or lengths) together with request_ids, got neither")
+    if request_ids is None and (T % B if B else T):
+        raise ValueError(
+            f"Expected a multiple of {B} rows (the requests of block_table) without request_ids, "
+            f"got {T}"
+        )
+
+
+def indexer_lengths(
+    seq_lens: torch.Tensor,
+    T: int,
+    *,
+    positions: torch.Tensor | None = None,
+    request_ids: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Number of keys that each of T rows sees: the first keys of its request, causal.
+
+    seq_lens     [B] int32, the new tokens included
+    positions    [T] int32: row t sees the keys at positions 0..positions[t]; default: the rows of a
+                 request are its last tokens
+    request_ids  [T] int32, -1 = padding row (sees nothing); default: T / B rows a request, in order
+
+    Returns [T] int32. Compute it once a step and pass it to every layer as `lengths`.
+    """
+    if request_ids is None:
+        B = seq_lens.shape[0]
+        rows = T // B if B else 0
+        lengths = seq_lens[:, None].expand(B, rows)
+        if positions is None:
+            ahead = torch.arange(1 - rows, 1, dtype=torch.int32, device=seq_lens.device)
+            return (lengths + ahead).clamp_(min=0).reshape(T)
+        lengths = lengths.reshape(T)
+    else:
+        lengths = seq_lens[request_ids.clamp(min=0)]
+        lengths = torch.where(request_ids >= 0, lengths, 0)
+    assert positions is not None  # check_rows
+    return torch.minimum(lengths, positions + 1).clamp_(min=0)

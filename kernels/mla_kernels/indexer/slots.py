@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The public function `positions_to_slots`: where selected tokens lie in the cache."""
+
+import torch
+
+from mla_kernels import checks
+from mla_kernels.dispatch import choose_impl
+from mla_kernels.layouts import BLOCK_SIZE
+
+AVAILABLE = ("triton", "torch", "reference")
+
+
+def positions_to_slots(
+    positions: torch.Tensor,
+    block_table: torch.Tensor,
+    *,
+    request_ids: torch.Tensor | None = None,
+    block_size: int = BLOCK_SIZE,
+    impl: str = "auto",
+) -> torch.Tensor:
+    """Physical slots of token positions, as `mla_sparse_attention` takes them.
+
+    positions    [T, K] int32 within the row's request, as `indexer_topk` returns; negative = none
+    block_table  [B, max_blocks] int32
+    request_ids  [T] int32, -1 = padding row; default: T / B rows a request, in order
+
+    Returns [T, K] int32: block_table[request, p // block_size] * block_size + p % block_size, and
+    -1 for none, for padding rows and for positions past the table. ValueError for arguments that do
+    not fit.
+    """
+    checks.check_shape("positions", positions, ("T", "K"))
+    checks.check_shape("block_table", block_table, ("B", "max_blocks"))
+    T, B = positions.shape[0], block_table.shape[0]
+    for name, x in (("positions", positions), ("block_table", block_table)):
+        checks.check_dtype(name, x, (torch.int32,))
+        checks.check_last_contiguous(name, x)
+    checks.check_device("block_table", block_table, positions.device)
+    if request_ids is not None:
+        checks.check_shape("request_ids", request_ids, (T,))
+        checks.check_dtype("request_ids", request_ids, (torch.int32,))
+        checks.check_device("request_ids", request_ids, positions.device)
+    elif T % B if B else T:
+        raise ValueError(f"Expected a multiple of {B} rows without request_ids, got {T}")
+    checks.check_range("block_size", block_size, 1, 2**31 - 1)
+    choice = choose_impl("positions_to_slots", impl, positions.device, available=AVAILABLE)
+    if choice.impl == "triton":
+        from mla_kernels.indexer.triton.row_launchers import launch_positions_to_slots
+
+        return launch_positions_to_slots(positions, block_table, request_ids, block_size)
+    # The torch form is its own definition.
+    if request_ids is None:
+        request_ids = torch.arange(T, device=positions.device) // max(T // max(B, 1), 1)
+    block = positions.clamp(min=0) // block_size
+    inside = (positions >= 0) & (block < block_table.shape[1]) & (request_ids >= 0)[:, None]
+    row = request_ids.clamp(min=0).long()[:, None]
+    slot = block_table[row, torch.where(inside, block, 0).long()] * block_size
+    return torch.where(inside, slot + positions.clamp(min=0) % block_size, -1)

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scores and top-k with one workspace: the score kernel prepares the selection."""
+
+import torch
+
+from mla_kernels.indexer.triton.launcher import launch_scores
+from mla_kernels.indexer.workspace import indexer_topk_workspace, row_words
+from mla_kernels.layouts import BLOCK_SIZE
+from mla_kernels.topk.plan import level_views, topk_tiles
+from mla_kernels.topk.triton.launcher import exact_topk_triton
+
+
+def indexer_topk_triton(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    weights: torch.Tensor,
+    block_table: torch.Tensor,
+    lengths: torch.Tensor,
+    k: int,
+    *,
+    request_ids: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See `indexer_topk`."""
+    T, max_blocks = q.shape[0], block_table.shape[1]
+    width = max_blocks * BLOCK_SIZE
+    if out is None:
+        out = torch.empty((T, k), dtype=torch.int32, device=q.device)
+    if T == 0 or width == 0:
+        return out.fill_(-1)
+    if workspace is None:
+        workspace = indexer_topk_workspace(T, max_blocks, q.device)
+    words = row_words(max_blocks)
+    step = workspace.numel() // (4 * words)
+    if step == 0:
+        raise ValueError(
+            f"Expected a workspace of at least {4 * words} bytes (one row), got {workspace.numel()}"
+        )
+    if step < T and request_ids is None:  # a turn may end within a request
+        rows_per_request = T // block_table.shape[0]
+        request_ids = torch.arange(T, dtype=torch.int32, device=q.device) // rows_per_request
+    levels_needed = topk_tiles(width, k).levels > 0
+    for a in range(0, T, step):
+        b = min(a + step, T)
+        words_used = workspace[: 4 * (b - a) * words].view(torch.int32)
+        scores = words_used[: (b - a) * width].view(torch.float32).view(b - a, width)
+        levels = words_used[(b - a) * width :]
+        launch_scores(
+            q[a:b],
+            k_cache,
+            weights[a:b],
+            block_table,
+            lengths[a:b],
+            scores,
+            request_ids=None if request_ids is None else request_ids[a:b],
+            levels=level_views(levels, b - a, width) if levels_needed else None,
+        )
+        exact_topk_triton(
+            scores, k, lengths=lengths[a:b], out=out[a:b], workspace=levels, levels_ready=True
+        )
+    return out

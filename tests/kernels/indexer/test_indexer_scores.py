@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Indexer scores and the fused top-k against the fp64 definition on the same quantised inputs."""
+
+import pytest
+import torch
+from mla_kernels import exact_topk, indexer_lengths, indexer_scores, indexer_topk
+from mla_kernels.indexer.reference import indexer_scores_reference
+from mla_kernels.indexer.triton import launcher
+from mla_kernels.testing.indexer_case import make_indexer_case
+from mla_kernels.topk import plan
+
+INF = float("inf")
+IMPLS = ["torch", "triton"]
+LENGTHS = [130, 0, 1, 64]
+
+
+def expected(case):
+    """[T, width] fp64, by the definition: visible keys of each row, one row at a time."""
+    T, B = len(case.q), len(case.seq_lens)
+    lengths = []
+    for t in range(T):
+        request = t // (T // B) if case.request_ids is None else int(case.request_ids[t])
+        if request < 0:
+            lengths.append(0)
+        elif case.positions is None:
+            lengths.append(max(int(case.seq_lens[request]) - T // B + 1 + t % (T // B), 0))
+        else:
+            lengths.append(min(int(case.positions[t]) + 1, int(case.seq_lens[request])))
+    lengths = torch.tensor(lengths, dtype=torch.int32)
+    args = (case.q, case.k_cache, case.weights, case.block_table)
+    return indexer_scores_reference(*args, lengths, request_ids=case.request_ids), lengths
+
+
+def assert_scores(got, want):
+    assert got.dtype == torch.float32
+    assert torch.equal(torch.isneginf(got), torch.isneginf(want)), "masked entries"
+    seen = ~torch.isneginf(want)
+    got, want = got.double()[seen], want[seen]
+    assert torch.linalg.norm(got - want) <= 1e-5 * torch.linalg.norm(want)
+    assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(("q_fp8", "k_fp8"), [(True, True), (False, True), (True, False)])
+@pytest.mark.parametrize(("heads", "s_q"), [(64, 1), (64, 2), (32, 4), (8, 3), (5, 6)])
+def test_decode_rows(heads, s_q, q_fp8, k_fp8, impl, device):
+    options = {"s_q": s_q, "heads": heads, "q_fp8": q_fp8, "k_fp8": k_fp8}
+    case = make_indexer_case(LENGTHS, **options, device=device)
+    want, _ = expected(case)
+    out = torch.full(want.shape, float("nan"), device=device)
+    got = indexer_scores(*case.args, out=out, impl=impl)
+    assert got is out
+    assert_scores(got, want)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("chunks", [[9, 0, 1, 3], [70, 1, 1, 64]])
+def test_prefill_rows_of_several_requests(chunks, impl, device):
+    case = make_indexer_case([130, 3, 1, 64], chunks=chunks, heads=16, device=device)
+    want, lengths = expected(case)
+    assert_scores(indexer_scores(*case.args, **case.rows, impl=impl), want)
+    found = indexer_lengths(case.seq_lens, len(case.q), **case.rows)
+    assert torch.equal(found.cpu(), lengths)
+    by_length = {"request_ids": case.request_ids, "lengths": found}
+    assert_scores(indexer_scores(*case.args, **by_length, impl=impl), want)
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_rows_of_a_request_need_not_be_neighbours(split, device, monkeypatch):
+    if not split:
+        monkeypatch.setattr(launcher, "MAX_SPLIT_TILES", 0)
+    case = make_indexer_case([130, 40, 64], chunks=[20, 11, 14], heads=16, device=device)
+    order = torch.randperm(len(case.q), generator=torch.Generator().manual_seed(7)).to(device)
+    want, _ = expected(case)
+    args = (case.q[order], case.k_cache, case.weights[order], case.block_table, case.seq_lens)
+    rows = {name: x[order] for name, x in case.rows.items()}
+    for impl in IMPLS:
+        assert_scores(indexer_scores(*args, **rows, impl=impl), want[order])
+
+
+def test_positions_inside_a_uniform_batch(device):
+    case = make_indexer_case([130, 70], s_q=2, heads=8, device=device)
+    positions = torch.tensor([5, 200, -1, 69], dtype=torch.int32, device=device)
+    want, lengths = expected(case)
+    for t, n in enumerate((6, 130, 0, 70)):
+        lengths[t] = n
+    args = (case.q, case.k_cache, case.weights, case.block_table)
+    want = indexer_scores_reference(*args, lengths)
+    for impl in IMPLS:
+        assert_scores(indexer_scores(*case.args, positions=positions, impl=impl), want)
+
+
+def test_pages_are_dealt_out_whatever_the_number_of_programs(device, monkeypatch):
+    case = make_indexer_case([300, 1, 0, 129], s_q=2, heads=8, device=device)
+    want, _ = expected(case)
+    for programs in (1, 2, 3, 9, 64):
+        monkeypatch.setattr(launcher, "num_programs", lambda _, n=programs: n)
+        assert_scores(indexer_scores(*case.args, impl="triton"), want)
+
+
+def test_unclean_scores_end_with_the_last_page(device):
+    case = make_indexer_case([70, 1], heads=8, device=device)
+    want, _ = expected(case)
+    out = torch.full(want.shape, 7.0, device=device)
+    indexer_scores(*case.args, clean=False, out=out, impl="triton")
+    assert_scores(out[0, :128], want[0, :128])
+    assert_scores(out[1, :64], want[1, :64])
+    assert (out[0, 128:] == 7).all()
+    assert (out[1, 64:] == 7).all()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_zeros_of_the_relu_are_exact_and_nan_is_kept(impl, device):
+    case = make_indexer_case([130], heads=4, device=device)
+    q = case.q.float()
+    q[:] = 0
+    q[0, :, 0] = -1.0
+    codes = case.k_cache.view(len(case.k_cache), -1)
+    page = int(case.block_table[0, 0])
+    codes[page, : 64 * 128 : 128] = 0x38  # k[:, 0] = 1.0 in the first page: every dot is negative
+    codes[page, 3 * 128] = 0x7F  # NaN
+    args = (q.to(torch.float8_e4m3fn), *case.args[1:])
+    got = indexer_scores(*args, impl=impl)[0, :64]
+    assert got[3].isnan()
+    keep = torch.arange(64) != 3
+    assert (got[keep.to(device)] == 0).all()
+
+
+@pytest.mark.parametrize(("k", "lengths"), [(37, [130, 0, 1, 64]), (70, [700, 65])])
+@pytest.mark.parametrize("s_q", [1, 2])
+def test_fused_equals_the_two_steps_bit_for_bit(s_q, lengths, k, device, monkeypatch):
+    # Every row takes levels, as rows above 32K do on a device.
+    monkeypatch.setattr(plan, "MAX_TOP", 128)
+    case = make_indexer_case(lengths, s_q=s_q, heads=8, device=device)
+    scores = indexer_scores(*case.args, impl="triton")
+    out = torch.full((len(case.q), k), 55, dtype=torch.int32, device=device)
+    fused = indexer_topk(*case.args, k, out=out, impl="triton")
+    assert fused is out
+    assert torch.equal(fused, exact_topk(scores, k, impl="triton"))
+    assert torch.equal(fused.cpu(), indexer_topk(*case.args, k, impl="reference").cpu())
+    assert torch.equal(fused.cpu(), indexer_topk(*case.args, k, impl="torch").cpu())
+
+
+def test_fused_in_turns_when_the_workspace_is_small(device, monkeypatch):
+    from mla_kernels.indexer import workspace
+
+    for case in (
+        make_indexer_case([200, 90], s_q=3, heads=8, device=device),
+        make_indexer_case([200, 90], chunks=[5, 9], heads=8, device=device),
+    ):
+        want = indexer_topk(*case.args, 50, **case.rows, impl="triton")
+        max_blocks = case.block_table.shape[1]
+        row = workspace.indexer_topk_workspace(1, max_blocks, torch.device(device))
+        small = torch.empty(4 * row.numel(), dtype=torch.uint8, device=device)
+        got = indexer_topk(*case.args, 50, **case.rows, workspace=small, impl="triton")
+        assert torch.equal(got, want)
+    monkeypatch.setattr(workspace, "MAX_WORKSPACE_BYTES", 1)
+    assert torch.equal(indexer_topk(*case.args, 50, **case.rows, impl="triton"), want)
+    with pytest.raises(ValueError, match=r"workspace of at least .* bytes"):
+        indexer_topk(*case.args, 50, **case.rows, workspace=small[:100], impl="triton")
+
+
+def test_a_hundred_fused_runs_agree(device):
+    case = make_indexer_case([130, 64], heads=4, device=device)
+    case.weights.zero_()  # every score ties
+    first = indexer_topk(*case.args, 20, impl="triton")
+    assert first[0].tolist() == list(range(20))
+    for _ in range(100):
+        assert torch.equal(indexer_topk(*case.args, 20, impl="triton"), first)
+
+
+def test_no_rows(device):
+    case = make_indexer_case([], heads=8, device=device)
+    for impl in IMPLS:
+        assert indexer_scores(*case.args, impl=impl).shape == (0, 128)
+        assert indexer_topk(*case.args, 5, impl=impl).shape == (0, 5)
+
+
+def wrong(case, **change):
+    names = ("q", "k_cache", "weights", "block_table", "seq_lens")
+    return {**dict(zip(names, case.args, strict=True)), **case.rows, **change}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": torch.zeros(4, 8, 64, dtype=torch.bfloat16)}, r"q of shape \[T, H, 128\]"),
+        ({"q": torch.zeros(4, 8, 128)}, "q.dtype"),
+        ({"q": torch.zeros(4, 65, 128, dtype=torch.bfloat16)}, "heads .* in 1..64, got 65"),
+        ({"k_cache": torch.zeros(5, 64, 128, dtype=torch.uint8)}, "k_cache of shape .*132"),
+        ({"k_cache": torch.zeros(5, 32, 132, dtype=torch.uint8)}, "k_cache of shape .* 64, 132"),
+        ({"k_cache": torch.zeros(64, 5, 132, dtype=torch.uint8).transpose(0, 1)}, "contiguous pag"),
+        ({"weights": torch.zeros(4, 8, dtype=torch.bfloat16)}, "weights.dtype"),
+        ({"weights": torch.zeros(4, 7)}, r"weights of shape \[4, 8\]"),
+        ({"seq_lens": torch.zeros(2, dtype=torch.int64)}, "seq_lens.dtype"),
+        ({"seq_lens": torch.zeros(3, dtype=torch.int32)}, r"seq_lens of shape \[2\]"),
+        ({"request_ids": torch.zeros(4, dtype=torch.int32)}, "positions .* together with request"),
+        ({"positions": torch.zeros(3, dtype=torch.int32)}, r"positions of shape \[4\]"),
+        ({"q": torch.zeros(3, 8, 128, dtype=torch.bfloat16), "weights": torch.zeros(3, 8)},
+         "multiple of 2 rows"),
+        ({"impl": "fast"}, "Expected impl in"),
+        ({"out": torch.zeros(4, 64)}, r"out of shape \[4, 192\]"),
+    ],
+)  # fmt: skip
+def test_refusals(change, message):
+    case = make_indexer_case([60, 3], s_q=2, heads=8)
+    with pytest.raises(ValueError, match=message):
+        indexer_scores(**wrong(case, **change))
+
+
+def test_topk_refusals():
+    case = make_indexer_case([60, 3], s_q=2, heads=8)
+    for k in (0, 2049):
+        with pytest.raises(ValueError, match=f"k in 1..2048, got {k}"):
+            indexer_topk(*case.args, k)
+    with pytest.raises(ValueError, match=r"out of shape \[4, 6\]"):
+        indexer_topk(*case.args, 6, out=torch.zeros(4, 5, dtype=torch.int32))

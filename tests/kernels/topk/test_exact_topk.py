@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""exact_topk against a stable descending sort, on the rows where top-k kernels go wrong."""
+
+import pytest
+import torch
+from mla_kernels import exact_topk, exact_topk_workspace
+from mla_kernels.topk import plan
+
+INF, NAN = float("inf"), float("nan")
+IMPLS = ["reference", "torch", "triton"]
+
+
+def stable_sort_topk(scores, k, lengths=None):
+    """The first k of torch.sort(stable, descending), masked entries dropped, indices ascending."""
+    out = torch.full((len(scores), k), -1, dtype=torch.int32)
+    for t, row in enumerate(scores.cpu()):
+        n = row.numel() if lengths is None else int(lengths[t])
+        row = row[:n].nan_to_num(nan=-INF, posinf=INF, neginf=-INF)
+        order = torch.sort(row, descending=True, stable=True).indices
+        chosen = order[row[order] > -INF][:k].sort().values
+        out[t, : len(chosen)] = chosen.int()
+    return out
+
+
+def rows_of(kind, T, n, g):
+    x = torch.randn(T, n, generator=g)
+    u = torch.rand(T, n, generator=g)
+    if kind == "equal":
+        x = torch.full((T, n), -3.5)
+    elif kind == "zeros":
+        x = torch.where(u < 0.5, -0.0, 0.0)
+    elif kind == "relu":  # most scores are an exact zero of either sign
+        x = torch.relu(x - 0.7) * torch.where(u < 0.5, -1.0, 1.0)
+    elif kind == "few":
+        x = torch.randint(-2, 3, (T, n), generator=g).float()
+    elif kind == "masked tail":
+        x[:, n // 3 :] = -INF
+    elif kind == "all masked":
+        x = torch.full((T, n), -INF)
+    elif kind == "inf and nan":
+        x = torch.where(u < 0.1, NAN, torch.where(u < 0.15, INF, torch.where(u < 0.3, -INF, x)))
+    elif kind == "ascending":
+        x = torch.arange(n).float().expand(T, n).contiguous() - n / 2
+    elif kind == "denormal":
+        x = x * 1e-40
+    elif kind == "one bit apart":
+        bits = torch.randint(0, 40, (T, n), generator=g, dtype=torch.int32) + 0x3F800000
+        x = bits.view(torch.float32)
+    return x
+
+
+KINDS = ["normal", "equal", "zeros", "relu", "few", "masked tail", "all masked", "inf and nan"]
+KINDS += ["ascending", "denormal", "one bit apart"]
+
+
+def check(scores, k, impl, device, lengths=None):
+    want = stable_sort_topk(scores, k, lengths)
+    moved = None if lengths is None else lengths.to(device)
+    out = torch.full((len(scores), k), 123456789, dtype=torch.int32, device=device)
+    got = exact_topk(scores.to(device), k, lengths=moved, out=out, impl=impl)
+    assert got is out
+    assert torch.equal(got.cpu(), want)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_equals_a_stable_sort(impl, kind, device):
+    g = torch.Generator().manual_seed(0)
+    for n, k in ((1, 1), (1, 5), (63, 7), (300, 300), (1500, 64), (2100, 2048)):
+        check(rows_of(kind, 2, n, g), k, impl, device)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_scores_past_the_length_do_not_take_part(impl, device):
+    g = torch.Generator().manual_seed(1)
+    n = 700
+    lengths = torch.tensor([0, 1, 31, 350, 699, 700], dtype=torch.int32)
+    for kind in ("normal", "few", "inf and nan"):
+        scores = rows_of(kind, len(lengths), n, g)
+        for t, length in enumerate(lengths):
+            scores[t, length:] = INF if t % 2 else NAN
+        check(scores, 40, impl, device, lengths)
+
+
+@pytest.fixture
+def short_levels(monkeypatch):
+    """Rows of a few thousand take one or two levels, as rows of 32K to 1M do on a device."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(plan, "MAX_TOP", 128)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("n", "k", "levels"), [(1000, 16, 1), (5003, 16, 2), (8192, 100, 2)])
+def test_levels_of_groups_lose_nothing(short_levels, n, k, levels, kind, device):
+    if not torch.cuda.is_available():
+        assert plan.topk_tiles(n, k).levels == levels
+    g = torch.Generator().manual_seed(2)
+    scores = rows_of(kind, 5, n, g)
+    check(scores, k, "triton", device)
+    # Rows of one table need different numbers of levels.
+    lengths = torch.tensor([0, 100, 129, n // 2, n - 1], dtype=torch.int32)
+    check(scores, k, "triton", device, lengths)
+
+
+def test_the_best_may_sit_in_one_group_or_one_in_each(short_levels, device):
+    n, k = 4096, 32
+    scores = torch.randn(3, n, generator=torch.Generator().manual_seed(3))
+    scores[0, 1000 : 1000 + k] += 100  # k neighbours
+    scores[1, :: n // k] += 100  # one in each of k groups
+    scores[2, n - 1] = 100  # and the last score of a row
+    check(scores, k, "triton", device)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_a_hundred_runs_agree(impl, device, short_levels):
+    scores = rows_of("few", 2, 1000, torch.Generator().manual_seed(4)).to(device)
+    first = exact_topk(scores, 16, impl=impl)
+    for _ in range(100):
+        assert torch.equal(exact_topk(scores, 16, impl=impl), first)
+
+
+def test_rows_may_be_strided_and_the_workspace_given(short_levels, device):
+    wide = rows_of("normal", 3, 3000, torch.Generator().manual_seed(5)).to(device)
+    scores = wide[:, 100:2100]
+    workspace = exact_topk_workspace(3, 2000, torch.device(device))
+    got = exact_topk(scores, 20, workspace=workspace, impl="triton")
+    assert torch.equal(got.cpu(), stable_sort_topk(scores, 20))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_no_rows_and_no_columns(impl, device):
+    assert exact_topk(torch.empty(0, 5, device=device), 3, impl=impl).shape == (0, 3)
+    assert exact_topk(torch.empty(2, 0, device=device), 3, impl=impl).tolist() == [[-1] * 3] * 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scores": torch.zeros(2, 9, dtype=torch.bfloat16)}, r"scores.dtype in \[torch.float32\]"),
+        ({"scores": torch.zeros(9)}, r"scores of shape \[T, n\]"),
+        ({"scores": torch.zeros(9, 2).T}, "contiguous last dimension"),
+        ({"k": 0}, "k in 1..2048, got 0"),
+        ({"k": 2049}, "k in 1..2048, got 2049"),
+        ({"lengths": torch.zeros(3, dtype=torch.int32)}, r"lengths of shape \[2\]"),
+        ({"lengths": torch.zeros(2, dtype=torch.int64)}, "lengths.dtype"),
+        ({"out": torch.zeros(2, 5, dtype=torch.int32)}, r"out of shape \[2, 3\]"),
+        ({"impl": "hopper"}, "impl of exact_topk"),
+    ],
+)
+def test_refusals(change, message):
+    with pytest.raises(ValueError, match=message):
+        exact_topk(**{"scores": torch.zeros(2, 9), "k": 3, **change})
+
+
+def test_a_small_workspace_and_a_row_too_long_are_refused(short_levels, device):
+    scores = torch.zeros(2, 4000, device=device)
+    if not torch.cuda.is_available():
+        small = torch.empty(10, dtype=torch.int32, device=device)
+        with pytest.raises(ValueError, match=r"workspace of .* int32, got 10"):
+            exact_topk(scores, 3, workspace=small, impl="triton")
+    with pytest.raises(ValueError, match=f"at most {plan.MAX_WIDTH} scores"):
+        plan.topk_tiles(plan.MAX_WIDTH + 1, 3)
