@@ -52,20 +52,21 @@ def amla_as_printed(
     v: torch.Tensor,
     scale_log2: float,
     p_dtype: torch.dtype,
+    first: bool,
 ) -> None:
     """Algorithm 2 line by line: c = S32 / S16, the added 1e-6, a truncating cast, no guard."""
     t = qk * scale_log2
     k = torch.maximum(t.amax(-1, keepdim=True), state.k)
     p = t.sub_(k).exp2_()
     s16, n, inverse_c = rescale.amla_factor(k, p_dtype)
-    _s16, n_before, inverse_before = rescale.amla_factor(state.k, p_dtype)
-    epsilon = 1.5 * (inverse_before / inverse_c - 1.0)
-    step = ((n - n_before).clamp(min=-30) + epsilon + 1e-6) * 2**23
-    if bool((state.l > 0).all()):  # line 15: i > 1
+    if not first:
+        _s16, n_before, inverse_before = rescale.amla_factor(state.k, p_dtype)
+        epsilon = 1.5 * (inverse_before / inverse_c - 1.0)
+        step = ((n - n_before).clamp(min=-30) + epsilon + 1e-6) * 2**23
         state.acc.view(torch.int32).add_(step.int())
-    state.l.mul_(torch.exp2(state.k - k))
+        state.l.mul_(torch.exp2(state.k - k))
     state.k.copy_(k)
-    rescale.add_block(state, (p * s16).to(p_dtype).float(), p, v)
+    rescale.add_block(state, (p * s16).to(p_dtype).float(), p, v, first)
 
 
 # name in the tables: (step, its form of `finish`)
@@ -102,9 +103,10 @@ def attend(q: torch.Tensor, k: torch.Tensor, method: str, kv_block: int) -> torc
     step, form = METHODS[method]
     state = rescale.start((HEADS,), VALUE_DIM, q.device)
     qk = q @ k.T
-    for first in range(0, KEYS, kv_block):
-        block = slice(first, first + kv_block)
-        step(state, qk[:, block], k[block, :VALUE_DIM], rescale.scale_to_log2(SCALE), BF16)
+    scale_log2 = rescale.scale_to_log2(SCALE)
+    for at in range(0, KEYS, kv_block):
+        block = slice(at, at + kv_block)
+        step(state, qk[:, block], k[block, :VALUE_DIM], scale_log2, BF16, first=at == 0)
     return rescale.finish(state, form, BF16)[0].to(BF16)
 
 

@@ -12,6 +12,7 @@ maximum and how O follows k:
     flash  k is the maximum; O is multiplied by exp2(k - k') (FlashAttention, the paper's Base)
 """
 
+import ctypes
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -39,15 +40,15 @@ class State:
 
 
 def start(rows: torch.Size | tuple[int, ...], value_dim: int, device: torch.device) -> State:
-    """The state before any token, for rows [..., R]."""
-    acc = torch.zeros(*rows, value_dim, dtype=torch.float32, device=device)
+    """The state before any token, for rows [..., R]; the first step writes acc."""
+    acc = torch.empty(*rows, value_dim, dtype=torch.float32, device=device)
     l = torch.zeros(*rows, 1, dtype=torch.float32, device=device)
     return State(acc, l, torch.full_like(l, EXPONENT_FLOOR))
 
 
 def scale_to_log2(scale: float) -> float:
     """scale * log2(e), rounded to fp32 as the kernels hold it."""
-    return torch.tensor(scale * LOG2E, dtype=torch.float32).item()
+    return ctypes.c_float(scale * LOG2E).value
 
 
 def grid_scores(qk: torch.Tensor, scale_log2: float) -> torch.Tensor:
@@ -60,22 +61,32 @@ def pow2_int(e: torch.Tensor) -> torch.Tensor:
     return ((e.clamp(min=-127).int() + 127) << 23).view(torch.float32)
 
 
-def multiply(x: torch.Tensor, factor: torch.Tensor) -> None:
-    """x *= factor, in place. On a CPU a factor of ones, the usual one, costs no pass over x."""
-    if x.device.type != "cpu" or bool((factor != 1).any()):
-        x.mul_(factor)
+def any_of(flags: torch.Tensor) -> bool:
+    """Whether one is set. Only a CPU looks; elsewhere the host would wait, so there it is True."""
+    return flags.device.type != "cpu" or bool(flags.any())
 
 
-def add_block(state: State, p: torch.Tensor, weights: torch.Tensor, v: torch.Tensor) -> None:
+def scale_state(state: State, factor: torch.Tensor, first: bool) -> None:
+    if not first:
+        state.acc.mul_(factor)
+        state.l.mul_(factor)
+
+
+def add_block(
+    state: State, p: torch.Tensor, weights: torch.Tensor, v: torch.Tensor, first: bool
+) -> None:
     """acc += p @ v and l += the row sums of `weights`, in place, FOLD tokens after another."""
-    acc, p, v = (x.reshape(-1, *x.shape[-2:]) for x in (state.acc, p, v))
-    for p_part, v_part in zip(p.split(FOLD, dim=-1), v.split(FOLD, dim=-2), strict=True):
-        acc.baddbmm_(p_part, v_part)
-    # Whole parts only: a sum over fewer terms is added up in another order.
-    short = -weights.shape[-1] % FOLD
-    weights = torch.nn.functional.pad(weights, (0, short)) if short else weights
-    for part in weights.unflatten(-1, (-1, FOLD)).sum(-1).split(1, dim=-1):
-        state.l.add_(part)
+    N = p.shape[-1]
+    acc = state.acc.view(-1, *state.acc.shape[-2:])
+    p, v = p.reshape(-1, *p.shape[-2:]), v.reshape(-1, *v.shape[-2:])
+    for i in range(0, N, FOLD):
+        beta = 0 if first and i == 0 else 1  # 0: whatever acc holds is ignored
+        acc.baddbmm_(p[..., i : i + FOLD], v[:, i : i + FOLD], beta=beta)
+    if N % FOLD:  # a sum over fewer terms is added up in another order
+        weights = torch.nn.functional.pad(weights, (0, -N % FOLD))
+    sums = weights.unflatten(-1, (-1, FOLD)).sum(-1)
+    for i in range(sums.shape[-1]):
+        state.l.add_(sums[..., i : i + 1])
 
 
 def pow2_step(
@@ -84,23 +95,29 @@ def pow2_step(
     v: torch.Tensor,
     scale_log2: float,
     p_dtype: torch.dtype,
+    first: bool,
     tau: float = TAU,
 ) -> None:
     """qk [..., R, N] fp32 (-inf where masked), v [..., N, DV] fp32; P is rounded to p_dtype.
 
+    first: the state has seen no block yet.
+
     With fp32 values P is not rounded and the scores stay off the grid, which would cost precision.
     """
-    offset = 0.0 if p_dtype == torch.float32 else GRID_OFFSET
-    t = grid_scores(qk, scale_log2) if offset else qk * scale_log2
-    row_max = (t.amax(-1, keepdim=True) - offset).ceil_().clamp_(min=EXPONENT_FLOOR)
-    k = torch.where(row_max > state.k + tau, row_max, state.k)
-    factor = pow2_int(state.k - k)
-    multiply(state.acc, factor)
-    state.l.mul_(factor)
-    state.k.copy_(k)
-    p = t.sub_(k + offset).exp2_().to(p_dtype).float()
+    on_grid = p_dtype != torch.float32
+    offset = GRID_OFFSET if on_grid else 0.0
+    t = grid_scores(qk, scale_log2) if on_grid else qk * scale_log2
+    row_max = t.amax(-1, keepdim=True).sub_(offset).ceil_().clamp_(min=EXPONENT_FLOOR)
+    moves = row_max > state.k + tau
+    if any_of(moves):
+        k = torch.where(moves, row_max, state.k)
+        scale_state(state, pow2_int(state.k - k), first)
+        state.k.copy_(k)
+    p = t.sub_(state.k + offset).exp2_()
+    if on_grid:
+        p = p.to(p_dtype).float()
     # The sum of the ROUNDED P: numerator and denominator see the same weights.
-    add_block(state, p, p, v)
+    add_block(state, p, p, v, first)
 
 
 def flash_step(
@@ -109,16 +126,16 @@ def flash_step(
     v: torch.Tensor,
     scale_log2: float,
     p_dtype: torch.dtype,
+    first: bool,
 ) -> None:
     """The paper's Base (Algorithm 1); arguments as in `pow2_step`."""
     t = qk * scale_log2
     k = torch.maximum(t.amax(-1, keepdim=True), state.k)
+    if any_of(k > state.k):
+        scale_state(state, torch.exp2(state.k - k), first)
+        state.k.copy_(k)
     p = t.sub_(k).exp2_()
-    factor = torch.exp2(state.k - k)
-    multiply(state.acc, factor)
-    state.l.mul_(factor)
-    state.k.copy_(k)
-    add_block(state, p.to(p_dtype).float(), p, v)
+    add_block(state, p.to(p_dtype).float(), p, v, first)
 
 
 def amla_factor(k: torch.Tensor, p_dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -135,20 +152,22 @@ def amla_step(
     v: torch.Tensor,
     scale_log2: float,
     p_dtype: torch.dtype,
+    first: bool,
 ) -> None:
     """Algorithm 2 with Appendix A's c = S16 / S32; arguments as in `pow2_step`."""
     t = qk * scale_log2
     k = torch.maximum(t.amax(-1, keepdim=True), state.k)
     p = t.sub_(k).exp2_()
     s16, n, c = amla_factor(k, p_dtype)
-    _s16, n_before, c_before = amla_factor(state.k, p_dtype)
-    down = (n_before - n).clamp(max=30).int()
-    mantissa = torch.round(1.5 * (c / c_before - 1.0) * 2**23).int()
-    step = torch.where(k > state.k, mantissa - (down << 23), 0)
-    state.acc.copy_(add_to_bits(state.acc, step, down))
-    state.l.mul_(torch.exp2(state.k - k))
+    if not first:
+        _s16, n_before, c_before = amla_factor(state.k, p_dtype)
+        down = (n_before - n).clamp(max=30).int()
+        mantissa = torch.round(1.5 * (c / c_before - 1.0) * 2**23).int()
+        step = torch.where(k > state.k, mantissa - (down << 23), 0)
+        state.acc.copy_(add_to_bits(state.acc, step, down))
+        state.l.mul_(torch.exp2(state.k - k))
     state.k.copy_(k)
-    add_block(state, (p * s16).to(p_dtype).float(), p, v)
+    add_block(state, (p * s16).to(p_dtype).float(), p, v, first)
 
 
 def add_to_bits(x: torch.Tensor, step: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
@@ -165,7 +184,10 @@ def finish(state: State, rescale: str, p_dtype: torch.dtype) -> tuple[torch.Tens
     `out` is the state's accumulator, divided in place.
     """
     weight = state.l * amla_factor(state.k, p_dtype)[0] if rescale == "amla" else state.l
-    out = state.acc.div_(weight.masked_fill(state.l == 0, 1.0))
+    out = state.acc.div_(weight)
+    unseen = state.l == 0
+    if any_of(unseen):
+        out.masked_fill_(unseen, 0.0)
     lse = (state.k + state.l.log2()) * LN2  # log2(0) = -inf
     return out, lse.squeeze(-1)
 
@@ -180,6 +202,7 @@ class Step(Protocol):
         v: torch.Tensor,
         scale_log2: float,
         p_dtype: torch.dtype,
+        first: bool,
     ) -> None: ...
 
 

@@ -57,8 +57,6 @@ def mla_decode_torch(
         tiles = tiles_of_all(B, capacity, unit=unit, tokens=tokens)
 
     queries = q.reshape(B, s_q * H, Dk).float()
-    limit = seq_lens[:, None] - hidden + torch.arange(s_q, device=q.device).clamp(max=hidden)
-    limit = limit.repeat_interleave(H, dim=1)[..., None]  # a row sees the keys below its limit
     state = start((B, s_q * H), kv_lora_rank, q.device)
     scale_log2 = scale_to_log2(scale)
     for tile in tiles:
@@ -67,10 +65,9 @@ def mla_decode_torch(
         keys = rows_as_float(rows, q.dtype, kv_lora_rank, Dk, kv_scale).float()
         qk = torch.bmm(queries[part], keys.mT)
         if tile.whole < tile.stop:
-            token = torch.arange(tile.first, tile.end, device=q.device)
-            masked = token >= limit[tile.whole : tile.stop]
-            qk[tile.whole - tile.start :].masked_fill_(masked, -torch.inf)
-        STEPS[rescale](state[part], qk, keys[..., :kv_lora_rank], scale_log2, q.dtype)
+            _mask(qk[tile.whole - tile.start :], tile, seq_lens, s_q, hidden)
+        values = keys[..., :kv_lora_rank]
+        STEPS[rescale](state[part], qk, values, scale_log2, q.dtype, first=tile.first == 0)
     out, lse = finish(state, rescale, q.dtype)
     if order is not None:
         inverse = torch.argsort(order)
@@ -97,6 +94,16 @@ def _gather(
         _zero_rows(rows.flatten(0, 1), unused.flatten())  # 0 * NaN would reach the output
     rows = rows.view(kv_cache.dtype).view(tile.stop - tile.start, -1, kv_cache.shape[2])
     return rows[:, : tile.end - tile.first]
+
+
+def _mask(qk: torch.Tensor, tile: Tile, seq_lens: torch.Tensor, s_q: int, hidden: int) -> None:
+    """-inf where query j of a request may not see a token: at seq_len - hidden + j and after."""
+    limit = seq_lens[tile.whole : tile.stop, None] - hidden
+    if hidden:
+        limit = limit + torch.arange(s_q, device=qk.device)
+    token = torch.arange(tile.first, tile.end, device=qk.device)
+    masked = token >= limit[..., None, None]
+    qk.view(len(qk), s_q, -1, qk.shape[-1]).masked_fill_(masked, -torch.inf)
 
 
 def _zero_rows(rows: torch.Tensor, which: torch.Tensor) -> None:

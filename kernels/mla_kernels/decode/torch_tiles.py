@@ -4,9 +4,11 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-# Tokens in a tile, per thread: their rows (2.4 MB in fp32) stay in a core's share of the cache
-# between the gather and the two matrix products.
+# Tokens in a tile, per thread. Their rows, 2.4 MB in fp32, stay in the last-level cache between the
+# gather and the two matrix products; smaller tiles pay more for calls than they save on memory.
 TILE_TOKENS = 1024
+# What the calls of a tile cost, in units of one request.
+TILE_COST = 2
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ def tiles_by_length(
                 stop -= 1
             if stop == start:
                 break
-            units = 1 if fixed else max(most // (stop - start), 1)
+            units = 1 if fixed else best_units(lengths[start:stop], first, unit, most)
             end = first + units * unit
             if not fixed:
                 end = min(end, lengths[start])
@@ -51,6 +53,17 @@ def tiles_by_length(
                 whole -= 1
             yield Tile(start, stop, whole, first, end)
             first = end
+
+
+def best_units(lengths: list[int], first: int, unit: int, most: int) -> int:
+    """How many units wide the tile at `first` is: most work of use for its cost, which is that of
+    all its requests over all its units, and of the calls that a tile makes."""
+    best, best_yield = 1, 0.0
+    for units in range(1, max(most // len(lengths), 1) + 1):
+        useful = sum(min(n - first, units * unit) for n in lengths)
+        if useful > best_yield * (cost := units * len(lengths) + TILE_COST):
+            best, best_yield = units, useful / cost
+    return best
 
 
 def tiles_of_all(num_requests: int, capacity: int, *, unit: int, tokens: int) -> Iterator[Tile]:

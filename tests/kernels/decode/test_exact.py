@@ -56,8 +56,8 @@ def test_pow2_does_not_depend_on_tau_or_on_the_block(distribution):
     from mla_kernels.decode import rescale
 
     def run(tau, chunk):
-        def step(*args):
-            return rescale.pow2_step(*args, tau=tau)
+        def step(*args, first):
+            return rescale.pow2_step(*args, first=first, tau=tau)
 
         saved = dict(rescale.STEPS)
         rescale.STEPS["pow2"] = step
