@@ -70,7 +70,8 @@ def quantise_keys(k: torch.Tensor, scale_format: str) -> tuple[torch.Tensor, tor
     k = k.float()
     nan = k.isnan()
     amax = k.abs().masked_fill_(nan, 0.0).amax(-1)
-    scales = amax.clamp(min=MIN_AMAX) / E4M3_MAX
+    # By a tensor: a GPU multiplies by the reciprocal of a Python number, which is an ulp off.
+    scales = amax.clamp(min=MIN_AMAX) / torch.full_like(amax, E4M3_MAX)
     if scale_format == "ue8m0":  # up to a power of two: the mantissa bits go
         scales = ((scales.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
     codes = (k / scales[:, None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)

@@ -212,10 +212,12 @@ def select_kernel(
             chosen = (slot < total)[:, None]
             if not ALIGNED:
                 chosen = chosen & (child < size)
-            keys = load_keys(scores_ptr, level1_ptr, level2_ptr, level, child, size, chosen, LEVELS)
+            child_keys = load_keys(
+                scores_ptr, level1_ptr, level2_ptr, level, child, size, chosen, LEVELS
+            )
             # K groups reach the last level's K-th key, so at least K children do.
-            keys = tl.reshape(keys, (K_POW2 * GROUP,))
+            child_keys = tl.reshape(child_keys, (K_POW2 * GROUP,))
             child = tl.reshape(child, (K_POW2 * GROUP,))
-            total, floor = store_top(keys, floor, child, out_ptr, K)
+            total, floor = store_top(child_keys, floor, child, out_ptr, K)
     pad = tl.arange(0, K_POW2)
     tl.store(out_ptr + pad, -1, mask=(pad >= total) & (pad < K))

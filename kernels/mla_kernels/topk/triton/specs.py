@@ -10,7 +10,7 @@ from mla_kernels.topk.triton.select import group_max_kernel, select_kernel
 STRIDES = {"stride_scores": "i32", "stride_level1": "i32", "stride_level2": "i32"}
 LEVELS = {"level1_ptr": "*i32", "level2_ptr": "*i32"}
 # One width for each number of levels and each number of warps.
-SHAPES = ((2048, 64), (8192, 2048), (16384, 2048), (32768, 512), (131072, 2048), (2**20, 2048))
+SHAPES = ((2048, 64), (8192, 2048), (16384, 2048), (32768, 2048), (131072, 2048), (2**20, 2048))
 
 
 def specialisations(arch: Arch) -> list[KernelSpec]:
