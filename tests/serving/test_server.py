@@ -90,6 +90,8 @@ def test_our_backend_computes(client):
     layers, new_tokens = 4, 9
     client.post("/v1/completions", json={**COMPLETION, "max_tokens": new_tokens})
     (was,), (now,) = before["attention"]["workers"], info(client)["attention"]["workers"]
+    assert now["decode"]["impl"] == "torch"
+    assert "cpu" in now["decode"]["reason"]
     # The first token comes out of the prefill.
     assert now["forward_mqa_calls"] - was["forward_mqa_calls"] == layers * (new_tokens - 1)
     assert now["forward_mha_calls"] > was["forward_mha_calls"]
