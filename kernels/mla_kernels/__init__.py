@@ -10,6 +10,7 @@ from mla_kernels.indexer.rows import indexer_lengths
 from mla_kernels.indexer.slots import positions_to_slots
 from mla_kernels.indexer.workspace import indexer_topk_workspace
 from mla_kernels.layer.api import mla_layer
+from mla_kernels.sparse.api import mla_sparse_attention
 from mla_kernels.topk.api import exact_topk
 from mla_kernels.topk.plan import exact_topk_workspace
 
@@ -23,6 +24,7 @@ __all__ = [
     "indexer_topk_workspace",
     "mla_decode",
     "mla_layer",
+    "mla_sparse_attention",
     "plan_mla_decode",
     "positions_to_slots",
     "write_indexer_cache",

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The public function `mla_sparse_attention`, and which implementation it takes."""
+
+import math
+
+import torch
+
+from mla_kernels import checks
+from mla_kernels.dispatch import Choice, choose_impl
+from mla_kernels.layouts import MlaDims
+from mla_kernels.sparse.reference import mla_sparse_attention_reference
+from mla_kernels.sparse.torch_impl import mla_sparse_attention_torch
+
+AVAILABLE = ("torch", "reference")
+MAX_HEADS = 128
+
+
+def mla_sparse_attention(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    scale: float,
+    kv_lora_rank: int = 512,
+    kv_scale: float | torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
+    impl: str = "auto",
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of each token over the cache rows that its slots name (DeepSeek Sparse Attention),
+    in absorbed form: softmax(scale * q K^T) V with K the named rows, V = K[:, :kv_lora_rank].
+
+    Decode and prefill alike: a token is a row of q.
+
+    q          [T, H, Dk] bf16, fp16 or fp32; Dk = kv_lora_rank + rope dim; H 1..128
+    kv_cache   [num_blocks, block_size, Dk] bf16, fp16 or fp32; float8_e4m3fn with kv_scale; or
+               uint8 [num_blocks, block_size, 656] = fp8_ds_mla rows (layouts.py)
+    slots      [T, K] int32 = block * block_size + offset; -1, or any number outside the cache, is
+               none, at any place in the row; a slot named twice counts twice
+    scale      softmax scale, 1 / sqrt(head dim before absorption)
+    kv_scale   float8_e4m3fn caches only: value = e4m3 * kv_scale
+    lengths    [T] int32: token t uses slots[t, :lengths[t]] only
+    sink       [H] fp32: a logit that takes part in the softmax and has no value; out is scaled by
+               exp(lse) / (exp(lse) + exp(sink)), lse is returned as without it
+    impl       "auto", "torch", "reference"
+    out        [T, H, kv_lora_rank], written in place if given
+
+    Returns (out [T, H, kv_lora_rank] in q.dtype, lse [T, H] fp32, natural log). A token without a
+    slot gives zeros and -inf. ValueError for arguments that do not fit, before any launch.
+    """
+    choice = _check_arguments(
+        q, kv_cache, slots, scale, kv_lora_rank, kv_scale, lengths, sink, impl, out
+    )
+    reference = choice.impl == "reference"
+    run = mla_sparse_attention_reference if reference else mla_sparse_attention_torch
+    result, lse = run(
+        q,
+        kv_cache,
+        slots,
+        scale=scale,
+        kv_lora_rank=kv_lora_rank,
+        kv_scale=kv_scale,
+        lengths=lengths,
+        sink=sink,
+    )
+    return (result.to(q.dtype) if out is None else out.copy_(result)), lse.float()
+
+
+def _check_arguments(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slots: torch.Tensor,
+    scale: float,
+    kv_lora_rank: int,
+    kv_scale: float | torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    sink: torch.Tensor | None,
+    impl: str,
+    out: torch.Tensor | None,
+) -> Choice:
+    """What can be checked without reading the device; the implementation that will run."""
+    checks.check_shape("q", q, ("T", "H", "Dk"))
+    checks.check_dtype("q", q, checks.FLOAT_DTYPES)
+    T, H, Dk = q.shape
+    checks.check_range("number of heads (q.shape[1])", H, 1, MAX_HEADS)
+    checks.check_range("kv_lora_rank", kv_lora_rank, 1, Dk - 1)
+    if not math.isfinite(scale) or scale <= 0:
+        raise ValueError(f"Expected a finite softmax scale above 0, got {scale}")
+    checks.check_kv_cache(kv_cache, MlaDims(kv_lora_rank, Dk - kv_lora_rank), kv_scale)
+    if kv_cache.dtype in checks.FLOAT_DTYPES and kv_cache.dtype != q.dtype:
+        raise ValueError(
+            f"Expected q and kv_cache of one dtype, got {q.dtype} and {kv_cache.dtype}"
+        )
+    checks.check_shape("slots", slots, (T, "K"))
+    checks.check_dtype("slots", slots, (torch.int32,))
+    checks.check_last_contiguous("slots", slots)
+    tensors = {"kv_cache": kv_cache, "slots": slots}
+    if lengths is not None:
+        checks.check_shape("lengths", lengths, (T,))
+        checks.check_dtype("lengths", lengths, (torch.int32,))
+        tensors["lengths"] = lengths
+    if sink is not None:
+        checks.check_shape("sink", sink, (H,))
+        checks.check_dtype("sink", sink, (torch.float32,))
+        tensors["sink"] = sink
+    if out is not None:
+        checks.check_shape("out", out, (T, H, kv_lora_rank))
+        checks.check_dtype("out", out, (q.dtype,))
+        tensors["out"] = out
+    for name, x in tensors.items():
+        checks.check_device(name, x, q.device)
+    return choose_impl("mla_sparse_attention", impl, q.device, available=AVAILABLE)

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sparse MLA attention in torch: batched over tokens, their rows gathered by slot, tile by tile.
+
+The softmax step is the dense one (decode/rescale.py). Nothing is read back from a GPU; on a CPU
+trailing columns of `slots` that no token uses are left out.
+"""
+
+import torch
+
+from mla_kernels.cache.rows import rows_as_float
+from mla_kernels.decode.rescale import finish, pow2_step, scale_to_log2, start
+
+# Rows gathered at a time: a few MB of keys, which stay in a CPU's cache.
+TILE_ROWS = 2048
+TILE_ROWS_DEVICE = 2**16
+
+
+def mla_sparse_attention_torch(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    scale: float,
+    kv_lora_rank: int,
+    kv_scale: float | torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    sink: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out [T, H, kv_lora_rank] fp32, lse [T, H] fp32)."""
+    T, H, Dk = q.shape
+    block_size = kv_cache.shape[1]
+    on_cpu = q.device.type == "cpu"
+    used = (slots >= 0) & (slots < kv_cache.shape[0] * block_size)
+    if lengths is not None:
+        used &= torch.arange(slots.shape[1], device=q.device) < lengths[:, None]
+    slots = torch.where(used, slots, 0).long()
+    if on_cpu:
+        columns = used.any(0).nonzero()
+        width = int(columns.max()) + 1 if columns.numel() else 0
+        slots, used = slots[:, :width], used[:, :width]
+    words = _as_words(kv_cache)
+    state = start((T, H), kv_lora_rank, q.device)
+    if slots.shape[1] == 0:
+        state.acc.zero_()  # no step will write it
+    scale_log2 = scale_to_log2(scale)
+    queries = q.float()
+    step = TILE_ROWS  # a multiple of rescale.FOLD: then tiles do not change the order of additions
+    rows_at_once = TILE_ROWS if on_cpu else TILE_ROWS_DEVICE
+    tokens = max(1, rows_at_once // max(1, min(step, slots.shape[1])))
+    for part in (slice(t, t + tokens) for t in range(0, T, tokens)):
+        for first in range(0, slots.shape[1], step):
+            tile = slots[part, first : first + step]
+            hidden = ~used[part, first : first + step]
+            rows = words[tile // block_size, tile % block_size].view(kv_cache.dtype)
+            keys = rows_as_float(rows, q.dtype, kv_lora_rank, Dk, kv_scale).float()
+            keys.masked_fill_(hidden[..., None], 0)  # 0 * NaN would reach the output
+            qk = torch.bmm(queries[part], keys.mT)
+            qk.masked_fill_(hidden[:, None], -torch.inf)
+            pow2_step(state[part], qk, keys[..., :kv_lora_rank], scale_log2, q.dtype, first == 0)
+    out, lse = finish(state, "pow2", q.dtype)
+    if sink is not None:
+        factor = torch.sigmoid(lse - sink).masked_fill(lse == -torch.inf, 0.0)
+        out *= factor[..., None]
+    return out, lse
+
+
+def _as_words(x: torch.Tensor) -> torch.Tensor:
+    """x in the widest integers that its rows can be copied as: faster to gather than 16-bit floats,
+    and fp8 cannot be gathered at all."""
+    size = 8 // x.element_size()
+    fits = all(n % size == 0 for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1]))
+    return x.view(torch.int64 if fits else torch.uint8)
