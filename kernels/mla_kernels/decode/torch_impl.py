@@ -11,11 +11,13 @@ import torch
 
 from mla_kernels.cache.rows import rows_as_float
 from mla_kernels.decode.rescale import FOLD, STEPS, finish, scale_to_log2, start
+from mla_kernels.decode.torch_scratch import scratch
 from mla_kernels.decode.torch_tiles import TILE_TOKENS, Tile, tiles_by_length, tiles_of_all
 
 DEVICE_TILE_TOKENS = 2**15
 
 
+@torch.no_grad()
 def mla_decode_torch(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -62,7 +64,7 @@ def mla_decode_torch(
     for tile in tiles:
         part = slice(tile.start, tile.stop)
         rows = _gather(tile, kv_cache, block_table, seq_lens)
-        keys = rows_as_float(rows, q.dtype, kv_lora_rank, Dk, kv_scale).float()
+        keys = _fp32(rows_as_float(rows, q.dtype, kv_lora_rank, Dk, kv_scale))
         qk = torch.bmm(queries[part], keys.mT)
         if tile.whole < tile.stop:
             _mask(qk[tile.whole - tile.start :], tile, seq_lens, s_q, hidden)
@@ -84,16 +86,30 @@ def _gather(
     pages = block_table[tile.start : tile.stop, first:last]
     words = _as_words(kv_cache)
     if tile.whole == tile.stop:
-        rows = words.index_select(0, pages.reshape(-1))
+        rows = _select(words, pages)
     else:
         token = torch.arange(first * block_size, last * block_size, device=pages.device)
         unused = token >= seq_lens[tile.start : tile.stop, None]
         # Entries past a request's end may hold anything; block 0 stands in for them.
         pages = pages.masked_fill(unused[:, ::block_size], 0)
-        rows = words.index_select(0, pages.reshape(-1))
+        rows = _select(words, pages)
         _zero_rows(rows.flatten(0, 1), unused.flatten())  # 0 * NaN would reach the output
     rows = rows.view(kv_cache.dtype).view(tile.stop - tile.start, -1, kv_cache.shape[2])
     return rows[:, : tile.end - tile.first]
+
+
+def _select(words: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    index = pages.reshape(-1)
+    if words.device.type != "cpu":
+        return words.index_select(0, index)
+    rows = scratch("rows", (len(index), *words.shape[1:]), words.dtype)
+    return torch.index_select(words, 0, index, out=rows)
+
+
+def _fp32(keys: torch.Tensor) -> torch.Tensor:
+    if keys.device.type != "cpu" or keys.dtype == torch.float32:
+        return keys.float()
+    return scratch("keys", tuple(keys.shape), torch.float32).copy_(keys)
 
 
 def _mask(qk: torch.Tensor, tile: Tile, seq_lens: torch.Tensor, s_q: int, hidden: int) -> None:
