@@ -8,6 +8,7 @@ Import-light: vLLM is imported inside functions only, because the platform entry
 |---|---|---|---|
 | names for `--attention-backend` | CUSTOM | CUSTOM, own names | CUSTOM, own names |
 | MLA prefill backend on CPU | FLASH_ATTN's class, no choice | the platform's | the platform's |
+| chunked-context metadata on CPU | wants pinned memory | works | works |
 | `kv_b_proj.weight` on CPU | freed after packing | kept for MLA | kept for MLA |
 | `get_supported_kernel_block_sizes` | () | (kv_cache_spec=None) | (kv_cache_spec=None) |
 | `do_kv_cache_update` | 6 arguments | 6 arguments | + skip_scale |
@@ -83,6 +84,11 @@ def require_supported_vllm() -> None:
         raise RuntimeError(status.message)
 
 
+def _before(version: tuple[int, int]) -> bool:
+    running = parse_version(installed_vllm_version() or "")
+    return running is not None and running < version
+
+
 def register_attention_backend(class_path: str, own_name: str) -> list[str]:
     """Let `--attention-backend` find the class; returns the names that select it.
 
@@ -114,14 +120,26 @@ def register_cpu_prefill_backend(class_path: str) -> None:
         registry.register_mla_prefill_backend(flash_attn, class_path)
 
 
+def skip_chunked_context_metadata() -> None:
+    """On CPU, keep vLLM's metadata builder from describing contexts chunk by chunk.
+
+    vLLM 0.26 allocates that description in pinned memory, which a CPU build of torch refuses.
+    Only its CUDA prefill reads it, and no other MLA backend runs on a CPU in that version.
+    """
+    if not _before((0, 32)):
+        return
+    from vllm.model_executor.layers.attention import mla_attention
+
+    mla_attention.build_mla_chunked_context_metadata = lambda **_: None
+
+
 def keep_kv_b_weight(kv_b_proj: Any) -> None:
     """Keep `kv_b_proj.weight` after loading on CPU: the MLA layer splits it into W_UK and W_UV.
 
     vLLM 0.26 packs the weight of every unquantised linear layer and frees the original. From
     0.32 the MLA layer itself opts out of that.
     """
-    version = parse_version(installed_vllm_version() or "")
-    if version is None or version >= (0, 32):
+    if not _before((0, 32)):
         return
     import torch
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod

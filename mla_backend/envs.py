@@ -104,7 +104,11 @@ def get(name: str) -> Any:
 def markdown_table() -> str:
     """The table as a Markdown page."""
     rows = [f"| `{v.name}` | `{v.default}` | {v.doc} |" for v in ENV_VARS.values()]
-    head = "# Environment variables\n\nWritten by `python -m mla_backend.envs`.\n"
+    head = (
+        "# Environment variables\n\nWritten by `python -m mla_backend.envs`.\n\n"
+        "Every option of `mla-backend serve` can also be given as `MLA_SERVE_<OPTION>`, for example "
+        "`MLA_SERVE_MAX_MODEL_LEN`.\n"
+    )
     return "\n".join([head, "| name | default | meaning |", "|---|---|---|", *rows, ""])
 
 

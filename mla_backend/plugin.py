@@ -13,7 +13,7 @@ OWN_NAME = "MLA_BACKEND"
 BACKEND_CLASS = "mla_backend.attention.backend.MlaBackend"
 REFUSAL_CLASS = "mla_backend.refusal.MlaBackend"
 CPU_PLATFORM_CLASS = "mla_backend.platform.MlaCpuPlatform"
-CPU_PREFILL_CLASS = "mla_backend.attention.prefill.CpuPrefillBackend"
+CPU_PREFILL_CLASS = "mla_backend.attention.prefill_placeholder.CpuPrefillPlaceholder"
 WORKER_EXTENSION_CLASS = "mla_backend.worker.WorkerExtension"
 
 _VLLM_CPU_PLATFORM = "vllm.platforms.cpu.CpuPlatform"

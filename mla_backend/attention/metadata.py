@@ -14,6 +14,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
 )
 from vllm.v1.attention.backend import AttentionCGSupport
 
+from mla_backend import compat
 from mla_backend.attention import support
 from mla_backend.attention.kernel import DecodeKernel
 from mla_backend.attention.prefill import PrefillTile, plan_prefill
@@ -56,6 +57,8 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MlaMetadata]):
                 f"{support.MAX_QUERY_LEN - 1}. Mend: lower num_speculative_tokens"
             )
         self._on_cpu = self.device.type == "cpu"
+        if self._on_cpu:
+            compat.skip_chunked_context_metadata()
         layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
         self._kernel: DecodeKernel = layer.impl.decode_kernel
         # One plan per shape of a step: it owns the device buffers that its kernels read.

@@ -23,7 +23,8 @@ def watch_steps():
     seen = {}
     build = MlaMetadataBuilder.build
 
-    def watching_build(self, common_prefix_len, common, *args, **kwargs):
+    def watching_build(self, common_prefix_len, common_attn_metadata, *args, **kwargs):
+        common = common_attn_metadata
         pages = -(-common.seq_lens // self.kv_cache_spec.block_size)
         for row, count in zip(common.block_table_tensor, pages.tolist(), strict=False):
             seen["disordered"] |= bool((row[:count].diff() < 0).any())

@@ -129,6 +129,27 @@ def test_kv_b_weight_is_kept_before_032(vllm_version, version, kept):
         torch.testing.assert_close(layer.quant_method.apply(layer, x), x @ weight.T)
 
 
+@pytest.mark.parametrize("version, skipped", [("0.26.0", True), ("0.32.0", False)])
+def test_chunked_context_is_not_described_before_032(vllm_version, monkeypatch, version, skipped):
+    from vllm.model_executor.layers.attention import mla_attention
+
+    vllm_version(version)
+    described = object()
+    monkeypatch.setattr(mla_attention, "build_mla_chunked_context_metadata", lambda **_: described)
+    compat.skip_chunked_context_metadata()
+    answer = mla_attention.build_mla_chunked_context_metadata(context_lens_cpu=None)
+    assert answer is (None if skipped else described)
+
+
+def test_placeholder_can_be_made_and_is_no_prefill():
+    name = plugin.CPU_PREFILL_CLASS.rpartition(".")
+    placeholder = getattr(importlib.import_module(name[0]), name[2])
+    dims = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    made = placeholder(num_heads=1, scale=1.0, kv_lora_rank=512, vllm_config=None, **dims).clone()
+    with pytest.raises(RuntimeError, match="forward_mha"):
+        made.run_prefill_new_tokens()
+
+
 def test_outside_the_range_selecting_fails_with_the_range(vllm_version, monkeypatch, caplog):
     vllm_version("0.34.0")
     registry = fake_registry(monkeypatch, FakeEnum032)
