@@ -37,7 +37,7 @@ def topk_peers(scores: torch.Tensor, lengths: torch.Tensor, k: int) -> dict[str,
     T, width = scores.shape
     found: dict[str, Run] = {"torch.topk": lambda: torch.topk(scores, k, dim=1).indices}
     try:
-        import vllm._C  # noqa: F401
+        import vllm._custom_ops  # noqa: F401  (registers torch.ops._C)
     except ImportError:
         return found
     outs = [torch.empty(T, k, dtype=torch.int32, device=scores.device) for _ in range(3)]
