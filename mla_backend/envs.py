@@ -106,7 +106,7 @@ def markdown_table() -> str:
     rows = [f"| `{v.name}` | `{v.default}` | {v.doc} |" for v in ENV_VARS.values()]
     head = (
         "# Environment variables\n\nWritten by `python -m mla_backend.envs`.\n\n"
-        "Every option of `mla-backend serve` can also be given as `MLA_SERVE_<OPTION>`, for example "
+        "Every option of `mla-backend serve` can also be given as `MLA_SERVE_<OPTION>`, such as "
         "`MLA_SERVE_MAX_MODEL_LEN`.\n"
     )
     return "\n".join([head, "| name | default | meaning |", "|---|---|---|", *rows, ""])
