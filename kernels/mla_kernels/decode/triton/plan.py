@@ -28,6 +28,7 @@ MAX_CHUNKS = 128
 class DevicePlan:
     """What the layers of one decode step share. All sizes are fixed, so that a CUDA graph holds.
 
+    outgrown  [num_parts, row tiles] int32, zeros between launches: scratch of the decode kernel
     parts     [num_parts, 8] int32, requests [B, 4] int32: plan_kernel.py
     acc       [slots, rows, kv_lora_rank] fp32, sums [slots, rows, 2] fp32: the partials (O; l, k)
               of split requests
@@ -42,6 +43,7 @@ class DevicePlan:
     requests: torch.Tensor
     acc: torch.Tensor
     sums: torch.Tensor
+    outgrown: torch.Tensor
 
     def update(self, seq_lens: torch.Tensor) -> None:
         """Plan for new lengths in place: one small kernel, no allocation, no sync."""
@@ -108,6 +110,7 @@ def build_plan(
         requests=new(B, REQUEST_FIELDS),
         acc=new(slots, rows, kv_lora_rank, dtype=torch.float32),
         sums=new(slots, rows, 2, dtype=torch.float32),
+        outgrown=torch.zeros(parts, row_tiles(rows, device), dtype=torch.int32, device=device),
     )
     plan.update(seq_lens)
     return plan
@@ -126,4 +129,9 @@ def default_parts(rows: int, device: torch.device) -> int:
         if device.type == "cpu"
         else torch.cuda.get_device_properties(device).multi_processor_count
     )
-    return max(1, sms * ctas_per_sm(rows, arch) // triton.cdiv(rows, tile_rows(rows, arch)))
+    return max(1, sms * ctas_per_sm(rows, arch) // row_tiles(rows, device))
+
+
+def row_tiles(rows: int, device: torch.device) -> int:
+    """Programs that share one part."""
+    return triton.cdiv(rows, tile_rows(rows, arch_of(device)))

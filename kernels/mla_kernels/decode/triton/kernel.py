@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The dense MLA decode kernel: one program is one tile of query rows times one part of the plan.
+
+A query row is a pair (new token, head): row r = s * H + h. A program walks the requests of its
+part; each unbroken range of cache tiles it covers is a segment. The segment that is a whole request
+writes `out` and `lse`; any other writes its fp32 (O, l, k) to the plan's workspace for the merge.
+"""
+
+import triton
+import triton.language as tl
+
+from mla_kernels.decode.triton import plan_kernel
+from mla_kernels.decode.triton.segment import attend, write_segment
+from mla_kernels.decode.triton.softmax import EXPONENT_FLOOR, OUTGROWN
+
+PLAN_TILE = tl.constexpr(plan_kernel.PLAN_TILE)
+
+
+@triton.jit
+def fp16_query(q, q_rope, scale_log2):
+    """(q, q_rope, scale): the tile as fp16 below 2 in size, the power of two in the scale.
+
+    What fp16 cannot hold of a score is below 2^-24 of the tile's largest.
+    """
+    q = q.to(tl.float32)
+    q_rope = q_rope.to(tl.float32)
+    biggest = tl.maximum(tl.max(tl.abs(q)), tl.max(tl.abs(q_rope)))
+    exponent = tl.maximum((biggest.to(tl.int32, bitcast=True) >> 23) - 127, -100)
+    down = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
+    up = ((127 + exponent) << 23).to(tl.float32, bitcast=True)
+    return (q * down).to(tl.float16), (q_rope * down).to(tl.float16), scale_log2 * up
+
+
+@triton.jit(
+    do_not_specialize=["table_stride", "num_rows", "num_heads", "s_q"],
+)
+def mla_decode_kernel(
+    q_ptr,  # [B, s_q, H, DV + DR]
+    kv_ptr,  # [num_blocks, PAGE, row]
+    kv_scale_view_ptr,  # fp8_ds_mla: the cache as fp32
+    kv_rope_view_ptr,  # fp8_ds_mla: the cache as bf16
+    kv_scale,  # fp8: fp32, or with LOAD_SCALE a pointer to it
+    table_ptr,  # [B, max_blocks] int32
+    lens_ptr,  # [B] int32
+    parts_ptr,  # [parts, 8] int32: plan_kernel.py
+    requests_ptr,  # [B, 4] int32: plan_kernel.py
+    out_ptr,  # [B, s_q, H, DV]
+    lse_ptr,  # [B, s_q, H] fp32
+    part_acc_ptr,  # [slots, s_q * H, DV] fp32
+    part_sum_ptr,  # [slots, s_q * H, 2] fp32: l, k
+    outgrown_ptr,  # [parts, row tiles] int32, zeros: scratch of each program
+    scale_log2,  # softmax scale * log2(e)
+    q_stride_b,
+    q_stride_s,
+    q_stride_h,
+    page_stride,
+    table_stride,
+    num_rows,  # s_q * H
+    num_heads,
+    s_q,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    DV: tl.constexpr,
+    DR: tl.constexpr,
+    PAGE: tl.constexpr,
+    ROW: tl.constexpr,
+    FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE_OFFSET: tl.constexpr,
+    ROPE_OFFSET: tl.constexpr,
+    LOAD_SCALE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    RESCALE: tl.constexpr,
+    REFERENCE: tl.constexpr,
+    LAZY_BRANCH: tl.constexpr,
+    ORDER: tl.constexpr,
+    CHUNKED: tl.constexpr,
+    HW_FP8: tl.constexpr,
+    WGMMA: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    row = tl.program_id(0) * BM + tl.arange(0, BM)
+    row_ok = row < num_rows
+    # The dtype of the dots. fp16 holds every e4m3 value and costs half a conversion instruction;
+    # with wgmma a converted q would take the registers.
+    FP16_DOTS: tl.constexpr = FORMAT == "fp8" and not WGMMA
+    DTYPE: tl.constexpr = tl.float16 if FP16_DOTS else q_ptr.dtype.element_ty
+    dv = tl.arange(0, DV)
+    dr = tl.arange(0, DR)
+    new_token = row // num_heads
+    q_row = new_token.to(tl.int64) * q_stride_s + (row % num_heads) * q_stride_h
+    v_scale = 1.0
+    if FORMAT == "fp8":
+        cache_scale = tl.load(kv_scale) if LOAD_SCALE else kv_scale
+        if FP16_DOTS:  # the bytes are multiplied as they are
+            v_scale = cache_scale
+            scale_log2 = scale_log2 * v_scale
+    else:
+        cache_scale = 1.0
+
+    flag = outgrown_ptr + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    part = parts_ptr + tl.program_id(1) * 8
+    request = tl.load(part + 0)
+    tile = tl.load(part + 1) * (PLAN_TILE // BN)
+    last_request = tl.load(part + 2)
+    last_end = tl.load(part + 3) * (PLAN_TILE // BN)
+    split = tl.load(part + 4)
+    while request <= last_request:
+        length = tl.load(lens_ptr + request)
+        end = (length + BN - 1) // BN
+        if request == last_request:
+            end = tl.minimum(last_end, end)
+        slot = tl.load(requests_ptr + request * 4 + 0)
+        splits = tl.load(requests_ptr + request * 4 + 1)
+        if CHUNKED:
+            chunk = tl.load(requests_ptr + request * 4 + 2) * (PLAN_TILE // BN)
+        else:
+            chunk = end
+        # Keys that row r may see: all of the request's, or with CAUSAL those up to its own token.
+        limit = length
+        if CAUSAL:
+            limit = length - s_q + 1 + new_token
+        table = table_ptr + request.to(tl.int64) * table_stride
+        q_at = q_ptr + request.to(tl.int64) * q_stride_b + q_row
+        # REFERENCE "first": turn 0 takes k from the segment's first tile. If a row outgrew it,
+        # turn 1 finds the maxima and turn 2 uses them.
+        turn = 0
+        k = tl.full([BM], EXPONENT_FLOOR, tl.float32)
+        while tile < end:
+            stop = tl.minimum(tile + chunk, end)
+            q = tl.load(q_at[:, None] + dv[None, :], mask=row_ok[:, None], other=0.0)
+            q_rope = tl.load(q_at[:, None] + (DV + dr)[None, :], mask=row_ok[:, None], other=0.0)
+            row_scale = scale_log2
+            if FP16_DOTS:
+                q, q_rope, row_scale = fp16_query(q, q_rope, scale_log2)
+            refresh = tile
+            if turn == 0:
+                refresh = tile + 1
+                k = tl.full([BM], EXPONENT_FLOOR, tl.float32)
+            if turn == 1:
+                refresh = stop
+            acc, k, l = attend(
+                q, q_rope, q_ptr, row_scale, kv_ptr, kv_scale_view_ptr, kv_rope_view_ptr, table,
+                page_stride, cache_scale, tile, stop, length, limit, k, refresh, num_heads,
+                BM, BN, DV, DR, PAGE, ROW, FORMAT, GROUP, SCALE_OFFSET, ROPE_OFFSET, CAUSAL,
+                RESCALE, REFERENCE,
+                LAZY_BRANCH, ORDER, DTYPE, HW_FP8, WGMMA, STAGES, INTERPRET,
+            )  # fmt: skip
+            again = False
+            if REFERENCE == "first":
+                # Through memory: a reduction here makes the compiler spill in the loop above.
+                tl.store(flag + tl.zeros([BM], tl.int32), 1, mask=(l >= OUTGROWN) & (turn == 0))
+                tl.debug_barrier()
+                again = (turn < 2) & (tl.load(flag, volatile=True) != 0)
+            if again:
+                turn += 1
+                if turn == 2:
+                    tl.debug_barrier()  # every thread has read the flag
+                    tl.store(flag, 0)
+            else:
+                write_segment(
+                    acc, k, l, v_scale, out_ptr, lse_ptr, part_acc_ptr, part_sum_ptr,
+                    request, splits, slot + split, row, row_ok, num_rows,
+                    DV, DTYPE, RESCALE, ORDER,
+                )  # fmt: skip
+                split += 1
+                tile = stop
+                turn = 0
+        request += 1
+        tile = 0
+        split = 0

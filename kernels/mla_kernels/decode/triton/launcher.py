@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launching the decode and merge kernels. Arguments are checked by `mla_kernels.decode.api`."""
+
+from typing import Any
+
+import torch
+import triton
+
+from mla_kernels.arch import Arch
+from mla_kernels.decode.plan import MlaDecodePlan
+from mla_kernels.decode.rescale import scale_to_log2
+from mla_kernels.decode.triton.kernel import mla_decode_kernel
+from mla_kernels.decode.triton.merge import launch_merge
+from mla_kernels.decode.triton.plan import DevicePlan, arch_of, build_plan
+from mla_kernels.decode.triton.tiles import Tile, choose_tile
+from mla_kernels.layouts import Fp8DsMlaLayout, MlaDims
+from mla_kernels.triton_common.runtime import INTERPRET
+
+DIMS = (MlaDims(512, 64), MlaDims(256, 32))
+
+
+def mla_decode_triton(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    kv_lora_rank: int,
+    kv_scale: float | torch.Tensor | None,
+    causal: bool,
+    rescale: str,
+    plan: MlaDecodePlan | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    deterministic: bool,
+) -> None:
+    """`mla_decode` into contiguous out and lse. Allocates nothing when given a plan."""
+    _, s_q, H, Dk = q.shape
+    dims = MlaDims(kv_lora_rank, Dk - kv_lora_rank)
+    check_supported(q, out, dims)
+    device_plan = None if plan is None else plan.device_plan
+    if device_plan is None:
+        device_plan = build_plan(
+            seq_lens,
+            num_heads=H,
+            s_q=s_q,
+            kv_lora_rank=kv_lora_rank,
+            deterministic=deterministic,
+            max_seq_len=block_table.shape[1] * kv_cache.shape[1],
+        )
+    arch = arch_of(q.device)
+    tile = choose_tile(s_q * H, dims, cache_format(kv_cache), arch)
+    launch_decode(
+        q, kv_cache, block_table, seq_lens, device_plan, out, lse, tile, arch,
+        scale=scale, kv_scale=kv_scale, causal=causal, rescale=rescale, dims=dims,
+    )  # fmt: skip
+    launch_merge(device_plan, out, lse, arch)
+
+
+def check_supported(q: torch.Tensor, out: torch.Tensor, dims: MlaDims) -> None:
+    """ValueError for what the reference takes and this kernel does not."""
+    if dims not in DIMS:
+        allowed = [(d.kv_lora_rank, d.rope_dim) for d in DIMS]
+        got = (dims.kv_lora_rank, dims.rope_dim)
+        raise ValueError(f"Expected (kv_lora_rank, rope dim) in {allowed} for triton, got {got}")
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(f"Expected q in bfloat16 or float16 for triton, got {q.dtype}")
+    if q.stride(-1) != 1:
+        raise ValueError(f"Expected q with a contiguous last dimension, got strides {q.stride()}")
+    if not out.is_contiguous():
+        raise ValueError(f"Expected a contiguous out, got strides {out.stride()}")
+
+
+def launch_decode(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    plan: DevicePlan,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    tile: Tile,
+    arch: Arch,
+    *,
+    scale: float,
+    kv_scale: float | torch.Tensor | None,
+    causal: bool,
+    rescale: str,
+    dims: MlaDims,
+) -> None:
+    """One program a row tile and part of the plan."""
+    _, s_q, H, _ = q.shape
+    kv_format = cache_format(kv_cache)
+    kv, scale_view, rope_view = kv_cache, kv_cache, kv_cache
+    if kv_format == "fp8":
+        kv = kv_cache.view(torch.uint8)
+    elif kv_format == "fp8_ds_mla":
+        scale_view, rope_view = kv_cache.view(torch.float32), kv_cache.view(torch.bfloat16)
+    mla_decode_kernel[(triton.cdiv(s_q * H, tile.rows), plan.parts.shape[0])](
+        q,
+        kv,
+        scale_view,
+        rope_view,
+        1.0 if kv_scale is None else kv_scale,
+        block_table,
+        seq_lens,
+        plan.parts,
+        plan.requests,
+        out,
+        lse,
+        plan.acc,
+        plan.sums,
+        plan.outgrown,
+        scale_to_log2(scale),
+        q.stride(0),
+        q.stride(1),
+        q.stride(2),
+        kv_cache.stride(0),
+        block_table.stride(0),
+        s_q * H,
+        H,
+        s_q,
+        **kernel_constants(dims, kv_format, kv_cache.shape[1], kv_cache.stride(1)),
+        **tile_constants(tile, arch, rescale, kv_format, q.dtype),
+        LOAD_SCALE=isinstance(kv_scale, torch.Tensor),
+        CAUSAL=causal and s_q > 1,
+        CHUNKED=plan.chunk > 0,
+        **tile_options(tile),
+    )
+
+
+def kernel_constants(dims: MlaDims, kv_format: str, page: int, row: int) -> dict[str, Any]:
+    """Compile-time arguments that the cache decides."""
+    layout = Fp8DsMlaLayout(dims)
+    return {
+        "DV": dims.kv_lora_rank,
+        "DR": dims.rope_dim,
+        "PAGE": page,
+        "ROW": row,
+        "FORMAT": kv_format,
+        "GROUP": layout.group_size,
+        "SCALE_OFFSET": layout.scale_offset,
+        "ROPE_OFFSET": layout.rope_offset,
+    }
+
+
+def tile_constants(
+    tile: Tile, arch: Arch, rescale: str, kv_format: str, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Compile-time arguments that the tile and the GPU decide."""
+    # fp16 weights have no room above the first tile's maximum.
+    fp16_dots = dtype == torch.float16 or (kv_format == "fp8" and not tile.wgmma)
+    fixed = rescale == "pow2" and not fp16_dots
+    return {
+        "BM": tile.rows,
+        "BN": tile.tokens,
+        "STAGES": tile.stages,
+        "RESCALE": rescale,
+        # The paper's integer add is worth its guard only when something changed.
+        "LAZY_BRANCH": tile.lazy_branch or rescale == "amla",
+        "ORDER": tile.order,
+        "REFERENCE": "first" if fixed else "lazy",
+        "WGMMA": tile.wgmma,
+        "HW_FP8": arch.e4m3_convert and not INTERPRET,
+        "PDL": arch.programmatic_launch and not INTERPRET,
+        "INTERPRET": INTERPRET,
+    }
+
+
+def tile_options(tile: Tile) -> dict[str, int]:
+    """Compiler options of the tile."""
+    return {
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+        "maxnreg": tile.max_registers,
+    }
+
+
+def cache_format(kv_cache: torch.Tensor) -> str:
+    """The layout that a cache tensor has, by its dtype."""
+    return {torch.uint8: "fp8_ds_mla", torch.float8_e4m3fn: "fp8"}.get(kv_cache.dtype, "float")

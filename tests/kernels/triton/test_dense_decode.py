@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The portable decode kernel: every branch against the definition, exact cases to the bit."""
+
+import pytest
+import torch
+from mla_kernels import mla_decode
+from mla_kernels.decode.plan import MlaDecodePlan
+from mla_kernels.decode.reference import mla_decode_reference
+from mla_kernels.decode.triton.plan import build_plan
+from mla_kernels.layouts import MlaDims
+from mla_kernels.testing import metrics
+from mla_kernels.testing.cases import decode_case, random_tokens
+from mla_kernels.testing.structured import integer_ramp, uniform_weights
+
+LENGTHS = [0, 1, 63, 64, 65, 200, 0, 130]
+RESCALES = ["pow2", "amla", "flash"]
+
+
+def decode(case, parts=None, **options):
+    """Over a poisoned workspace, cut into `parts`."""
+    if parts is not None:
+        B, s_q, H, _ = case.q.shape
+        deterministic = options.get("deterministic", False)
+        rank = case.options["kv_lora_rank"]
+        device_plan = build_plan(
+            case.seq_lens,
+            num_heads=H,
+            s_q=s_q,
+            kv_lora_rank=rank,
+            deterministic=deterministic,
+            num_parts=parts,
+        )
+        device_plan.acc.fill_(torch.nan)
+        device_plan.sums.fill_(torch.nan)
+        options["plan"] = MlaDecodePlan(B, s_q, H, deterministic, device_plan)
+    return mla_decode(*case.args, **case.options, **options, impl="triton", out=case.poisoned_out())
+
+
+def check(case, parts=None, **options):
+    out, lse = decode(case, parts, **options)
+    causal = options.get("causal", True)
+    want, want_lse = mla_decode_reference(*case.args, **case.options, causal=causal)
+    assert not metrics.SHORT_BAR.failures(metrics.measure(out, want))
+    seen = torch.isfinite(want_lse)
+    assert torch.equal(seen, torch.isfinite(lse))
+    assert (lse - want_lse)[seen].abs().max() < 2**-8
+
+
+@pytest.mark.parametrize("parts", [1, 3, 16])
+@pytest.mark.parametrize(("heads", "s_q"), [(1, 1), (6, 3), (16, 1), (12, 2), (8, 4), (33, 2)])
+def test_ragged_batches(device, heads, s_q, parts):
+    case = decode_case(LENGTHS, num_heads=heads, s_q=s_q, q_std=0.5, device=device)
+    check(case, parts)
+
+
+def test_many_heads(device):
+    check(decode_case([70, 0, 129], num_heads=128, q_std=0.5, device=device), 3)
+
+
+def test_every_new_token_sees_all_without_causal(device):
+    check(decode_case([3, 66], num_heads=4, s_q=4, q_std=0.5, device=device), causal=False)
+
+
+@pytest.mark.parametrize("rescale", RESCALES)
+@pytest.mark.parametrize("heads", [16, 48])
+def test_rescale_variants(device, rescale, heads):
+    case = decode_case([300, 1, 90], num_heads=heads, k_std=2.0, device=device)
+    check(case, 3, rescale=rescale)
+
+
+@pytest.mark.parametrize("dims", [MlaDims(), MlaDims(256, 32)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
+def test_dtypes_dims_and_block_sizes(device, dims, dtype, block_size):
+    case = decode_case([5, 300], dims=dims, dtype=dtype, block_size=block_size, device=device)
+    check(case, 2)
+
+
+@pytest.mark.parametrize("heads", [16, 32, 128])
+@pytest.mark.parametrize("kv_scale", [0.02, torch.tensor([0.02])])
+def test_fp8_cache(device, heads, kv_scale):
+    case = decode_case(
+        [5, 130, 0],
+        num_heads=heads,
+        cache_dtype=torch.float8_e4m3fn,
+        kv_scale=0.02,
+        device=device,
+    )
+    if isinstance(kv_scale, torch.Tensor):
+        case.options["kv_scale"] = kv_scale.to(device)
+    check(case, 2)
+
+
+@pytest.mark.parametrize("size", [1e-20, 1e4])
+def test_fp8_dots_take_queries_of_any_size(device, size):
+    """They are in fp16, which holds neither."""
+    case = decode_case(
+        [130], cache_dtype=torch.float8_e4m3fn, kv_scale=2.0**-6, q_std=size, device=device
+    )
+    case.options["scale"] = case.options["scale"] / size
+    check(case)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_fp8_ds_mla_cache(device, heads, dtype):
+    case = decode_case(
+        [5, 130, 0], num_heads=heads, dtype=dtype, cache_dtype=torch.uint8, device=device
+    )
+    check(case, 2)
+
+
+@pytest.mark.parametrize("junk", [torch.nan, 3e38])
+@pytest.mark.parametrize("heads", [16, 64])
+def test_junk_in_unused_rows_changes_no_bit(device, junk, heads):
+    clean = decode(decode_case(LENGTHS, num_heads=heads, junk=0.0, device=device))
+    dirty = decode(decode_case(LENGTHS, num_heads=heads, junk=junk, device=device))
+    assert torch.equal(clean[0], dirty[0]) and torch.equal(clean[1], dirty[1])
+
+
+@pytest.mark.parametrize("heads", [16, 64])
+def test_exact_sums(device, heads):
+    cases = [
+        uniform_weights(2**9, device=device),
+        integer_ramp(torch.arange(512) // 64 * 12, device=device),
+        integer_ramp((torch.arange(512) == 511) * 20, device=device),
+    ]
+    for case, exact in cases:
+        case.q = case.q.repeat(1, 1, heads, 1)[:, :, :heads].contiguous()
+        out, _ = decode(case)
+        assert torch.equal(out, exact[:, :, :1].expand_as(out))
+
+
+@pytest.mark.parametrize("heads", [16, 64])
+@pytest.mark.parametrize("score", [200.0, 3000.0])
+def test_a_score_far_above_the_first_tile(device, heads, score):
+    """The reference comes from the first tile; a row that outgrows it is done again."""
+    dims, n = MlaDims(), 300
+    tokens = random_tokens([n, 100], dims)
+    q = torch.randn(2, 1, heads, dims.head_dim, generator=torch.Generator().manual_seed(5))
+    q[0, 0, 1:, 512] = 0.0
+    q[0, 0, 0, 512] = 8.0
+    tokens[0][:, 512] = 0.0
+    tokens[0][n - 7, 512] = score
+    tokens[0][n - 5, 512] = score - 1.0
+    case = decode_case([n, 100], tokens=tokens, q=q, scale=1 / 24, device=device)
+    check(case, 1)
+
+
+@pytest.mark.parametrize("heads", [16, 64])
+def test_deterministic_is_the_same_bits_alone_and_in_any_batch(device, heads):
+    lengths = [2200, 17, 0, 4100, 1]
+    tokens = random_tokens(lengths, MlaDims())
+    q = torch.randn(5, 1, heads, 576, generator=torch.Generator().manual_seed(9))
+    case = decode_case(lengths, tokens=tokens, q=q, device=device)
+    whole, whole_lse = decode(case, 3, deterministic=True)
+    other, _ = decode(case, 7, deterministic=True)
+    assert torch.equal(whole, other)
+    for b in (0, 3, 4):
+        alone = decode_case([lengths[b]], tokens=[tokens[b]], q=q[b : b + 1], device=device)
+        out, lse = decode(alone, 2, deterministic=True)
+        assert torch.equal(out[0], whole[b]) and torch.equal(lse[0], whole_lse[b])
+
+
+def test_strided_query_and_cache(device):
+    case = decode_case([100, 65], num_heads=16, device=device)
+    want = decode(case)
+    wide = torch.full((2, 1, 16, 600), torch.nan, dtype=case.q.dtype, device=device)
+    wide[..., :576] = case.q
+    case.q = wide[..., :576]
+    pages = torch.full((case.kv_cache.shape[0], 70, 592), torch.nan, dtype=case.q.dtype)
+    pages[:, :64, :576] = case.kv_cache.cpu()
+    case.kv_cache = pages.to(device)[:, :64, :576]
+    out, lse = decode(case)
+    assert torch.equal(out, want[0]) and torch.equal(lse, want[1])
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"dtype": torch.float32}, "bfloat16 or float16"),
+        ({"dims": MlaDims(128, 64)}, r"\(512, 64\), \(256, 32\)"),
+    ],
+)
+def test_refusals(device, options, match):
+    with pytest.raises(ValueError, match=match):
+        decode(decode_case([10], **options, device=device))
