@@ -102,8 +102,8 @@ def indexer_topk(
     """The k keys with the largest indexer scores of each row, as `exact_topk(indexer_scores(...))`
     returns them, bit for bit.
 
-    The score kernel also leaves the largest score of each 8 and each 64 keys, so that the selection
-    reads an eighth of the scores at most and then only the groups that can hold a chosen one.
+    One workspace, and no -inf written past the rows. For few pages the score kernel also leaves the
+    largest score of each 8 and each 64 keys, which the selection starts from.
 
     k          1..2048
     out        [T, k] int32 to write into

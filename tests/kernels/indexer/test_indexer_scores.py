@@ -5,6 +5,7 @@ import pytest
 import torch
 from mla_kernels import exact_topk, indexer_lengths, indexer_scores, indexer_topk
 from mla_kernels.indexer.reference import indexer_scores_reference
+from mla_kernels.indexer.triton import fused as fused_launcher
 from mla_kernels.indexer.triton import launcher
 from mla_kernels.testing.indexer_case import make_indexer_case
 from mla_kernels.topk import plan
@@ -127,8 +128,10 @@ def test_zeros_of_the_relu_are_exact_and_nan_is_kept(impl, device):
 
 
 @pytest.mark.parametrize(("k", "lengths"), [(37, [130, 0, 1, 64]), (70, [700, 65])])
-@pytest.mark.parametrize("s_q", [1, 2])
-def test_fused_equals_the_two_steps_bit_for_bit(s_q, lengths, k, device, monkeypatch):
+@pytest.mark.parametrize(("s_q", "prepared"), [(1, True), (2, True), (2, False)])
+def test_fused_equals_the_two_steps_bit_for_bit(s_q, prepared, lengths, k, device, monkeypatch):
+    if not prepared:
+        monkeypatch.setattr(fused_launcher, "MAX_PREPARED_PAGES", 0)
     # Every row takes levels, as rows above 32K do on a device.
     monkeypatch.setattr(plan, "MAX_TOP", 128)
     case = make_indexer_case(lengths, s_q=s_q, heads=8, device=device)
