@@ -4,6 +4,7 @@
 import pytest
 import torch
 from mla_kernels import mla_decode
+from mla_kernels.decode import torch_scratch
 from mla_kernels.decode.torch_impl import mla_decode_torch
 from mla_kernels.layouts import MlaDims
 from mla_kernels.testing.cases import decode_case, random_tokens
@@ -143,19 +144,31 @@ def test_junk_in_unused_rows_changes_no_bit(junk, rescale):
     assert torch.equal(out, dirty_out) and torch.equal(lse, dirty_lse)
 
 
+@pytest.mark.parametrize("rescale", RESCALES)
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.uint8])
-def test_a_request_alone_and_in_a_batch(cache_dtype):
+def test_a_request_alone_and_in_a_batch(cache_dtype, rescale):
     lengths = [300, 0, 17, 64, 1000]
     tokens = random_tokens(lengths, MlaDims())
     q = torch.randn(5, 1, 8, 576, generator=torch.Generator().manual_seed(9))
     case = decode_case(lengths, tokens=tokens, q=q, cache_dtype=cache_dtype)
-    whole, _ = mla_decode(*case.args, **case.options, deterministic=True)
+    whole, _ = mla_decode(*case.args, **case.options, rescale=rescale, deterministic=True)
     for b in range(5):
         alone = decode_case(
             [lengths[b]], tokens=[tokens[b]], q=q[b : b + 1], cache_dtype=cache_dtype
         )
-        out, _ = mla_decode(*alone.args, **alone.options, deterministic=True)
+        out, _ = mla_decode(*alone.args, **alone.options, rescale=rescale, deterministic=True)
         assert torch.equal(out[0], whole[b])
+
+
+def test_memory_that_calls_share_may_grow_and_shrink():
+    scratch = torch_scratch.scratch
+    small = scratch("test", (3, 5), torch.float32)
+    large = scratch("test", (7, 1000), torch.bfloat16)
+    assert small.shape == (3, 5) and large.shape == (7, 1000)
+    assert scratch("test", (2,), torch.int64).data_ptr() == large.data_ptr()
+    with torch.inference_mode():
+        scratch("made in inference mode", (4,), torch.float32).fill_(0.0)
+    scratch("made in inference mode", (4,), torch.float32).fill_(1.0)
 
 
 def test_out_is_written_in_place_and_returned():
