@@ -5,7 +5,7 @@
 
 Each case is checked against a naive fp32 layer first; a case that fails is reported and not timed.
 Writes results/h200/mla_layer.json and .md beside this file; other GPUs: --results DIR. Times are
-medians of CUDA-graph replays. A step reads far more than the L2 holds, so no flush is needed.
+medians of CUDA-graph replays with a cold L2; those of the naive layer of eager calls.
 """
 
 import argparse
@@ -18,13 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import triton
+from gpu import DEVICE, Timer, describe_gpu
 from mla_kernels import mla_layer, plan_mla_decode
 from mla_kernels.layer import MlaLayerBuffers, MlaLayerConfig, MlaLayerWeights, rope_table
 from mla_kernels.layer.rope import rotate
 from mla_kernels.testing.naive_layer import NaiveMlaLayer
 
-DEVICE = "cuda"
 PAGE = 64
 PREFILLS = (512, 2048, 4096, 6144)
 CHECKED_REQUESTS = (0, 1, 77, 127)
@@ -143,23 +142,8 @@ def floor_us(case: Case) -> tuple[float, str]:
     return (memory, "memory") if memory > compute else (compute, "compute")
 
 
-def graph_us(step: Callable[[], torch.Tensor], repeats: int = 30) -> float:
-    """Median microseconds of a replay."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return event_us(graph.replay, repeats)
-
-
-def event_us(run: Callable[[], object], repeats: int) -> float:
-    for _ in range(3):
-        run()
+def eager_us(run: Callable[[], object], repeats: int = 5) -> float:
+    """Median microseconds of a call."""
     times = []
     for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -196,9 +180,9 @@ def run_case(case: Case, impls: list[str]) -> list[dict[str, object]]:
             if not error <= bar:
                 row["note"] = f"wrong: error above {bar:.4f}"
             elif name == "torch/naive":  # kernels of milliseconds, and no memory left for a graph
-                row["us"] = round(event_us(step, 5), 1)
+                row["us"] = round(eager_us(step), 1)
             else:
-                row["us"] = round(graph_us(step), 1)
+                row["us"] = round(Timer().medians({name: step})[name], 1)
         except torch.OutOfMemoryError:
             row["note"] = "out of memory"
         rows.append(row)
@@ -224,7 +208,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--prefill", type=int, nargs="+", default=list(PREFILLS))
-    parser.add_argument("--impl", nargs="+", default=["auto", "triton"])
+    parser.add_argument("--impl", nargs="+", default=["hopper", "triton"])
     parser.add_argument("--results", type=Path, default=here / "results" / "h200")
     args = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -233,12 +217,7 @@ def main() -> int:
     rows = []
     for prefill in args.prefill:
         rows += run_case(make_case(naive, weights, args.batch, prefill), args.impl)
-    machine = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "cuda": torch.version.cuda,
-    }
+    machine = describe_gpu()
     options = [str(a) for a in sys.argv[1:] if "/" not in str(a) and a != "--results"]
     command = " ".join(["python benchmarks/mla_layer.py", *options])
     args.results.mkdir(parents=True, exist_ok=True)
