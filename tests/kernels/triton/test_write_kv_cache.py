@@ -38,7 +38,11 @@ def fp8_bytes(x):
 
 
 def row_bytes(kv_c, k_pe, dtype, kv_scale):
-    """[T, bytes] uint8: what the layouts in layouts.py say each row must hold."""
+    """[T, bytes] uint8: what the layouts in layouts.py say each row must hold.
+
+    Computed on the CPU: on a GPU torch divides by a number through its rounded reciprocal.
+    """
+    kv_c, k_pe = kv_c.cpu(), k_pe.cpu()
     joined = torch.cat([kv_c, k_pe], 1).float()
     if dtype == torch.float8_e4m3fn:
         return fp8_bytes(joined / torch.tensor(kv_scale, dtype=torch.float32))
@@ -61,7 +65,7 @@ def empty_cache(blocks, dims, dtype, device):
 def expected_cache(cache, rows, slots):
     want = cache.view(torch.uint8).clone().flatten(0, 1)
     keep = slots >= 0
-    want[slots[keep].long()] = rows[keep]
+    want[slots[keep].long()] = rows.to(want.device)[keep]
     return want.view(cache.view(torch.uint8).shape)
 
 
