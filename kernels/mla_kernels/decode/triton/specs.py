@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The specialisations of the decode, plan and merge kernels that are compiled offline."""
+
+from collections.abc import Iterator
+
+import torch
+
+from mla_kernels.arch import Arch
+from mla_kernels.decode.triton.kernel import mla_decode_kernel
+from mla_kernels.decode.triton.launcher import (
+    DIMS,
+    kernel_constants,
+    tile_constants,
+    tile_options,
+)
+from mla_kernels.decode.triton.merge import MergeTile, merge_kernel
+from mla_kernels.decode.triton.plan import CHUNK, MAX_CHUNKS, MIN_PAY, OVERHEAD
+from mla_kernels.decode.triton.plan_kernel import PLAN_TILE, plan_kernel
+from mla_kernels.decode.triton.tiles import choose_tile
+from mla_kernels.layouts import BLOCK_SIZE, Fp8DsMlaLayout, MlaDims
+from mla_kernels.offline.spec import KernelSpec
+
+ROWS = (16, 32, 64)
+SCALARS = ("table_stride", "num_rows", "num_heads", "s_q")
+STRIDES = ("q_stride_b", "q_stride_s", "q_stride_h", "page_stride")
+CACHE_POINTER = {"float": "bf16", "fp8": "u8", "fp8_ds_mla": "u8"}
+# The even batch (b96, b1 with 132 and 264 parts) and the deterministic mode.
+MERGE_TILES = (MergeTile(2, 512, 4), MergeTile(1, 32, 128), MergeTile(1, 256, 16))
+
+
+def specialisations(arch: Arch) -> list[KernelSpec]:
+    return [*_decode(arch), *_plan(arch), *_merge(arch)]
+
+
+def _decode(arch: Arch) -> Iterator[KernelSpec]:
+    for rows in ROWS:
+        for kv_format in CACHE_POINTER:
+            for dims in DIMS:
+                yield _decode_spec(arch, rows, kv_format, dims)
+            yield _decode_spec(arch, rows, kv_format, causal=True)
+        yield _decode_spec(arch, rows, "float", chunked=True)
+        yield _decode_spec(arch, rows, "float", dtype=torch.float16)
+        for rescale in ("amla", "flash"):
+            yield _decode_spec(arch, rows, "float", rescale=rescale)
+
+
+def _decode_spec(
+    arch: Arch,
+    rows: int,
+    kv_format: str,
+    dims: MlaDims = DIMS[0],
+    *,
+    causal: bool = False,
+    chunked: bool = False,
+    rescale: str = "pow2",
+    dtype: torch.dtype = torch.bfloat16,
+) -> KernelSpec:
+    tile = choose_tile(rows, dims, kv_format, arch)
+    element = "bf16" if dtype == torch.bfloat16 else "fp16"
+    cache = element if kv_format == "float" else CACHE_POINTER[kv_format]
+    row = Fp8DsMlaLayout(dims).row_bytes if kv_format == "fp8_ds_mla" else dims.head_dim
+    views = ("fp32", "bf16") if kv_format == "fp8_ds_mla" else (cache, cache)
+    pointers = {
+        "q_ptr": f"*{element}",
+        "kv_ptr": f"*{cache}",
+        "kv_scale_view_ptr": f"*{views[0]}",
+        "kv_rope_view_ptr": f"*{views[1]}",
+        "table_ptr": "*i32",
+        "lens_ptr": "*i32",
+        "parts_ptr": "*i32",
+        "requests_ptr": "*i32",
+        "out_ptr": f"*{element}",
+        "lse_ptr": "*fp32",
+        "part_acc_ptr": "*fp32",
+        "part_sum_ptr": "*fp32",
+        "outgrown_ptr": "*i32",
+    }
+    mode = "_".join([rescale, *["causal"] * causal, *["chunked"] * chunked])
+    return KernelSpec(
+        name=f"decode/{kv_format}/{element}/{dims.kv_lora_rank}+{dims.rope_dim}/m{rows}/{mode}",
+        fn=mla_decode_kernel,
+        signature={
+            **pointers,
+            "kv_scale": "*fp32" if kv_format == "fp8" else "fp32",
+            "scale_log2": "fp32",
+            **dict.fromkeys((*STRIDES, *SCALARS), "i32"),
+        },
+        constexprs={
+            **kernel_constants(dims, kv_format, BLOCK_SIZE, row),
+            **tile_constants(tile, arch, rescale, kv_format, dtype),
+            "LOAD_SCALE": kv_format == "fp8",
+            "CAUSAL": causal,
+            "CHUNKED": chunked,
+        },
+        aligned=(*pointers, *STRIDES),
+        options=tile_options(tile),
+        tensor_core="native" if tile.wgmma else "any",
+        quick=kv_format == "float" and mode == "pow2" and element == "bf16" and dims == DIMS[0],
+    )
+
+
+def _plan(arch: Arch) -> Iterator[KernelSpec]:
+    pointers = {"lens_ptr": "*i32", "parts_ptr": "*i32", "requests_ptr": "*i32"}
+    for chunk in (0, CHUNK):
+        yield KernelSpec(
+            name=f"plan/{'chunked' if chunk else 'free'}",
+            fn=plan_kernel,
+            signature={**pointers, "B": "i32"},
+            constexprs={
+                "TILE": PLAN_TILE,
+                "PARTS": 132,
+                "PARTS_POW2": 256,
+                "OVERHEAD": OVERHEAD,
+                "MIN_PAY": MIN_PAY,
+                "CHUNK": chunk,
+                "MAX_CHUNKS": MAX_CHUNKS,
+                "BLOCK": 128,
+            },
+            aligned=tuple(pointers),
+            options={"num_warps": 4},
+            quick=chunk == 0,
+        )
+
+
+def _merge(arch: Arch) -> Iterator[KernelSpec]:
+    pointers = {
+        "part_acc_ptr": "*fp32",
+        "part_sum_ptr": "*fp32",
+        "requests_ptr": "*i32",
+        "out_ptr": "*bf16",
+        "lse_ptr": "*fp32",
+    }
+    for tile in MERGE_TILES:
+        yield KernelSpec(
+            name=f"merge/{tile.rows}x{tile.cols}x{tile.splits}",
+            fn=merge_kernel,
+            signature={**pointers, "num_rows": "i32"},
+            constexprs={
+                "DV": DIMS[0].kv_lora_rank,
+                "ROWS": tile.rows,
+                "COLS": tile.cols,
+                "SPLITS": tile.splits,
+                "PDL": arch.programmatic_launch,
+            },
+            aligned=tuple(pointers),
+            options={"num_warps": 4, "launch_pdl": arch.programmatic_launch},
+            quick=tile == MERGE_TILES[0],
+        )
