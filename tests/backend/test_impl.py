@@ -246,3 +246,33 @@ def test_plan_is_made_once_for_a_shape(vllm_config):
     assert builder._plan(torch.tensor([5, 6], dtype=torch.int32), 1) is plan
     assert builder._plan(torch.tensor([5, 6, 7], dtype=torch.int32), 1) is not plan
     assert builder._plan(torch.tensor([5, 6], dtype=torch.int32), 2) is not plan
+
+
+def test_absorbed_weights_are_laid_out_once_on_a_cpu(vllm_config):
+    """vLLM hands over permuted views; torch on a CPU would copy them for every product."""
+    impl = make_impl(512, torch.bfloat16)
+    lengths = [70]
+    cache, table, seq_lens, _ = make_cache(lengths, 512, impl, "auto", torch.bfloat16, None)
+    decode = make_builder(impl)._build_decode(
+        block_table_tensor=table,
+        seq_lens_device=seq_lens,
+        num_decode_tokens=1,
+        dcp_tot_seq_lens_device=None,
+        max_seq_len=70,
+    )
+    w = torch.randn(512, H, NOPE + V).split([NOPE, V], dim=-1)
+    layer = types.SimpleNamespace(
+        _k_scale=None,
+        W_UK_T=torch.nn.Parameter(w[0].permute(1, 2, 0), requires_grad=False),
+        W_UV=torch.nn.Parameter(w[1].transpose(0, 1), requires_grad=False),
+    )
+    parameter, views = layer.W_UK_T, (layer.W_UK_T.clone(), layer.W_UV.clone())
+    storage = []
+    for _ in range(2):
+        metadata = types.SimpleNamespace(decode=decode)
+        impl.forward_mqa(torch.zeros(1, H, 576, dtype=torch.bfloat16), cache, metadata, layer)
+        storage.append(layer.W_UK_T.data_ptr())
+    assert layer.W_UK_T is parameter  # a reload of the weights still finds it
+    assert layer.W_UK_T.is_contiguous() and layer.W_UV.is_contiguous()
+    assert storage[0] == storage[1]
+    assert torch.equal(layer.W_UK_T, views[0]) and torch.equal(layer.W_UV, views[1])
