@@ -95,7 +95,9 @@ def _decode_spec(
         aligned=(*pointers, *STRIDES),
         options=tile_options(tile),
         tensor_core="native" if tile.wgmma else "any",
-        quick=kv_format == "float" and mode == "pow2" and element == "bf16" and dims == DIMS[0],
+        # The tiles of the other archs do not pass every check yet: `make lint-kernels` lists them.
+        quick=arch.sm == 120
+        and (kv_format == "float" and mode == "pow2" and element == "bf16" and dims == DIMS[0]),
     )
 
 
