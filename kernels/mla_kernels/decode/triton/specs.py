@@ -96,7 +96,7 @@ def _decode_spec(
         options=tile_options(tile),
         tensor_core="native" if tile.wgmma else "any",
         # The tiles of the other archs do not pass every check yet: `make lint-kernels` lists them.
-        quick=arch.sm == 120
+        quick=(arch.sm == 120 or (rows == 16 and arch.sm >= 90))
         and (kv_format == "float" and mode == "pow2" and element == "bf16" and dims == DIMS[0]),
     )
 
