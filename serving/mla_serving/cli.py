@@ -60,6 +60,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.set_defaults(run=_demo_model)
 
+    plan = commands.add_parser(
+        "plan", help="what a cluster holds and how fast its attention can be, for one model"
+    )
+    from mla_serving.plan import add_options
+
+    add_options(plan)
+    plan.set_defaults(run=_plan)
+
     version = commands.add_parser("version", help="versions of this project and what it runs on")
     version.set_defaults(run=_version)
     return parser
@@ -84,6 +92,12 @@ def _demo_model(args: argparse.Namespace) -> int:
         return 1
     print(path)
     return 0
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from mla_serving.plan import main as plan
+
+    return plan(args)
 
 
 def _version(args: argparse.Namespace) -> int:

@@ -21,7 +21,7 @@ def test_help_is_instant_and_names_every_command():
         start = time.monotonic()
         run = subprocess.run([COMMAND, "--help"], capture_output=True, text=True, check=True)
         seconds.append(time.monotonic() - start)
-    for command in ("serve", "doctor", "demo-model", "version"):
+    for command in ("serve", "doctor", "demo-model", "plan", "version"):
         assert f"    {command}" in run.stdout
     assert min(seconds) < 0.3
 

@@ -63,7 +63,8 @@ def test_wheel_holds_every_module_and_nothing_else(wheel):
     expected = set()
     for package in PACKAGES:
         folder = source_dir(package)
-        modules = {path.relative_to(folder.parent).as_posix() for path in folder.rglob("*.py")}
+        files = [*folder.rglob("*.py"), *folder.rglob("*.json")]
+        modules = {path.relative_to(folder.parent).as_posix() for path in files}
         expected |= modules | {f"{package}/py.typed"}
     assert inside == expected
     assert any(name.endswith("LICENSE") for name in names)

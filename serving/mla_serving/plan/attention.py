@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The least time that attention takes of a decode step, and what measured kernels take."""
+
+from dataclasses import dataclass
+
+from mla_serving.plan.kv_cache import indexer_row_bytes, row_bytes
+from mla_serving.plan.layout import Layout
+from mla_serving.plan.model import MlaModel
+from mla_serving.plan.rates import Rates
+
+_INDEXER_FLOPS_PER_KEY = 2  # a multiply and an add for each element of each index head
+
+
+@dataclass(frozen=True)
+class AttentionTime:
+    """Microseconds of one decode step on one GPU, over the layers of the largest stage.
+
+    floor_us     the larger of FLOP / GEMM rate and bytes / read rate, both measured
+    bound        which of the two it is: "compute" or "memory"
+    measured_us  the floor over the share of its floor that the nearest measured case reaches;
+                 None for sparse attention, which has no measured rows
+    nearest      name of that case
+    """
+
+    floor_us: float
+    bound: str
+    measured_us: float | None
+    nearest: str | None
+
+
+def time(
+    model: MlaModel,
+    layout: Layout,
+    rates: Rates,
+    kv_cache_dtype: str,
+    batch: int,
+    context: int,
+) -> AttentionTime:
+    """One new token of each of `batch` requests (of all replicas) that have `context` tokens.
+
+    With dcp, a rank computes the heads of dcp ranks over 1 / dcp of the tokens.
+    """
+    requests = -(-batch // layout.dp)
+    heads = model.heads // layout.tp * layout.dcp
+    tokens = context / layout.dcp
+    seen = min(tokens, model.index_topk) if model.sparse else tokens
+    width = model.dims.head_dim + model.dims.kv_lora_rank
+    flop = 2 * requests * heads * seen * width
+    size = requests * seen * row_bytes(model, kv_cache_dtype)
+    if model.sparse:
+        per_key = _INDEXER_FLOPS_PER_KEY * model.index_heads * model.index_dim
+        flop += requests * tokens * per_key
+        size += requests * tokens * indexer_row_bytes(model)
+    compute, memory = flop / rates.gemm_tflops / 1e6, size / rates.read_gbps / 1e3
+    layers = max(len(stage) for stage in layout.stages(model.layers))
+    floor = layers * max(compute, memory)
+    bound = "compute" if compute > memory else "memory"
+    cache = {"fp8": "fp8", "fp8_e4m3": "fp8", "fp8_ds_mla": "fp8_ds_mla"}.get(kv_cache_dtype)
+    nearest = rates.nearest(requests, heads, tokens, cache or "16 bit")
+    if nearest is None or model.sparse:
+        return AttentionTime(floor, bound, None, None)
+    return AttentionTime(floor, bound, floor * nearest.us / nearest.floor_us, nearest.name)

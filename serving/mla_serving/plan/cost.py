@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plan itself: what of a GPU the weights take, what is left for the cache, and the times."""
+
+from dataclasses import dataclass
+
+from mla_kernels.layouts import BLOCK_SIZE
+
+from mla_serving.plan import attention, kv_cache
+from mla_serving.plan.attention import AttentionTime
+from mla_serving.plan.layout import GIB, Layout
+from mla_serving.plan.model import MlaModel
+from mla_serving.plan.rates import Rates
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is planned: a model on a cluster, and the load that it should carry.
+
+    batch, context   requests at once over the whole cluster, and the tokens each of them has
+    memory           bytes of one GPU; `utilization` of them are vLLM's, as its own option says
+    reserve          bytes of these for activations, CUDA graphs and communication
+    """
+
+    model: MlaModel
+    layout: Layout
+    gpu: str
+    memory: float
+    utilization: float
+    reserve: float
+    rates: Rates | None
+    kv_cache_dtype: str
+    context: int
+    batch: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The answer. Bytes and tokens of "gpu" are those of the GPU that holds most weights."""
+
+    question: Question
+    weights: dict[str, float]
+    row_bytes: int
+    indexer_row_bytes: int
+    token_bytes: int  # all layers, the whole cache of one token
+    gpu_token_bytes: int  # on one GPU: the layers of its stage
+    cache_bytes: float
+    gpu_tokens: int
+    cluster_tokens: int
+    attention: AttentionTime | None
+
+    @property
+    def weight_bytes(self) -> float:
+        return sum(self.weights.values())
+
+    @property
+    def requests_that_fit(self) -> int:
+        """Whole requests of `context` tokens, in blocks, over the cluster."""
+        layout, context = self.question.layout, self.question.context
+        blocks = -(-context // (BLOCK_SIZE * layout.dcp))
+        return layout.dp * (self.gpu_tokens // BLOCK_SIZE // blocks)
+
+    @property
+    def fits(self) -> bool:
+        return self.requests_that_fit >= self.question.batch
+
+
+def make(question: Question) -> Plan:
+    """ValueError for a layout that vLLM refuses, and for weights that leave no room at all."""
+    model, layout = question.model, question.layout
+    layout.check(model)
+    weights = layout.weights(model)
+    row = kv_cache.row_bytes(model, question.kv_cache_dtype)
+    indexer_row = kv_cache.indexer_row_bytes(model)
+    layers = max(len(stage) for stage in layout.stages(model.layers))
+    usable = question.memory * question.utilization
+    cache = usable - sum(weights.values()) - question.reserve
+    if cache <= 0:
+        raise ValueError(
+            f"the weights of {model.name} do not fit: {sum(weights.values()) / GIB:.1f} GiB a GPU "
+            f"and {question.reserve / GIB:.1f} GiB of working memory, of {usable / GIB:.1f} GiB "
+            f"({question.utilization:g} of {question.memory / GIB:.1f}). Mend: more GPUs"
+        )
+    gpu_tokens = int(cache / (layers * (row + indexer_row))) // BLOCK_SIZE * BLOCK_SIZE
+    times = None
+    if question.rates is not None:
+        times = attention.time(
+            model,
+            layout,
+            question.rates,
+            question.kv_cache_dtype,
+            question.batch,
+            question.context,
+        )
+    return Plan(
+        question=question,
+        weights=weights,
+        row_bytes=row,
+        indexer_row_bytes=indexer_row,
+        token_bytes=model.layers * (row + indexer_row),
+        gpu_token_bytes=layers * (row + indexer_row),
+        cache_bytes=cache,
+        gpu_tokens=gpu_tokens,
+        cluster_tokens=gpu_tokens * layout.dcp * layout.dp,
+        attention=times,
+    )

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How vLLM spreads a model over GPUs: tensor, data, pipeline, expert and context parallelism."""
+
+import math
+from dataclasses import dataclass
+
+from mla_serving.plan.model import MlaModel
+
+GIB = 1024**3
+# Weights of fp8 checkpoints come in blocks of 128 that a shard must not cut.
+_QUANTISATION_BLOCK = 128
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the parallel groups; tp * dp * pp is the number of GPUs.
+
+    tp  one request's attention heads, split              dp  engines that share the experts
+    pp  stages of layers                                  dcp ranks of tp that share a cache
+    ep  whole experts on a rank instead of slices of all
+    """
+
+    tp: int
+    dp: int = 1
+    pp: int = 1
+    dcp: int = 1
+    ep: bool = False
+
+    @property
+    def gpus(self) -> int:
+        return self.tp * self.dp * self.pp
+
+    def check(self, model: MlaModel) -> None:
+        """ValueError for what vLLM would refuse for this model."""
+        if self.tp % self.dcp:
+            raise ValueError(f"Expected --dcp to divide --tp {self.tp}, got {self.dcp}")
+        if model.heads % self.tp:
+            raise ValueError(
+                f"Expected --tp to divide the {model.heads} attention heads, got {self.tp}"
+            )
+        if self.pp > model.layers:
+            raise ValueError(f"Expected --pp up to {model.layers} (layers), got {self.pp}")
+        ranks = self.tp * self.dp
+        if not model.experts:
+            return
+        if self.ep and ranks > model.experts:
+            raise ValueError(
+                f"Expected at most {model.experts} GPUs a stage (experts of the model), got {ranks}"
+            )
+        unit = _QUANTISATION_BLOCK if model.quantised else 1
+        if not self.ep and (model.expert_width % (ranks * unit)):
+            raise ValueError(
+                f"{ranks} GPUs cannot slice experts of width {model.expert_width}"
+                + (f" in blocks of {unit}" if unit > 1 else "")
+                + ". Mend: --expert-parallel, or more stages (--pp)"
+            )
+
+    def stages(self, layers: int) -> list[range]:
+        """Layers of each pipeline stage, as vLLM's get_pp_indices cuts them."""
+        sizes = [layers // self.pp] * self.pp
+        for i in range(layers % self.pp):
+            sizes[-(i + 2)] += 1
+        starts = [sum(sizes[:i]) for i in range(self.pp)]
+        return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+
+    def weights(self, model: MlaModel) -> dict[str, float]:
+        """Bytes of weights on the GPU that holds most, by part."""
+        return max(
+            (self._stage_weights(model, layers) for layers in self.stages(model.layers)),
+            key=lambda parts: sum(parts.values()),
+        )
+
+    def _stage_weights(self, model: MlaModel, layers: range) -> dict[str, float]:
+        linear, plain = model.weight_bytes, model.dtype_bytes
+        moe = sum(map(model.is_moe, layers))
+        attention = model.attention_replicated + model.attention_sharded / self.tp + model.indexer
+        parts = {
+            "attention": len(layers) * (attention * linear + model.unquantised * plain),
+            "dense MLPs": (len(layers) - moe) * model.dense_mlp / self.tp * linear,
+            "routed experts": moe * self._experts_per_rank(model) * model.expert * linear,
+            "shared experts, routers": moe
+            * (model.shared_experts * model.expert / self.tp * linear + model.router * plain),
+            "embeddings": self._embeddings(model, layers) / self.tp * plain,
+        }
+        if model.quantised:  # W_UK and W_UV, taken out of kv_b_proj in the model's dtype
+            parts["absorbed W_UK, W_UV"] = len(layers) * model.kv_b / self.tp * plain
+        return {name: size for name, size in parts.items() if size}
+
+    def _experts_per_rank(self, model: MlaModel) -> float:
+        ranks = self.tp * self.dp
+        return math.ceil(model.experts / ranks) if self.ep else model.experts / ranks
+
+    def _embeddings(self, model: MlaModel, layers: range) -> int:
+        one = model.vocab * model.hidden
+        if self.pp == 1:
+            return model.embeddings
+        return one * ((layers.start == 0) + (layers.stop == model.layers))

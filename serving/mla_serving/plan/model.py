@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An MLA model by its config.json: its shape and how many weights each part of a layer has."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mla_kernels.layouts import MlaDims
+
+_FP8 = ("fp8", "deepseek_fp8")
+_DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+_SCALE_BYTES = 4  # fp32, one a block of a quantised weight
+_REQUIRED = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "vocab_size",
+)
+
+
+@dataclass(frozen=True)
+class MlaModel:
+    """What of a config.json the plan needs. Widths and counts are elements, not bytes."""
+
+    name: str
+    hidden: int
+    layers: int
+    heads: int
+    q_lora_rank: int | None
+    dims: MlaDims
+    nope: int
+    v: int
+    vocab: int
+    tied: bool
+    dense_width: int
+    dense_layers: int
+    experts: int
+    expert_width: int
+    shared_experts: int
+    router_bias: bool
+    index_heads: int
+    index_dim: int
+    index_topk: int
+    dtype: str
+    weight_bytes: float  # of one weight of a quantised linear layer, scales included
+    quantised: bool
+
+    @property
+    def dtype_bytes(self) -> int:
+        return _DTYPE_BYTES[self.dtype]
+
+    @property
+    def sparse(self) -> bool:
+        return self.index_topk > 0
+
+    # Weights of one layer (or of one expert), as DeepSeek's releases name the matrices.
+    @property
+    def attention_replicated(self) -> int:
+        """q_a_proj and kv_a_proj_with_mqa: every tensor-parallel rank has all of them."""
+        return self.hidden * ((self.q_lora_rank or 0) + self.dims.head_dim)
+
+    @property
+    def attention_sharded(self) -> int:
+        """q_b_proj (or q_proj), kv_b_proj and o_proj: split by heads."""
+        q_in = self.q_lora_rank or self.hidden
+        q = q_in * self.heads * (self.nope + self.dims.rope_dim)
+        return q + self.kv_b + self.heads * self.v * self.hidden
+
+    @property
+    def kv_b(self) -> int:
+        return self.dims.kv_lora_rank * self.heads * (self.nope + self.v)
+
+    @property
+    def indexer(self) -> int:
+        """wq_b and wk of the Lightning Indexer; replicated."""
+        if not self.sparse:
+            return 0
+        return (self.q_lora_rank or self.hidden) * self.index_heads * self.index_dim + (
+            self.hidden * self.index_dim
+        )
+
+    @property
+    def unquantised(self) -> int:
+        """Norms and the indexer's head weights; replicated."""
+        norms = 2 * self.hidden + (self.q_lora_rank or 0) + self.dims.kv_lora_rank
+        return norms + (self.hidden * self.index_heads + 2 * self.index_dim if self.sparse else 0)
+
+    @property
+    def router(self) -> int:
+        return self.experts * (self.hidden + self.router_bias)
+
+    @property
+    def dense_mlp(self) -> int:
+        return 3 * self.hidden * self.dense_width
+
+    @property
+    def expert(self) -> int:
+        return 3 * self.hidden * self.expert_width
+
+    @property
+    def embeddings(self) -> int:
+        """Input embedding and output head (one matrix if tied)."""
+        return self.vocab * self.hidden * (1 if self.tied else 2)
+
+    def is_moe(self, layer: int) -> bool:
+        return self.experts > 0 and layer >= self.dense_layers
+
+    @property
+    def parameters(self) -> int:
+        """All weights of the main model; an MTP layer is not counted."""
+        moe = sum(map(self.is_moe, range(self.layers)))
+        attention = self.attention_replicated + self.attention_sharded
+        experts = self.router + self.expert * (self.experts + self.shared_experts)
+        per_layer = attention + self.indexer + self.unquantised
+        dense = (self.layers - moe) * self.dense_mlp
+        return self.layers * per_layer + dense + moe * experts + self.embeddings + self.hidden
+
+
+def load(model: str, weight_bits: int | None = None) -> MlaModel:
+    """The model at `model`: a config.json, a directory with one, or a name on the Hugging Face Hub.
+
+    weight_bits  bits of one quantised weight where config.json names a method other than fp8
+
+    OSError if there is no such config, ValueError if it describes no MLA model.
+    """
+    path = Path(model)
+    if path.is_dir():
+        path = path / "config.json"
+    elif not path.exists():
+        path = _download(model)
+    try:
+        config = json.loads(path.read_text())
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(config).__name__}")
+    name = path.parent.name if Path(model).exists() else model
+    return from_config(config, name or model, weight_bits)
+
+
+def _download(model: str) -> Path:
+    if model.startswith((".", "/", "~")) or model.count("/") != 1:
+        raise FileNotFoundError(f"{model}: no such file or directory")
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    failures = (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled)
+    try:
+        return Path(hf_hub_download(model, "config.json"))
+    except failures as error:
+        reason = str(error).splitlines()[0]
+        raise OSError(
+            f"{model} is no path here, and its config.json did not come from the Hugging Face Hub "
+            f"({reason}). Give the path of a config.json"
+        ) from None
+
+
+def from_config(config: Mapping[str, Any], name: str, weight_bits: int | None = None) -> MlaModel:
+    """`config`: the content of config.json, of a model or of a wrapper with `text_config`."""
+    quantisation = config.get("quantization_config")
+    config = config.get("text_config") or config
+    if config.get("kv_lora_rank") is None:
+        raise ValueError(f"{name} has no kv_lora_rank: it does not use multi-head latent attention")
+    missing = [key for key in _REQUIRED if not isinstance(config.get(key), int)]
+    if missing:
+        raise ValueError(f"{name}: config.json lacks {', '.join(missing)}")
+    experts = config.get("n_routed_experts") or 0
+    if experts and not config.get("moe_intermediate_size"):
+        raise ValueError(f"{name}: config.json lacks moe_intermediate_size")
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    if dtype not in _DTYPE_BYTES:
+        raise ValueError(f"{name}: expected a dtype in {list(_DTYPE_BYTES)}, got {dtype}")
+    quantisation = quantisation or config.get("quantization_config")
+    return MlaModel(
+        name=name,
+        hidden=config["hidden_size"],
+        layers=config["num_hidden_layers"],
+        heads=config["num_attention_heads"],
+        q_lora_rank=config.get("q_lora_rank"),
+        dims=MlaDims(config["kv_lora_rank"], config["qk_rope_head_dim"]),
+        nope=config["qk_nope_head_dim"],
+        v=config["v_head_dim"],
+        vocab=config["vocab_size"],
+        tied=bool(config.get("tie_word_embeddings", False)),
+        dense_width=config["intermediate_size"],
+        dense_layers=config.get("first_k_dense_replace") or 0,
+        experts=experts,
+        expert_width=config.get("moe_intermediate_size") or 0,
+        shared_experts=config.get("n_shared_experts") or 0,
+        router_bias=config.get("topk_method") == "noaux_tc",
+        index_heads=config.get("index_n_heads") or 0,
+        index_dim=config.get("index_head_dim") or 0,
+        index_topk=config.get("index_topk") or 0,
+        dtype=dtype,
+        weight_bytes=_weight_bytes(name, quantisation, weight_bits, _DTYPE_BYTES[dtype]),
+        quantised=bool(quantisation) or weight_bits is not None,
+    )
+
+
+def _weight_bytes(
+    name: str, quantisation: Mapping[str, Any] | None, bits: int | None, dtype_bytes: int
+) -> float:
+    if bits is not None:
+        return bits / 8
+    if not quantisation:
+        return dtype_bytes
+    method = quantisation.get("quant_method")
+    if method not in _FP8:
+        raise ValueError(
+            f"{name}: weights quantised by {method}, whose size config.json does not tell. "
+            "Give --weight-bits"
+        )
+    block = quantisation.get("weight_block_size")
+    return 1 + (_SCALE_BYTES / math.prod(block) if block else 0)

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line of `mla-backend plan`, and the question it asks."""
+
+import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mla_serving.plan.cost import Question
+
+# Spelled out here so that `mla-backend --help` imports neither torch nor the tables.
+_KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_ds_mla")
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Options as vLLM names them where it has them."""
+    size = _at_least(1)
+    parser.add_argument(
+        "--model", required=True, help="config.json, a directory with one, or a name on the Hub"
+    )
+    parser.add_argument("--gpus", type=size, required=True, help="GPUs of the whole cluster")
+    parser.add_argument("--gpu", default="h200", help="their kind (default: h200)")
+    parser.add_argument("--gpu-memory-gib", type=float, help="memory of one, if not its kind's")
+    parser.add_argument("--tp", type=size, help="tensor parallel size (default: the rest)")
+    parser.add_argument("--dp", type=size, default=1, help="data parallel size")
+    parser.add_argument("--pp", type=size, default=1, help="pipeline parallel size")
+    parser.add_argument("--dcp", type=size, default=1, help="decode context parallel size")
+    parser.add_argument("--expert-parallel", action="store_true", help="whole experts on each GPU")
+    parser.add_argument("--kv-cache-dtype", choices=_KV_CACHE_DTYPES, default="auto")
+    parser.add_argument("--context", type=size, default=8192, help="tokens a request (8192)")
+    parser.add_argument("--batch", type=size, default=64, help="requests at once (64)")
+    parser.add_argument("--weight-bits", type=size, help="of a quantised weight, if not fp8")
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.9, help="vLLM's (0.9)")
+    parser.add_argument(
+        "--reserve-gib",
+        type=float,
+        default=6.0,
+        help="for activations, CUDA graphs and communication: an assumption (6)",
+    )
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+
+
+def read(args: argparse.Namespace) -> "Question":
+    """OSError for a model without config, ValueError for values that do not go together."""
+    from mla_serving.plan import model, rates
+    from mla_serving.plan.cost import Question
+    from mla_serving.plan.layout import GIB, Layout
+
+    gpu = args.gpu.lower()
+    if gpu not in rates.MEMORY_MIB and args.gpu_memory_gib is None:
+        known = ", ".join(rates.MEMORY_MIB)
+        raise ValueError(
+            f"Expected --gpu in {known}, or --gpu-memory-gib beside it, got {args.gpu}"
+        )
+    memory_gib = args.gpu_memory_gib
+    if memory_gib is None:
+        memory_gib = rates.MEMORY_MIB[gpu] / 1024
+    if memory_gib <= 0:
+        raise ValueError(f"Expected --gpu-memory-gib above 0, got {memory_gib:g}")
+    if not 0 < args.gpu_memory_utilization <= 1:
+        raise ValueError(
+            f"Expected --gpu-memory-utilization above 0 and up to 1, got "
+            f"{args.gpu_memory_utilization:g}"
+        )
+    if args.reserve_gib < 0:
+        raise ValueError(f"Expected --reserve-gib of 0 or more, got {args.reserve_gib:g}")
+    others = args.dp * args.pp
+    tp = args.tp or max(args.gpus // others, 1)
+    if tp * others != args.gpus:
+        raise ValueError(
+            f"Expected --tp x --dp x --pp = --gpus, got {tp} x {args.dp} x {args.pp} and "
+            f"{args.gpus}"
+        )
+    return Question(
+        model=model.load(args.model, args.weight_bits),
+        layout=Layout(tp, args.dp, args.pp, args.dcp, args.expert_parallel),
+        gpu=gpu,
+        memory=memory_gib * GIB,
+        utilization=args.gpu_memory_utilization,
+        reserve=args.reserve_gib * GIB,
+        rates=rates.load(gpu),
+        kv_cache_dtype=args.kv_cache_dtype,
+        context=args.context,
+        batch=args.batch,
+    )
+
+
+def _at_least(low: int) -> type[int]:
+    def parse(text: str) -> int:
+        value = int(text)
+        if value < low:
+            raise argparse.ArgumentTypeError(f"expected {low} or more, got {value}")
+        return value
+
+    parse.__name__ = "integer"
+    return parse  # type: ignore[return-value]

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPUs by name: their memory, and the rates that were measured on them.
+
+`rates.json` is the part of benchmarks/results/h200/dense_decode.json that the plan reads;
+`python -m mla_serving.plan.rates FILE` makes it of such a file and prints it.
+"""
+
+import json
+import math
+import re
+import sys
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+# MiB that the driver reports; `--gpu-memory-gib` for another or an exact figure.
+MEMORY_MIB = {
+    "a100-40": 40960,
+    "a100": 81920,
+    "h20": 97871,
+    "h100": 81559,
+    "h200": 143771,
+    "b200": 183359,
+    "l40s": 46068,
+    "rtx4090": 24564,
+}
+_SOURCE = "benchmarks/results/h200/dense_decode.json"
+_CASE = re.compile(r"b(\d+)_h(\d+)_q1_k(\d+)(?:_(fp8|fp8_ds_mla))?")
+_OURS = re.compile(r"mla_kernels/(hopper|triton)/pow2")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measured decode call: batch x context with `heads`, one new token a request."""
+
+    name: str
+    batch: int
+    heads: int
+    context: int
+    cache: str  # "16 bit", "fp8" or "fp8_ds_mla"
+    us: float
+    floor_us: float
+
+
+@dataclass(frozen=True)
+class Rates:
+    """`read_gbps` and `gemm_tflops` are the roofs that were measured beside the cases."""
+
+    gpu: str
+    source: str
+    read_gbps: float
+    gemm_tflops: float
+    cases: tuple[Case, ...]
+
+    def nearest(self, batch: float, heads: int, context: float, cache: str) -> Case | None:
+        """The measured case most like this one, by ratios; heads weigh most."""
+        alike = [case for case in self.cases if case.cache == cache]
+
+        def distance(case: Case) -> float:
+            work = abs(math.log(case.batch * case.context / (batch * context)))
+            heads_apart = abs(math.log(case.heads / heads))
+            return 4 * heads_apart + work + abs(math.log(case.batch / batch))
+
+        return min(alike, key=distance, default=None)
+
+
+def load(gpu: str) -> Rates | None:
+    """What was measured on `gpu`; None if nothing was."""
+    table = json.loads((resources.files(__package__) / "rates.json").read_text())
+    if gpu not in table:
+        return None
+    entry = table[gpu]
+    cases = tuple(Case(**case) for case in entry.pop("cases"))
+    return Rates(gpu=gpu, cases=cases, **entry)
+
+
+def table(report: dict[str, Any]) -> dict[str, Any]:
+    """`rates.json` of the results of benchmarks/dense_decode.py: our faster kernel of each case."""
+    best: dict[str, dict[str, Any]] = {}
+    for row in report["rows"]:
+        match = _CASE.fullmatch(row["case"])
+        if match is None or "us" not in row or _OURS.fullmatch(row["impl"]) is None:
+            continue
+        if row["case"] in best and best[row["case"]]["us"] <= row["us"]:
+            continue
+        batch, heads, context, cache = match.groups()
+        best[row["case"]] = {
+            "name": row["case"],
+            "batch": int(batch),
+            "heads": int(heads),
+            "context": int(context),
+            "cache": cache or "16 bit",
+            "us": row["us"],
+            "floor_us": row["floor_us"],
+        }
+    machine = report["machine"]
+    return {
+        "h200": {
+            "source": _SOURCE,
+            "read_gbps": machine["read_gbps"],
+            "gemm_tflops": machine["bf16_gemm_tflops"],
+            "cases": list(best.values()),
+        }
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(table(json.loads(Path(sys.argv[1]).read_text())), indent=1))

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plan as text and as JSON."""
+
+import json
+from typing import Any
+
+from mla_serving.plan.cost import Plan
+from mla_serving.plan.layout import GIB
+
+
+def as_json(plan: Plan) -> str:
+    """All figures: bytes, tokens and microseconds, unrounded."""
+    question = plan.question
+    model, layout, attention = question.model, question.layout, plan.attention
+    answer: dict[str, Any] = {
+        "schema": 1,
+        "model": {
+            "name": model.name,
+            "layers": model.layers,
+            "heads": model.heads,
+            "experts": model.experts,
+            "parameters": model.parameters,
+            "sparse": model.sparse,
+        },
+        "cluster": {
+            "gpu": question.gpu,
+            "gpus": layout.gpus,
+            "tp": layout.tp,
+            "dp": layout.dp,
+            "pp": layout.pp,
+            "dcp": layout.dcp,
+            "expert_parallel": layout.ep,
+        },
+        "weights": {"bytes_per_gpu": plan.weight_bytes, "parts": plan.weights},
+        "kv_cache": {
+            "dtype": question.kv_cache_dtype,
+            "bytes_per_token": plan.token_bytes,
+            "bytes_per_token_per_gpu": plan.gpu_token_bytes,
+            "row_bytes": plan.row_bytes,
+            "indexer_row_bytes": plan.indexer_row_bytes,
+            "bytes_per_gpu": plan.cache_bytes,
+            "tokens_per_gpu": plan.gpu_tokens,
+            "tokens": plan.cluster_tokens,
+        },
+        "load": {
+            "batch": question.batch,
+            "context": question.context,
+            "requests_that_fit": plan.requests_that_fit,
+            "fits": plan.fits,
+        },
+        "attention": None,
+    }
+    if attention is not None and question.rates is not None:
+        answer["attention"] = {
+            "floor_us": attention.floor_us,
+            "bound": attention.bound,
+            "measured_us": attention.measured_us,
+            "nearest_case": attention.nearest,
+            "source": question.rates.source,
+        }
+    return json.dumps(answer, indent=2)
+
+
+def as_text(plan: Plan) -> str:
+    """One line a figure, each with what it was made of."""
+    question = plan.question
+    model, layout = question.model, question.layout
+    experts = f", {model.experts} experts" if model.experts else ""
+    sizes = f"TP {layout.tp}, DP {layout.dp}, PP {layout.pp}, DCP {layout.dcp}"
+    expert_parallel = ", experts whole" if layout.ep else ""
+    parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in plan.weights.items())
+    indexer = f" + {plan.indexer_row_bytes} indexer" if plan.indexer_row_bytes else ""
+    dtype = model.dtype if question.kv_cache_dtype == "auto" else question.kv_cache_dtype
+    usable = question.memory * question.utilization
+    short = "" if plan.fits else f", fewer than the {question.batch} asked for"
+    rows = [
+        ("model", f"{model.name}: {model.parameters / 1e9:.1f} B parameters, {model.layers} layers"
+                  f", {model.heads} heads{experts}; an MTP layer is not counted"),
+        ("cluster", f"{layout.gpus} x {question.gpu}: {sizes}{expert_parallel}"),
+        ("weights", f"{plan.weight_bytes / GIB:.1f} GiB a GPU: {parts}"),
+        ("KV cache", f"{plan.token_bytes:,} bytes a token: {model.layers} layers x "
+                     f"({plan.row_bytes}{indexer}), {dtype}"),
+        ("memory", f"{plan.cache_bytes / GIB:.1f} GiB a GPU for the cache: {usable / GIB:.1f} "
+                   f"({question.utilization:g} of {question.memory / GIB:.1f}) less weights and "
+                   f"{question.reserve / GIB:.1f} for activations and graphs, an assumption"),
+        ("tokens", f"{plan.gpu_tokens:,} a GPU, {plan.cluster_tokens:,} in the cluster"),
+        ("requests", f"{plan.requests_that_fit:,} of {question.context:,} tokens{short}"),
+        ("attention", _attention(plan)),
+    ]  # fmt: skip
+    return "\n".join(f"{name:<10} {text}" for name, text in rows)
+
+
+def _attention(plan: Plan) -> str:
+    times, question = plan.attention, plan.question
+    if times is None or question.rates is None:
+        return f"no floor: nothing was measured on {question.gpu}"
+    text = (
+        f"a decode step of {question.batch} requests of {question.context:,} tokens: floor "
+        f"{times.floor_us / 1e3:.2f} ms ({times.bound})"
+    )
+    if times.measured_us is not None:
+        text += f", our kernel {times.measured_us / 1e3:.2f} ms, as {times.nearest}"
+    return f"{text}; rates of {question.rates.source}"

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mla-backend plan` against figures worked out by hand from DeepSeek's configs."""
+
+import json
+from pathlib import Path
+
+import pytest
+from mla_serving import cli
+from mla_serving.plan import cost, rates
+from mla_serving.plan.kv_cache import indexer_row_bytes, row_bytes
+from mla_serving.plan.layout import GIB, Layout
+from mla_serving.plan.model import from_config, load
+
+ROOT = Path(__file__).parents[2]
+MODELS = ROOT / "configs" / "models"
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+def config(folder, **changes):
+    return {**json.loads((MODELS / folder / "config.json").read_text()), **changes}
+
+
+@pytest.fixture
+def v3():
+    """DeepSeek-V3 as released: 61 layers, fp8 in blocks of 128."""
+    changes = {"num_hidden_layers": 61, "quantization_config": FP8}
+    return from_config(config("deepseek-v3-5-layers", **changes), "v3")
+
+
+@pytest.fixture
+def v32():
+    changes = {"num_hidden_layers": 61, "quantization_config": FP8}
+    return from_config(config("deepseek-v3.2-5-layers", **changes), "v3.2")
+
+
+@pytest.fixture
+def lite():
+    return load(str(MODELS / "deepseek-v2-lite"))
+
+
+# Elements of DeepSeek-V3's matrices, multiplied out.
+Q_A, Q_B, KV_A = 11_010_048, 37_748_736, 4_128_768
+KV_B, O_PROJ = 16_777_216, 117_440_512
+EXPERT, DENSE, EMBEDDING = 44_040_192, 396_361_728, 926_679_040
+NORMS = 2 * 7168 + 1536 + 512
+ROUTER = 256 * 7168 + 256
+
+
+def test_parameters_of_v3(v3):
+    attention = Q_A + Q_B + KV_A + KV_B + O_PROJ
+    layers = 61 * (attention + NORMS) + 3 * DENSE + 58 * (257 * EXPERT + ROUTER)
+    assert v3.parameters == layers + 2 * EMBEDDING + 7168 == 671_026_419_200
+
+
+def test_parameters_of_v2_lite(lite):
+    assert lite.parameters == 15_706_484_224  # bytes of the released bf16 files / 2
+
+
+@pytest.mark.parametrize(
+    "dtype, a_row, a_token",
+    [
+        ("auto", 576 * 2, 70_272),
+        ("bfloat16", 576 * 2, 70_272),
+        ("fp8", 576, 35_136),
+        ("fp8_ds_mla", 656, 40_016),
+    ],
+)
+def test_cache_bytes_of_v3(v3, dtype, a_row, a_token):
+    assert row_bytes(v3, dtype) == a_row
+    assert 61 * row_bytes(v3, dtype) == a_token
+    assert indexer_row_bytes(v3) == 0
+
+
+def test_cache_bytes_of_v32(v32):
+    assert indexer_row_bytes(v32) == 132
+    assert 61 * (row_bytes(v32, "fp8_ds_mla") + indexer_row_bytes(v32)) == 48_068
+
+
+def test_weights_of_v3_fp8_tp8(v3):
+    fp8 = 1 + 4 / 128**2
+    parts = Layout(tp=8).weights(v3)
+    assert parts["routed experts"] == pytest.approx(58 * 32 * EXPERT * fp8)
+    assert parts["dense MLPs"] == pytest.approx(3 * DENSE / 8 * fp8)
+    attention = Q_A + KV_A + (Q_B + KV_B + O_PROJ) / 8
+    assert parts["attention"] == pytest.approx(61 * (attention * fp8 + NORMS * 2))
+    assert parts["absorbed W_UK, W_UV"] == 61 * KV_B / 8 * 2
+    assert parts["embeddings"] == 2 * EMBEDDING / 8 * 2
+    shared = 58 * (EXPERT / 8 * fp8 + ROUTER * 2)
+    assert parts["shared experts, routers"] == pytest.approx(shared)
+    assert sum(parts.values()) == pytest.approx(85.396e9, rel=1e-4)
+
+
+def test_weights_of_v3_with_expert_parallelism_over_dp(v3):
+    parts = Layout(tp=1, dp=8, ep=True).weights(v3)
+    fp8 = 1 + 4 / 128**2
+    assert parts["routed experts"] == pytest.approx(58 * 32 * EXPERT * fp8)
+    attention = Q_A + KV_A + Q_B + KV_B + O_PROJ  # whole on every GPU
+    assert parts["attention"] == pytest.approx(61 * (attention * fp8 + NORMS * 2))
+    assert parts["dense MLPs"] == pytest.approx(3 * DENSE * fp8)
+    # 256 experts over 24 GPUs: some have 11
+    parts = Layout(tp=8, dp=3, ep=True).weights(v3)
+    assert parts["routed experts"] == pytest.approx(58 * 11 * EXPERT * fp8)
+
+
+def test_bf16_weights_have_no_scales_and_no_second_kv_b(lite):
+    parts = Layout(tp=1).weights(lite)
+    assert sum(parts.values()) == 2 * (lite.parameters - 2048)  # the final norm is left out
+
+
+def test_pipeline_stages_are_those_of_vllm(v3):
+    from vllm.distributed.utils import get_pp_indices
+
+    for pp in (1, 2, 3, 4, 7, 8):
+        theirs = [get_pp_indices(61, rank, pp) for rank in range(pp)]
+        assert [(s.start, s.stop) for s in Layout(tp=1, pp=pp).stages(61)] == theirs
+    whole = sum(Layout(tp=8).weights(v3).values())
+    half = sum(Layout(tp=8, pp=2).weights(v3).values())
+    assert 0.5 * whole < half < 0.54 * whole
+
+
+def question(model, layout, **changes):
+    settings = {
+        "gpu": "h200",
+        "memory": 140 * GIB,
+        "utilization": 0.9,
+        "reserve": 6 * GIB,
+        "rates": rates.load("h200"),
+        "kv_cache_dtype": "auto",
+        "context": 4096,
+        "batch": 64,
+    }
+    return cost.Question(model=model, layout=layout, **(settings | changes))
+
+
+def test_tokens_that_fit(lite):
+    plan = cost.make(question(lite, Layout(tp=1)))
+    left = 0.9 * 140 * GIB - 6 * GIB - plan.weight_bytes
+    assert plan.token_bytes == 27 * 1152
+    assert plan.gpu_tokens == int(left // (27 * 1152) // 64) * 64
+    assert plan.cluster_tokens == plan.gpu_tokens
+    assert plan.requests_that_fit == plan.gpu_tokens // 4096
+
+
+def test_tp_repeats_the_cache_and_dp_and_dcp_do_not(v3):
+    tp = cost.make(question(v3, Layout(tp=8)))
+    dcp = cost.make(question(v3, Layout(tp=8, dcp=4)))
+    assert tp.cluster_tokens == tp.gpu_tokens == dcp.gpu_tokens
+    assert dcp.cluster_tokens == 4 * tp.cluster_tokens
+    dp = cost.make(question(v3, Layout(tp=1, dp=8, ep=True)))
+    assert dp.cluster_tokens == 8 * dp.gpu_tokens
+    # a request of 4097 tokens over 4 ranks takes 17 blocks of each, 65 of one
+    one_more = cost.make(question(v3, Layout(tp=8, dcp=4), context=4097))
+    assert one_more.requests_that_fit == one_more.gpu_tokens // 64 // 17
+
+
+def test_a_load_that_does_not_fit(lite):
+    plan = cost.make(question(lite, Layout(tp=1), context=163_840, batch=1000))
+    assert not plan.fits and plan.requests_that_fit < 1000
+
+
+ROOFS = rates.Rates("test", "by hand", read_gbps=4000, gemm_tflops=500, cases=())
+
+
+def test_attention_floor_by_hand(v3, v32):
+    # 128 heads: 2 * 64 * 128 * 4096 * 1088 = 73.0 GFLOP, 146.03 us at 500 TFLOPS; 75.5 us to read
+    plan = cost.make(question(v3, Layout(tp=1, dp=8, ep=True), rates=ROOFS, batch=512))
+    assert plan.attention.floor_us == pytest.approx(61 * 146.0289, rel=1e-4)
+    assert plan.attention.bound == "compute"
+    # 16 heads: 64 * 4096 * 1152 bytes = 302 MB, 75.50 us at 4000 GB/s
+    plan = cost.make(question(v3, Layout(tp=8), rates=ROOFS))
+    assert plan.attention.floor_us == pytest.approx(61 * 75.4975, rel=1e-4)
+    assert plan.attention.bound == "memory"
+    # dcp 8: all 128 heads over 512 tokens
+    plan = cost.make(question(v3, Layout(tp=8, dcp=8), rates=ROOFS))
+    assert plan.attention.floor_us == pytest.approx(61 * 146.0289 / 8, rel=1e-4)
+    # sparse: 2048 of 16384 tokens, 656 bytes each, and 132 for every key of the indexer
+    sparse = {"rates": ROOFS, "kv_cache_dtype": "fp8_ds_mla", "context": 16384}
+    plan = cost.make(question(v32, Layout(tp=8), **sparse))
+    read = 64 * (2048 * 656 + 16384 * 132)
+    assert plan.attention.floor_us == pytest.approx(61 * read / 4000e3, rel=1e-4)
+    assert plan.attention.measured_us is None
+
+
+def test_a_measured_case_is_found_again(v3):
+    measured = {case.name: case for case in rates.load("h200").cases}
+    case = measured["b128_h16_q1_k4096"]
+    plan = cost.make(question(v3, Layout(tp=8), batch=128))
+    assert plan.attention.nearest == case.name
+    assert plan.attention.measured_us == pytest.approx(61 * case.us, rel=0.03)
+    fp8 = cost.make(question(v3, Layout(tp=8), batch=128, kv_cache_dtype="fp8_ds_mla"))
+    assert fp8.attention.nearest == "b128_h16_q1_k4096_fp8_ds_mla"
+
+
+def test_rates_are_those_of_the_committed_results():
+    """Up to a quarter: the plan need not follow every new measurement, but a faster kernel."""
+    results = json.loads((ROOT / "benchmarks/results/h200/dense_decode.json").read_text())
+    theirs = rates.table(results)["h200"]
+    ours = rates.load("h200")
+    assert ours.source == theirs["source"] and (ROOT / ours.source).exists()
+    assert ours.read_gbps == pytest.approx(theirs["read_gbps"], rel=0.1)
+    assert ours.gemm_tflops == pytest.approx(theirs["gemm_tflops"], rel=0.1)
+    measured = {case["name"]: case["us"] for case in theirs["cases"]}
+    for case in ours.cases:
+        assert case.us == pytest.approx(measured[case.name], rel=0.25), (
+            f"{case.name}: run python -m mla_serving.plan.rates {ours.source}"
+        )
+
+
+def run(capsys, *argv):
+    status = cli.main(["plan", *argv])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+V3 = ("--model", str(MODELS / "deepseek-v3-5-layers"))
+
+
+def test_json(capsys):
+    status, out, _ = run(capsys, *V3, "--gpus", "1", "--batch", "96", "--json")
+    answer = json.loads(out)
+    assert status == 0 and answer["load"]["fits"]
+    assert answer["kv_cache"]["bytes_per_token"] == 5 * 1152
+    assert answer["attention"]["source"] == "benchmarks/results/h200/dense_decode.json"
+
+
+def test_text(capsys):
+    status, out, _ = run(capsys, *V3, "--gpus", "1", "--batch", "96", "--context", "4096")
+    assert status == 0
+    assert "5,760 bytes a token: 5 layers x (1152)" in out
+    assert "as b96_h128_q1_k4096" in out
+    status, out, _ = run(capsys, *V3, "--gpus", "1", "--gpu", "h100", "--batch", "999999")
+    assert status == 1
+    assert "fewer than the 999999 asked for" in out
+    assert "nothing was measured on h100" in out
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        (["--gpus", "8", "--tp", "3"], "--tp x --dp x --pp = --gpus, got 3 x 1 x 1 and 8"),
+        (["--gpus", "6"], "--tp to divide the 128 attention heads, got 6"),
+        (["--gpus", "8", "--dcp", "3"], "--dcp to divide --tp 8, got 3"),
+        (["--gpus", "8", "--pp", "8"], "--pp up to 5 (layers), got 8"),
+        (["--gpus", "512", "--tp", "8", "--dp", "64", "--expert-parallel"], "at most 256 GPUs"),
+        (["--gpus", "1", "--gpu", "l40s"], "do not fit: 49.6 GiB a GPU"),
+        (["--gpus", "1", "--gpu", "tpu"], "Expected --gpu in a100-40, a100,"),
+        (["--gpus", "1", "--gpu-memory-utilization", "1.5"], "above 0 and up to 1, got 1.5"),
+        (["--gpus", "1", "--model", "/no/such"], "/no/such: no such file"),
+        (["--gpus", "1", "--model", str(ROOT / "Makefile")], "is not JSON"),
+    ],
+)
+def test_errors(capsys, argv, said):
+    status, out, err = run(capsys, *V3, *argv)
+    assert status == 1 and out == ""
+    assert err.startswith("mla-backend plan: ") and said in err
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"kv_lora_rank": None}, "does not use multi-head latent attention"),
+        ({"hidden_size": None}, "config.json lacks hidden_size"),
+        ({"moe_intermediate_size": None}, "lacks moe_intermediate_size"),
+        ({"torch_dtype": "float64"}, "got float64"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantised by awq.*--weight-bits"),
+    ],
+)
+def test_configs_that_are_refused(changes, said):
+    with pytest.raises(ValueError, match=said):
+        from_config(config("deepseek-v3-5-layers", **changes), "m")
+
+
+def test_slices_of_quantised_experts_keep_whole_blocks(v3):
+    with pytest.raises(ValueError, match=r"32 GPUs cannot slice experts of width 2048 in blocks"):
+        Layout(tp=8, dp=4).check(v3)
+    Layout(tp=8, dp=4, ep=True).check(v3)
+
+
+def test_weight_bits_and_wrapped_configs():
+    inner = config("deepseek-v3-5-layers")
+    model = from_config({"model_type": "x", "text_config": inner}, "wrapped", weight_bits=4)
+    assert model.weight_bytes == 0.5 and model.layers == 5
+
+
+def test_fp8_ds_mla_is_for_512_and_64():
+    odd = from_config(config("deepseek-v2-lite", kv_lora_rank=256), "odd")
+    with pytest.raises(ValueError, match=r"512 \+ 64 elements, odd has 256 \+ 64"):
+        row_bytes(odd, "fp8_ds_mla")
+
+
+def test_the_table_of_models_is_current():
+    readme = (MODELS / "README.md").read_text()
+    for folder in sorted(path.parent.name for path in MODELS.glob("*/config.json")):
+        gigabytes = sum(Layout(tp=1).weights(load(str(MODELS / folder))).values()) / 1e9
+        row = next(line for line in readme.splitlines() if line.startswith(f"| `{folder}`"))
+        assert row.endswith(f"| {gigabytes:.1f} GB |")
