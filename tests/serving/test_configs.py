@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "serve"
+V3 = CONFIGS.parent / "models" / "deepseek-v3-5-layers"
 FILES = sorted(CONFIGS.glob("*.yaml"))
 
 PARSE = """
@@ -61,4 +62,36 @@ def test_every_file_selects_the_backend_and_is_in_the_readme():
         settings = yaml.safe_load(path.read_text())
         assert settings["attention-backend"] == "CUSTOM"
         assert settings["block-size"] == 64
-        assert path.name in readme
+        assert f"\n## {path.name}\n" in readme
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_option_is_explained(path):
+    """A comment above each option, or above the pair of options it belongs to."""
+    lines = path.read_text().splitlines()
+    bare = 0
+    for line in lines:
+        bare = 0 if line.startswith("#") else bare + bool(line)
+        assert bare <= 2, f"{path.name}: no comment says what {line!r} is for"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_cluster_profiles_can_be_planned(path):
+    """The sizes of each profile are ones that DeepSeek-V3 can be spread over."""
+    from mla_serving.plan.layout import Layout
+    from mla_serving.plan.model import from_config
+
+    settings = yaml.safe_load(path.read_text())
+    config = json.loads((V3 / "config.json").read_text())
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    model = from_config({**config, "num_hidden_layers": 61, "quantization_config": fp8}, "v3")
+    layout = Layout(
+        tp=settings.get("tensor-parallel-size", 1),
+        dp=settings.get("data-parallel-size", 1),
+        pp=settings.get("pipeline-parallel-size", 1),
+        ep=settings.get("enable-expert-parallel", False),
+    )
+    layout.check(model)
+    if layout.gpus > 1:
+        limit = 0.9 * 143771 * 2**20 - 6 * 2**30
+        assert sum(layout.weights(model).values()) < limit
