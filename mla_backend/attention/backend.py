@@ -51,6 +51,14 @@ class MlaBackend(MLACommonBackend):
         return capability is None or capability >= support.MIN_COMPUTE_CAPABILITY
 
     @classmethod
+    def supports_pcp(cls) -> bool:
+        return False  # the base class says yes for every MLA backend; nothing here was tried
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        return False  # every decode request of a step has the s_q that the CPU counted
+
+    @classmethod
     def validate_configuration(cls, **config: Any) -> list[str]:
         """Why this backend cannot serve `config` (vLLM's AttentionSelectorConfig), in our words.
 

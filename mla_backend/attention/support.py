@@ -41,7 +41,7 @@ def not_mla_reason(architecture: str | None = None) -> str:
     model = architecture or "this model or layer"
     return (
         f"{model} does not use multi-head latent attention (MLA), the only attention this "
-        "backend computes. Mend: leave out --attention-backend CUSTOM"
+        f"backend computes. {_ELSE}"
     )
 
 
@@ -49,10 +49,13 @@ def _dtype_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+_ELSE = "Mend: leave out --attention-backend CUSTOM"
+
 _WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "head_size not supported": lambda c: (
         f"cache row of {c['head_size']} elements; the kernels take "
         + " or ".join(f"{size} ({parts})" for size, parts in HEAD_SIZES.items())
+        + f". {_ELSE}"
     ),
     "dtype not supported": lambda c: (
         f"model dtype {_dtype_name(c['dtype'])}; supported: {', '.join(DTYPES)}. "
@@ -63,26 +66,64 @@ _WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
     ),
     "block_size not supported": lambda c: block_size_reason(c["block_size"]),
     "non-MLA not supported": lambda c: not_mla_reason(),
+    "MLA not supported": lambda c: f"multi-head latent attention (MLA). {_ELSE}",
     "sparse not supported": lambda c: (
         "the model uses sparse attention (DeepSeek Sparse Attention); this backend computes "
-        "dense MLA. Mend: leave out --attention-backend CUSTOM"
+        f"dense MLA. {_ELSE}"
+    ),
+    "non-sparse not supported": lambda c: (
+        f"the layer is dense; this class computes DeepSeek Sparse Attention. {_ELSE}"
     ),
     "compute capability not supported": lambda c: (
         f"compute capability {'.'.join(map(str, c['device_capability']))}; "
-        f"{'.'.join(map(str, MIN_COMPUTE_CAPABILITY))} or newer is needed"
+        f"{'.'.join(map(str, MIN_COMPUTE_CAPABILITY))} or newer is needed. {_ELSE}"
     ),
     "DCP not supported": lambda c: (
         "decode context parallelism. Mend: --decode-context-parallel-size 1"
     ),
+    "PCP not supported": lambda c: (
+        "prefill context parallelism. Mend: --prefill-context-parallel-size 1"
+    ),
     "batch invariance not supported": lambda c: (
         "batch-invariant mode. Mend: unset VLLM_BATCH_INVARIANT"
+    ),
+    "KV connector not supported": lambda c: "KV connectors. Mend: leave out --kv-transfer-config",
+    "non-causal attention not supported": lambda c: (
+        "non-causal attention, as some draft models ask for. Mend: another speculative method"
+    ),
+    "non-causal MLA attention with DCP not supported": lambda c: (
+        "non-causal attention with decode context parallelism. "
+        "Mend: --decode-context-parallel-size 1"
+    ),
+    "device-cpu query lens mismatch not supported, this is needed for adaptive verification": (
+        lambda c: (
+            "query lengths that only the GPU knows. Mend: switch adaptive verification off in "
+            "--speculative-config"
+        )
+    ),
+    "per-head quant scales not supported": lambda c: (
+        "KV cache scales of single heads; a latent cache has one scale. Mend: --kv-cache-dtype auto"
+    ),
+    "sliding window not supported": lambda c: f"a sliding window. {_ELSE}",
+    "R-SWA not supported": lambda c: f"reference sliding window attention (R-SWA). {_ELSE}",
+    "attention sinks not supported": lambda c: f"attention sinks. {_ELSE}",
+    "partial multimodal token full attention not supported": lambda c: (
+        f"full attention among the image tokens of a prompt. {_ELSE}"
     ),
 }
 
 
 def explain(reasons: list[str], config: dict[str, Any]) -> list[str]:
     """vLLM's `reasons` in this project's words; a reason without any stays as vLLM put it."""
-    return [_WORDS[reason](config) if reason in _WORDS else reason for reason in reasons]
+    return [_words(reason, config) for reason in reasons]
+
+
+def _words(reason: str, config: dict[str, Any]) -> str:
+    if reason in _WORDS:
+        return _WORDS[reason](config)
+    if reason.startswith("attention type "):
+        return f"attention type {config['attn_type']}; supported: decoder. {_ELSE}"
+    return reason
 
 
 def combination_reasons(config: dict[str, Any]) -> list[str]:

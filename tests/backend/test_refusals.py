@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What cannot be served is refused at start-up, with the value, what is allowed and the mend."""
 
+import ast
+import inspect
 import os
+import textwrap
 
 import pytest
 import torch
@@ -75,7 +78,15 @@ REFUSED = [
     ({"use_sparse": True}, r"sparse attention"),
     ({"use_dcp": True}, r"decode context parallelism"),
     ({"use_batch_invariant": True}, r"batch-invariant mode"),
-    ({"has_sliding_window": True}, r"sliding window"),
+    ({"has_sliding_window": True}, r"a sliding window\. Mend"),
+    ({"has_sink": True}, r"attention sinks\. Mend"),
+    ({"use_mm_prefix": True}, r"image tokens of a prompt\. Mend"),
+    ({"use_per_head_quant_scales": True}, r"one scale\. Mend: --kv-cache-dtype auto"),
+    ({"use_non_causal": True}, r"draft models.*Mend: another speculative method"),
+    ({"use_pcp": True}, r"Mend: --prefill-context-parallel-size 1"),
+    ({"use_adaptive_verification": True}, r"adaptive verification off"),
+    ({"use_rswa": True}, r"R-SWA\)\. Mend"),
+    ({"attn_type": "encoder_only"}, r"attention type encoder_only; supported: decoder\. Mend"),
 ]
 
 
@@ -116,3 +127,27 @@ def test_gpu_older_than_ampere():
     )
     assert len(reasons) == 1
     assert "7.5; 8.0 or newer" in reasons[0]
+
+
+def reasons_of_vllm():
+    """Every reason that this vLLM's own validate_configuration can give, from its source."""
+    from vllm.v1.attention.backend import AttentionBackend
+
+    tree = ast.parse(textwrap.dedent(inspect.getsource(AttentionBackend.validate_configuration)))
+    appended = [
+        node.args[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "append"
+    ]
+    return [node.value for node in appended if isinstance(node, ast.Constant)]
+
+
+def test_every_reason_of_vllm_has_our_words_and_a_mend():
+    from mla_backend.attention import support
+
+    reasons = reasons_of_vllm()
+    assert len(reasons) >= 18
+    config = selector_config()._asdict() | {"device_capability": (7, 5)}
+    for reason in reasons:
+        (words,) = support.explain([reason], config)
+        assert words != reason and "Mend: " in words
