@@ -8,6 +8,8 @@ name the value, what is allowed and the mend.
 from collections.abc import Callable
 from typing import Any
 
+from mla_backend import envs
+
 BLOCK_SIZE = 64
 DTYPES = ("float16", "bfloat16", "float32")
 # fp8 caches are tested on the CPU only so far.
@@ -15,6 +17,11 @@ KV_CACHE_DTYPES = ("auto", "float16", "bfloat16")
 CPU_KV_CACHE_DTYPES = (*KV_CACHE_DTYPES, "fp8", "fp8_e4m3", "fp8_ds_mla")
 # Width of a cache row in elements: kv_lora_rank + qk_rope_head_dim.
 HEAD_SIZES = {576: "512 + 64", 320: "256 + 64"}
+# The GPU kernels take less than torch, which computes everything that is listed above.
+GPU_DTYPES = ("float16", "bfloat16")
+GPU_HEAD_SIZES = (576,)
+# Implementations that run everything everywhere.
+_SLOW = ("torch", "reference")
 MIN_COMPUTE_CAPABILITY = (8, 0)
 MAX_QUERY_LEN = 8
 
@@ -130,6 +137,8 @@ def combination_reasons(config: dict[str, Any]) -> list[str]:
     """What is supported one by one but not together."""
     kv_cache_dtype, dtype = config["kv_cache_dtype"], _dtype_name(config["dtype"])
     reasons = []
+    if config["device_capability"] is not None and envs.get("MLA_BACKEND_IMPL") not in _SLOW:
+        reasons += _gpu_reasons(dtype, config["head_size"])
     if kv_cache_dtype in ("float16", "bfloat16") and kv_cache_dtype != dtype:
         reasons.append(
             f"KV cache dtype {kv_cache_dtype} with model dtype {dtype}; they must agree. "
@@ -139,5 +148,21 @@ def combination_reasons(config: dict[str, Any]) -> list[str]:
         reasons.append(
             f"KV cache dtype fp8_ds_mla with a cache row of {config['head_size']} elements; its "
             "layout is for 576. Mend: --kv-cache-dtype fp8"
+        )
+    return reasons
+
+
+def _gpu_reasons(dtype: str, head_size: int) -> list[str]:
+    reasons = []
+    if dtype in DTYPES and dtype not in GPU_DTYPES:
+        reasons.append(
+            f"model dtype {dtype} on a GPU, whose kernels take {' and '.join(GPU_DTYPES)}. "
+            "Mend: --dtype bfloat16, or MLA_BACKEND_IMPL=torch, which is slow"
+        )
+    if head_size in HEAD_SIZES and head_size not in GPU_HEAD_SIZES:
+        allowed = " or ".join(map(str, GPU_HEAD_SIZES))
+        reasons.append(
+            f"cache row of {head_size} elements on a GPU, whose kernels take {allowed}. "
+            "Mend: MLA_BACKEND_IMPL=torch, which is slow"
         )
     return reasons

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM may ask of the backend: the answers of `validate_configuration`, on a CPU and a GPU."""
+
+import inspect
+from typing import Any, NamedTuple
+
+import torch
+from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.attention.selector import AttentionSelectorConfig
+
+from mla_backend import compat
+from mla_backend.attention import support
+from mla_backend.attention.backend import MlaBackend
+from mla_backend.support_matrix.table import table, yes
+
+_GPU = DeviceCapability(9, 0)
+_CPU_NAME, _GPU_NAME = "CPU", "NVIDIA GPU"
+
+
+class Asked(NamedTuple):
+    """One thing that vLLM may ask for: `changes` to the configuration of a DeepSeek-V3 layer."""
+
+    what: str
+    changes: dict[str, Any]
+
+
+def _features() -> list[Asked]:
+    rows = [*support.HEAD_SIZES.items(), (512, "another size")]
+    caches = dict.fromkeys((*support.kv_cache_dtypes(True), *support.kv_cache_dtypes(False)))
+    return [
+        *(Asked(f"model dtype {name}", {"dtype": getattr(torch, name)}) for name in support.DTYPES),
+        *(Asked(f"KV cache dtype {name}", _cache(name)) for name in caches),
+        Asked("KV cache dtype fp8_e5m2, or any other", _cache("fp8_e5m2")),
+        *(Asked(f"cache row of {n} elements ({parts})", {"head_size": n}) for n, parts in rows),
+        *(Asked(f"block size {size}", {"block_size": size}) for size in (16, 64, 128)),
+        Asked("DeepSeek Sparse Attention", {"use_sparse": True}),
+        Asked("decode context parallelism", {"use_dcp": True}),
+        Asked("prefill context parallelism", {"use_pcp": True}),
+        Asked("batch-invariant mode", {"use_batch_invariant": True}),
+        Asked("KV connectors", {"use_kv_connector": True}),
+        Asked("adaptive verification of drafts", {"use_adaptive_verification": True}),
+        Asked("non-causal attention", {"use_non_causal": True}),
+        Asked("sliding window", {"has_sliding_window": True}),
+        Asked("reference sliding window (R-SWA)", {"use_rswa": True}),
+        Asked("attention sinks", {"has_sink": True}),
+        Asked("KV cache scales of single heads", {"use_per_head_quant_scales": True}),
+        Asked("full attention among image tokens", {"use_mm_prefix": True}),
+        Asked("encoder attention", {"attn_type": "encoder_only"}),
+        Asked("a layer without MLA", {"use_mla": False}),
+    ]
+
+
+def _cache(name: str) -> dict[str, Any]:
+    """A cache of 16-bit rows must have the model's dtype, so the model gets the cache's."""
+    dtype = {"float16": torch.float16}.get(name, torch.bfloat16)
+    return {"kv_cache_dtype": name, "dtype": dtype}
+
+
+def _reasons(changes: dict[str, Any], capability: DeviceCapability | None) -> list[str]:
+    """Why the backend refuses; empty if it does not."""
+
+    class OnThisDevice(MlaBackend):
+        # The class itself has the list of the machine that it runs on.
+        supported_kv_cache_dtypes = list(support.kv_cache_dtypes(capability is None))  # noqa: RUF012
+
+    layer = AttentionSelectorConfig(
+        head_size=576, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=64, use_mla=True
+    )._asdict()
+    known = inspect.signature(AttentionBackend.validate_configuration).parameters
+    config = {k: v for k, v in (layer | changes).items() if k in known}
+    return OnThisDevice.validate_configuration(device_capability=capability, **config)
+
+
+def section() -> str:
+    """The table of features and the list of refusals."""
+    rows: list[list[str]] = []
+    refusals: list[tuple[str, str]] = []
+    for what, changes in _features():
+        on_cpu, on_gpu = _reasons(changes, None), _reasons(changes, _GPU)
+        rows.append([what, yes(not on_cpu), yes(not on_gpu)])
+        refusals += [(what, reason) for reason in on_gpu or on_cpu]
+    low = ".".join(map(str, support.MIN_COMPUTE_CAPABILITY))
+    builder = MlaBackend.get_builder_cls()
+    graphs = builder._cudagraph_support.name
+    lines = [
+        f"## The backend in vLLM {compat.RANGE_TEXT}\n",
+        table(["asked for", _CPU_NAME, f"{_GPU_NAME}, sm_{low.replace('.', '')} or newer"], rows),
+        "",
+        f"* CUDA graphs: `AttentionCGSupport.{graphs}`.",
+        f"* New tokens of a request in one decode step: 1 to {support.MAX_QUERY_LEN}, so up to "
+        f"{support.MAX_QUERY_LEN - 1} speculative tokens.",
+        f"* The logarithm of the softmax sum is returned: {yes(_returns_lse())}.",
+        "* Tensor parallelism: 1 to 128 heads on a rank. Pipeline, data and expert parallelism are "
+        "vLLM's.",
+        "",
+        "The words of each refusal:",
+        "",
+        *(f"* {what}: {reason}" for what, reason in refusals),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _returns_lse() -> bool:
+    return bool(MlaBackend.get_impl_cls().can_return_lse_for_decode)

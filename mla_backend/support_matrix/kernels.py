@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each implementation of each op in `mla_kernels` takes, by the checks that they make."""
+
+import sys
+from itertools import product
+
+import mla_kernels
+import torch
+from mla_kernels.arch import ARCHS, KB
+from mla_kernels.checks import BLOCK_SIZES
+from mla_kernels.decode.api import MAX_HEADS, MAX_S_Q
+from mla_kernels.decode.choice import AVAILABLE
+from mla_kernels.decode.rescale import RESCALES
+from mla_kernels.layouts import Fp8DsMlaLayout, IndexerLayout, MlaDims
+
+from mla_backend.support_matrix.table import table
+
+_IMPLS = ("hopper", "triton", "torch", "reference")
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_QUANTISED = (torch.float8_e4m3fn, torch.uint8)
+_DIMS = (MlaDims(512, 64), MlaDims(256, 64), MlaDims(256, 32), MlaDims(384, 64))
+_NAMES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float8_e4m3fn: "fp8 e4m3",
+    torch.uint8: "fp8_ds_mla",
+}
+Case = tuple[MlaDims, torch.dtype, torch.dtype, int, str]
+
+
+def section() -> str:
+    """Ops, the choices of the decode kernel, architectures and layouts."""
+    lines = [
+        "## The kernels\n",
+        "Which implementations an op has. `auto` takes the first that runs on the device and fits; "
+        "`torch` and `reference` run everywhere.\n",
+        _ops(),
+        "",
+        f"`mla_decode`: 1 to {MAX_HEADS} heads, 1 to {MAX_S_Q} new tokens a request.\n",
+        _decode(),
+        "",
+        "## Architectures\n",
+        "The Triton kernels compile for all of these and for AMD; `hopper` for sm_90 alone.\n",
+        _archs(),
+        "",
+        "## Cache layouts\n",
+        "Byte for byte in [cache_layouts.md](cache_layouts.md).\n",
+        _layouts(),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _ops() -> str:
+    rows = []
+    for op in mla_kernels.__all__:
+        module = sys.modules[getattr(mla_kernels, op).__module__]
+        available = getattr(module, "AVAILABLE", None)
+        if available is not None:
+            rows.append([f"`{op}`", *("yes" if impl in available else "" for impl in _IMPLS)])
+    return table(["op", *_IMPLS], rows)
+
+
+def _decode() -> str:
+    taken = {impl: [case for case in _cases() if _takes(impl, *case)] for impl in AVAILABLE}
+    parts = {
+        "latent + rope": lambda c: f"{c[0].kv_lora_rank} + {c[0].rope_dim}",
+        "q": lambda c: _NAMES[c[1]],
+        "cache": lambda c: _NAMES[c[2]],
+        "blocks": lambda c: str(c[3]),
+        "rescale": lambda c: c[4],
+    }
+    rows = []
+    for name, part in parts.items():
+        cells = [", ".join(dict.fromkeys(map(part, taken[impl]))) for impl in _IMPLS]
+        rows.append([name, *cells])
+    return table(["`mla_decode`", *_IMPLS], rows)
+
+
+def _cases() -> list[Case]:
+    """Combinations that `mla_decode` itself lets through."""
+    return [
+        (dims, dtype, cache, block, rescale)
+        for dims, dtype, block, rescale in product(_DIMS, _DTYPES, BLOCK_SIZES, RESCALES)
+        for cache in (dtype, *_QUANTISED)
+    ]
+
+
+def _takes(impl: str, *case: object) -> bool:
+    """By the implementation's own check; torch and the reference have none beyond mla_decode's."""
+    dims, dtype, cache, block, rescale = case
+    if impl == "hopper":
+        from mla_kernels.decode.hopper.launcher import refusal
+
+        return refusal(dims, dtype, cache, block, rescale) is None  # type: ignore[arg-type]
+    if impl == "triton":
+        from mla_kernels.decode.triton.launcher import check_supported
+
+        assert isinstance(dims, MlaDims) and isinstance(dtype, torch.dtype)
+        q = torch.empty(1, 1, 16, dims.head_dim, dtype=dtype, device="meta")
+        out = torch.empty(1, 1, 16, dims.kv_lora_rank, dtype=dtype, device="meta")
+        try:
+            check_supported(q, out, dims)
+        except ValueError:
+            return False
+    return True
+
+
+def _archs() -> str:
+    rows = [
+        [
+            f"sm_{sm}",
+            f"{arch.shared_memory // KB} KB",
+            arch.tensor_core,
+            "instructions" if arch.e4m3_convert else "integer operations",
+            "hopper, triton" if sm == 90 else "triton",
+        ]
+        for sm, arch in ARCHS.items()
+    ]
+    return table(["GPU", "shared memory", "tensor cores", "fp8 to bf16", "kernels"], rows)
+
+
+def _layouts() -> str:
+    dims = MlaDims()
+    page = IndexerLayout()
+    rows = [
+        ["bf16, fp16", str(dims.head_dim * 2), f"{dims.kv_lora_rank} latent, {dims.rope_dim} rope"],
+        ["fp8 e4m3", str(dims.head_dim), "the same, one scale for the whole cache"],
+        ["fp8_ds_mla", str(Fp8DsMlaLayout().row_bytes), "fp8 latent, 4 fp32 scales, bf16 rope"],
+        ["Lightning Indexer", str(page.page_bytes // page.block_size), "fp8 key, fp32 scale"],
+    ]
+    return table(["layout", "bytes a token and layer", "what"], rows)
