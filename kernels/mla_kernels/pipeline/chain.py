@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The chain of stages that every block of the loop goes through."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+from numbers import Real
+
+CUBE, VECTOR = 0, 1
+UNITS = ("cube", "vector")
+
+
+@dataclass(frozen=True)
+class Chain:
+    """[C1] -> [V1] -> ... -> [Cn] -> [Vn] (paper, section 4.1).
+
+    A stage is named by its place p in the chain, 0 to 2n - 1; edge p leads from stage p to p + 1.
+    Durations are exact fractions, so that a stage that just fits does fit.
+    """
+
+    times: tuple[Fraction, ...]
+
+    @classmethod
+    def of(cls, durations: Iterable[float]) -> "Chain":
+        """The chain of durations [C1], [V1], [C2], ...; an odd count ends in [Vn] = 0.
+
+        Raises ValueError for no duration, one that is negative or not finite, or only zeros.
+        """
+        times = list(durations)
+        for time in times:
+            if not isinstance(time, Real) or not math.isfinite(time) or time < 0:
+                raise ValueError(f"durations must be finite numbers >= 0, got {time!r}")
+        if not any(times):
+            raise ValueError(f"durations need at least one above 0, got {times}")
+        return cls(tuple(map(Fraction, times)) + (Fraction(0),) * (len(times) % 2))
+
+    @property
+    def pairs(self) -> int:
+        """n, the number of [C] [V] pairs."""
+        return len(self.times) // 2
+
+    def work(self, unit: int) -> Fraction:
+        """Time that one block takes on CUBE or VECTOR."""
+        return sum(self.times[unit::2], Fraction(0))
+
+    @property
+    def bound(self) -> Fraction:
+        """The busier unit's work: no cycle that runs each stage once is shorter."""
+        return max(self.work(CUBE), self.work(VECTOR))
+
+    def label(self, stage: int) -> str:
+        return f"{'CV'[stage % 2]}{stage // 2 + 1}"
