@@ -60,8 +60,9 @@ ENV_VARS: dict[str, EnvVar] = {
             "MLA_BACKEND_CHECK",
             "0",
             _parse_bool,
-            "Check block tables and lengths on every decode call and name the request at fault. "
-            "Slow: it reads device memory.",
+            "Check the lengths, block tables and write slots of every step before it runs, and "
+            "name the request at fault by its place in the step. Slow: it copies them off the "
+            "device.",
         ),
         EnvVar(
             "MLA_BACKEND_CPU_PLATFORM",

@@ -17,6 +17,7 @@ class Stats:
     decode: dict[str, str] = field(default_factory=dict)
     decode_steps: int = 0
     prefill_steps: int = 0
+    checked_steps: int = 0
     forward_mqa_calls: int = 0
     forward_mqa_tokens: int = 0
     forward_mha_calls: int = 0

@@ -11,7 +11,7 @@ from vllm.model_executor.layers.attention.mla_attention import MLACommonImpl
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionType
 
-from mla_backend import compat, envs
+from mla_backend import compat
 from mla_backend.attention.kernel import DecodeKernel
 from mla_backend.attention.metadata import MlaMetadata
 from mla_backend.attention.prefill import run_prefill
@@ -60,7 +60,6 @@ class MlaImpl(MLACommonImpl[MlaMetadata]):
         if refused:
             raise ValueError(f"mla-backend does not support {', '.join(refused)}")
         self.supports_quant_query_input = False
-        self._check = envs.get("MLA_BACKEND_CHECK")
         self._on_cpu = current_platform.is_cpu()
         self.decode_kernel = DecodeKernel.choose(
             MlaDims(self.kv_lora_rank, self.qk_rope_head_dim),
@@ -131,7 +130,6 @@ class MlaImpl(MLACommonImpl[MlaMetadata]):
             rescale=self.decode_kernel.rescale,
             impl=self.decode_kernel.impl,
             plan=decode.plan,
-            validate=self._check,
         )
         return out.view(T, H, -1), lse.view(T, H)
 

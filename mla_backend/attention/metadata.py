@@ -14,10 +14,11 @@ from vllm.model_executor.layers.attention.mla_attention import (
 )
 from vllm.v1.attention.backend import AttentionCGSupport
 
-from mla_backend import compat
+from mla_backend import compat, envs
 from mla_backend.attention import support
 from mla_backend.attention.kernel import DecodeKernel
 from mla_backend.attention.prefill import PrefillTile, plan_prefill
+from mla_backend.attention.step_check import StepCheck
 from mla_backend.stats import STATS
 
 
@@ -61,6 +62,9 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MlaMetadata]):
             compat.skip_chunked_context_metadata()
         layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
         self._kernel: DecodeKernel = layer.impl.decode_kernel
+        self._step_check: StepCheck | None = None
+        if envs.get("MLA_BACKEND_CHECK"):
+            self._step_check = StepCheck(layer, kv_cache_spec.block_size, self.dcp_world_size)
         # One plan per shape of a step: it owns the device buffers that its kernels read.
         self._plans: dict[tuple[int, int], MlaDecodePlan] = {}
 
@@ -93,6 +97,9 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MlaMetadata]):
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> MlaMetadata:
         common = common_attn_metadata
+        if self._step_check is not None:
+            self._step_check(common)
+            STATS.checked_steps += 1
         metadata = super().build(common_prefix_len, common, fast_build)
         if metadata.prefill is not None:
             STATS.prefill_steps += 1
@@ -104,3 +111,11 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MlaMetadata]):
                     block_size=self.kv_cache_spec.block_size,
                 )
         return metadata
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> MlaMetadata:
+        """A step that is made up to capture a graph with: not checked."""
+        check, self._step_check = self._step_check, None
+        try:
+            return super().build_for_cudagraph_capture(common_attn_metadata)
+        finally:
+            self._step_check = check

@@ -20,6 +20,7 @@ def test_speculation_on_a_smaller_latent_and_larger_blocks(run_engine, scenarios
     result = run_engine(
         {"alone": scenarios["plain"][3:], "together": scenarios["plain"]},
         model=checkpoint,
+        env={"MLA_BACKEND_CHECK": "1"},
         block_size=128,
         speculative_config={
             "method": "ngram",

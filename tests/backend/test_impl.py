@@ -223,23 +223,6 @@ def test_implementation_that_cannot_run_here_is_refused_at_start(vllm_config, mo
         make_impl(512, torch.float32)
 
 
-def test_check_names_the_request_with_a_bad_table(vllm_config, monkeypatch):
-    monkeypatch.setenv("MLA_BACKEND_CHECK", "1")
-    impl = make_impl(512, torch.float32)
-    cache, table, seq_lens, _ = make_cache([5, 70], 512, impl, "auto", torch.float32, None)
-    table[1, 1] = len(cache)
-    decode = make_builder(impl)._build_decode(
-        block_table_tensor=table,
-        seq_lens_device=seq_lens,
-        num_decode_tokens=2,
-        dcp_tot_seq_lens_device=None,
-    )
-    metadata = types.SimpleNamespace(decode=decode)
-    layer = types.SimpleNamespace(_k_scale=None)
-    with pytest.raises(ValueError, match=r"got 7 in row 1, column 1"):
-        impl.forward_mqa(torch.zeros(2, H, 576), cache, metadata, layer)
-
-
 def test_plan_is_made_once_for_a_shape(vllm_config):
     builder = make_builder(make_impl(512, torch.float32))
     plan = builder._plan(torch.tensor([3, 4], dtype=torch.int32), 1)

@@ -10,10 +10,13 @@ FAMILIES = ("v2-lite", "v3", "v3-default-rope")
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def fp32(request, run_engine, scenarios, demo_checkpoint):
-    """(checkpoint, result) of an fp32 engine; v2-lite with workers in processes of their own."""
+    """(checkpoint, result) of an fp32 engine; v2-lite with workers in processes of their own, v3
+    with every step checked."""
     checkpoint = demo_checkpoint(request.param)
     in_process = request.param != "v2-lite"
-    return checkpoint, run_engine(scenarios, model=checkpoint, in_process=in_process)
+    env = {"MLA_BACKEND_CHECK": "1"} if request.param == "v3" else None
+    result = run_engine(scenarios, model=checkpoint, in_process=in_process, env=env)
+    return checkpoint, {**result, "checked": env is not None}
 
 
 @pytest.mark.parametrize("scenario", ["plain", "churn", "prefix", "churn again"])
@@ -41,6 +44,7 @@ def test_every_attention_call_was_ours(fp32):
         )
         assert done["forward_mqa_calls"] == layers * done["decode_steps"] > 0
         assert done["forward_mha_calls"] == layers * done["prefill_steps"] > 0
+        assert (done["checked_steps"] >= done["decode_steps"]) == result["checked"]
         assert after["decode"]["impl"] == "torch"
         assert "cpu" in after["decode"]["reason"]
 

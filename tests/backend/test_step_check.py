@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MLA_BACKEND_CHECK: a sound step passes, every single fault is found and named."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mla_backend.attention.step_check import StepCheck, check_step
+
+BLOCK, BLOCKS = 64, 40
+
+
+def make_step(lens, new, padded=0):
+    """A step of requests with `lens` tokens, the last `new` of them new; shuffled pages."""
+    g = torch.Generator().manual_seed(0)
+    order = torch.randperm(BLOCKS - 1, generator=g) + 1  # block 0 belongs to nobody
+    table = torch.full((len(lens) + padded, 12), 2**30, dtype=torch.int32)
+    slots, taken = [], 0
+    for r, (n, q) in enumerate(zip(lens, new, strict=True)):
+        pages = -(-n // BLOCK)
+        table[r, :pages] = order[taken : taken + pages]
+        taken += pages
+        for p in range(n - q, n):
+            slots.append(int(table[r, p // BLOCK]) * BLOCK + p % BLOCK)
+    counts = torch.tensor([0, *new, *[0] * padded])
+    return {
+        "block_table": table,
+        "seq_lens": torch.tensor([*lens, *[0] * padded], dtype=torch.int32),
+        "query_start_loc": counts.cumsum(0).int(),
+        "slot_mapping": torch.tensor([*slots, -1, -1]),
+    }
+
+
+LENS, NEW = [5, 64, 65, 300, 1], [1, 1, 1, 100, 1]
+
+
+def check(step, **kwargs):
+    check_step(**step, num_blocks=BLOCKS, block_size=BLOCK, **kwargs)
+
+
+@pytest.mark.parametrize("padded", [0, 3])
+def test_a_sound_step_passes(padded):
+    check(make_step(LENS, NEW, padded))
+
+
+def put(name, index, value):
+    def change(step):
+        step[name][index] = value
+
+    return change
+
+
+FAULTS = [
+    (put("seq_lens", 1, -1), r"request 1 of the 5.*seq_len in 0\.\.768"),
+    (put("seq_lens", 1, 769), r"request 1 of the 5 in this step \(seq_len 769, 1 new"),
+    (put("seq_lens", 3, 99), r"request 3 .*100 new tokens\): more new tokens than its length"),
+    (put("query_start_loc", 2, 9), r"request 2 .*end before they begin"),
+    (put("block_table", (3, 2), BLOCKS), r"request 3 .*column 2 holds 40, expected 0\.\.39"),
+    (put("block_table", (0, 0), -1), r"request 0 .*column 0 holds -1"),
+    (put("slot_mapping", 0, BLOCKS * BLOCK), r"request 0 .*slot 2560, expected -1\.\.2559"),
+    (put("slot_mapping", 103, -2), r"request 4 .*slot -2"),
+    (put("slot_mapping", 50, 7), r"request 3 .*position 247 is written to slot 7, its block"),
+    (put("slot_mapping", 50, -1), r"request 3 .*position 247 is written to slot -1"),
+]
+
+
+@pytest.mark.parametrize("change, said", FAULTS)
+def test_a_fault_is_named(change, said):
+    step = make_step(LENS, NEW)
+    change(step)
+    with pytest.raises(ValueError, match=f"MLA_BACKEND_CHECK: {said}"):
+        check(step)
+
+
+def test_a_slot_that_two_requests_write(monkeypatch):
+    step = make_step(LENS, NEW)
+    step["block_table"][1, 0] = step["block_table"][4, 0]
+    step["seq_lens"][1] = 1
+    step["slot_mapping"][1] = step["slot_mapping"][103]
+    with pytest.raises(ValueError, match=r"request 4 .*is written by request 1 too"):
+        check(step)
+
+
+def test_dummy_steps_and_shared_caches():
+    dummy = make_step(LENS, NEW)
+    dummy["slot_mapping"].fill_(-1)
+    check(dummy)
+    shared = make_step(LENS, NEW)
+    shared["slot_mapping"][::2] = -1  # the other ranks' tokens
+    check(shared, dcp=2)
+    shared["slot_mapping"][1] = BLOCKS * BLOCK
+    with pytest.raises(ValueError, match="request 1 "):
+        check(shared, dcp=2)
+
+
+def test_reads_what_vllm_hands_over():
+    step = make_step(LENS, NEW)
+    common = SimpleNamespace(block_table_tensor=step.pop("block_table"), **step)
+    layer = SimpleNamespace(kv_cache=torch.zeros(BLOCKS, BLOCK, 576))
+    StepCheck(layer, BLOCK)(common)
+    common.block_table_tensor[0, 0] = BLOCKS
+    with pytest.raises(ValueError, match="request 0 "):
+        StepCheck(layer, BLOCK)(common)
+    StepCheck(SimpleNamespace(kv_cache=torch.tensor([])), BLOCK)(common)  # no cache yet
+
+
+def test_the_builder_checks_every_step(monkeypatch):
+    from mla_backend.attention import metadata
+
+    class Common:
+        def build(self, prefix, common, fast):
+            return SimpleNamespace(prefill=None)
+
+    step = make_step(LENS, NEW)
+    step["slot_mapping"][0] += 1
+    common = SimpleNamespace(block_table_tensor=step.pop("block_table"), **step)
+    builder = object.__new__(metadata.MlaMetadataBuilder)
+    layer = SimpleNamespace(kv_cache=torch.zeros(BLOCKS, BLOCK, 576))
+    builder._step_check = StepCheck(layer, BLOCK)
+    parent = metadata.MLACommonMetadataBuilder
+    monkeypatch.setattr(parent, "build", Common.build)
+    with pytest.raises(ValueError, match=r"request 0 .*position 4 is written to slot"):
+        builder.build(0, common)
+    # Steps that graphs are captured with are made up: their slots mean nothing.
+    monkeypatch.setattr(
+        parent, "build_for_cudagraph_capture", lambda self, common: self.build(0, common)
+    )
+    assert builder.build_for_cudagraph_capture(common).prefill is None
+    with pytest.raises(ValueError, match="request 0 "):
+        builder.build(0, common)
