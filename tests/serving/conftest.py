@@ -15,6 +15,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from mla_serving.server.admission import Gate
 from mla_serving.server.app import build_root_app
 from mla_serving.server.info import Info
+from mla_serving.server.watchdog import Watchdog
 
 
 class FakeEngine:
@@ -102,7 +103,7 @@ def make_vllm_app(events):
 class Stand:
     """One root application and all that it was made of."""
 
-    def __init__(self, *, keys=(), limit=0, body_mib=8.0, root_path=""):
+    def __init__(self, *, keys=(), limit=0, body_mib=8.0, root_path="", hang_timeout=0.1):
         self.engine = FakeEngine()
         self.events = []
         self.gauges = {}
@@ -110,7 +111,10 @@ class Stand:
         self.gate = Gate(limit)
         info = Info(self.engine, self.gate, ["demo"], lambda: self.gauges, "0.32.0")
         args = Namespace(root_path=root_path, mla_max_body_mib=body_mib)
-        self.app = build_root_app(self.vllm_app, self.engine, self.gate, info, args, list(keys))
+        self.watchdog = Watchdog(self.engine, hang_timeout)
+        self.app = build_root_app(
+            self.vllm_app, self.engine, self.gate, info, self.watchdog, args, list(keys)
+        )
 
     def client(self):
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
+import psutil
 import pytest
 
 from tests.serving.server_process import ServerProcess
@@ -17,6 +18,7 @@ pytestmark = pytest.mark.engine
 MODEL = "demo"
 KEY = "test-key"
 CONTEXT = 1024
+HANG_SECONDS = 3
 GREEDY = {"model": MODEL, "temperature": 0, "seed": 1}
 CHAT = {**GREEDY, "messages": [{"role": "user", "content": "def main(argv):"}]}
 COMPLETION = {**GREEDY, "prompt": "import os\nimport sys\n"}
@@ -28,6 +30,7 @@ def server(demo_checkpoint, tmp_path_factory):
         str(demo_checkpoint("v3")),
         *("--served-model-name", MODEL, "--dtype", "float32", "--enforce-eager"),
         *("--max-model-len", str(CONTEXT), "--kv-cache-memory-bytes", "256M"),
+        *("--mla-hang-timeout", str(HANG_SECONDS)),
         key=KEY,
         log=tmp_path_factory.mktemp("server") / "log",
     )
@@ -208,6 +211,27 @@ def test_64_parallel_requests_all_finish(server):
     with server.client(limits=limits) as client, ThreadPoolExecutor(64) as pool:
         answers = list(pool.map(ask, range(64)))
     assert answers == [(200, 8 + i % 9) for i in range(64)]
+
+
+def engine_processes(server):
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    return [child for child in children if "EngineCore" in " ".join(child.cmdline())]
+
+
+def test_health_fails_while_the_engine_hangs(server, client, openai_error):
+    (engine,) = engine_processes(server)
+    assert client.get("/health").status_code == 200
+    engine.suspend()
+    try:
+        start = time.monotonic()
+        wait_for(lambda: client.get("/health").status_code == 503)
+        # Asked every half of that time, so found within one and a half, and not before it.
+        assert HANG_SECONDS / 2 < time.monotonic() - start < 2 * HANG_SECONDS
+        assert "has not answered for" in openai_error(client.get("/health"))["message"]
+    finally:
+        engine.resume()
+    wait_for(lambda: client.get("/health").status_code == 200)
+    assert client.post("/v1/completions", json={**COMPLETION, "max_tokens": 2}).status_code == 200
 
 
 def test_sigterm_finishes_a_running_stream_and_exits_with_0(server, client, openai_error):

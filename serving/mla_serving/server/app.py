@@ -12,12 +12,19 @@ from mla_serving.server.auth import ApiKey
 from mla_serving.server.body_limit import BodyLimit
 from mla_serving.server.errors import OpenAIErrors, error_response
 from mla_serving.server.info import Info
+from mla_serving.server.watchdog import Watchdog
 
 MIB = 1024 * 1024
 
 
 def build_root_app(
-    vllm_app: FastAPI, engine: Any, gate: Gate, info: Info, args: Namespace, keys: list[str]
+    vllm_app: FastAPI,
+    engine: Any,
+    gate: Gate,
+    info: Info,
+    watchdog: Watchdog,
+    args: Namespace,
+    keys: list[str],
 ) -> FastAPI:
     """Our application around `vllm_app`.
 
@@ -26,6 +33,7 @@ def build_root_app(
         engine: vLLM's engine client; only `errored` is read.
         gate: counts and admits requests; the drain closes it.
         info: answers /mla/info.
+        watchdog: knows whether the engine hangs.
         args: root_path, mla_max_body_mib.
         keys: API keys; empty leaves the server open.
     """
@@ -39,6 +47,8 @@ def build_root_app(
             return error_response(503, "The engine has died.")
         if gate.draining:
             return error_response(503, "The server is shutting down.")
+        if complaint := watchdog.complaint():
+            return error_response(503, complaint)
         return Response(status_code=200)
 
     @app.get("/mla/info")

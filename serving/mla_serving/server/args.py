@@ -55,6 +55,12 @@ def make_parser() -> Any:
         help="seconds that running requests have to finish after SIGINT or SIGTERM",
     )
     ours.add_argument(
+        "--mla-hang-timeout",
+        type=float,
+        default=120.0,
+        help="seconds without an answer of the engine until /health fails (0: never)",
+    )
+    ours.add_argument(
         "--mla-no-warmup",
         action="store_true",
         help="be ready without having computed a first answer",

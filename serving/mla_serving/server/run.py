@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The start-up, step by step, with a line for each."""
 
+import asyncio
 import os
 import socket
 import sys
@@ -47,6 +48,7 @@ async def _serve(args: Namespace, sock: socket.socket, progress: Progress) -> in
     from mla_serving.server import http, vllm_api, warmup
     from mla_serving.server.app import build_root_app
     from mla_serving.server.info import Info
+    from mla_serving.server.watchdog import Watchdog
 
     async with AsyncExitStack() as stack:
         with progress.waiting(f"loading {args.model} into vLLM {vllm_api.VLLM_VERSION}"):
@@ -63,7 +65,10 @@ async def _serve(args: Namespace, sock: socket.socket, progress: Progress) -> in
             with progress.waiting("computing a first answer"):
                 max_len = engine.model_config.max_model_len
                 await warmup.first_answer(vllm_app, names[0], max_len, keys)
-        app = build_root_app(vllm_app, engine, gate, info, args, keys)
+        watchdog = Watchdog(engine, args.mla_hang_timeout)
+        watching = asyncio.create_task(watchdog.run())
+        stack.callback(watching.cancel)
+        app = build_root_app(vllm_app, engine, gate, info, watchdog, args, keys)
         server = http.make_server(app, args, lambda: _say_ready(args, names[0], progress))
         vllm_app.state.server = server  # vLLM's handlers stop it when they find the engine dead
         return await lifecycle.run_until_stopped(
