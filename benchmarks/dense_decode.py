@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dense MLA decode: our kernels and their peers, every case in one run.
 
-    python benchmarks/dense_decode.py [--cases REGEX] [--impls REGEX] [--results DIR]
+    python benchmarks/dense_decode.py [--paused | --sustained [--seconds S]]
+                                      [--cases REGEX] [--impls REGEX] [--results DIR]
 
 Every implementation is checked against the definition first; one that fails is reported and not
-timed. Times are medians of CUDA-graph replays with a cold L2. Peers (FlashMLA, FlashAttention-3 and
-Triton MLA as vLLM ships them) are left out where vLLM is not installed. Writes dense_decode.json,
-.md and .png to results/h200 beside this file.
+timed. Times are medians of CUDA-graph replays with a cold L2; with --paused the GPU idles before
+each; with --sustained replays run for seconds, with the energy of a step. Peers (FlashMLA,
+FlashAttention-3 and Triton MLA as vLLM ships them) are left out where vLLM is not installed. Writes
+dense_decode.json, .md and .png, or dense_paused or dense_sustained .json and .md, to results/h200
+beside this file.
 """
 
 import argparse
@@ -19,6 +22,7 @@ from typing import Any
 
 import torch
 from dense_cases import LATENT, SCALE, SHAPES, Batch, Shape, golden, make_batch
+from dense_modes import MODES, sustained_roofs
 from dense_peers import PEERS, Run
 from dense_report import write_report
 from gpu import Timer, describe_gpu
@@ -90,9 +94,9 @@ def candidates(batch: Batch, wanted: re.Pattern[str]) -> dict[str, Run]:
     return found
 
 
-def bench(shape: Shape, timer: Timer, wanted: re.Pattern[str]) -> list[dict[str, Any]]:
-    """Rows of one case."""
-    batch = make_batch(shape)
+def check(batch: Batch, wanted: re.Pattern[str]) -> tuple[list[dict[str, Any]], dict[str, Run]]:
+    """A row for each implementation, and those that may be timed."""
+    shape = batch.shape
     count = len(shape.lengths)
     requests = sorted({round(i * (count - 1) / max(CHECKED - 1, 1)) for i in range(CHECKED)})
     want = golden(batch, requests)
@@ -110,37 +114,65 @@ def bench(shape: Shape, timer: Timer, wanted: re.Pattern[str]) -> list[dict[str,
         rows.append(row)
         if "failed" not in row:
             runs[name] = run
-    big = shape.flops > 2e11
-    for name, us in timer.medians(runs, repeats=5 if big else 10).items():
+    return rows, runs
+
+
+def bench(
+    shape: Shape, timer: Timer, wanted: re.Pattern[str], mode: str, seconds: float
+) -> list[dict[str, Any]]:
+    """Rows of one case."""
+    rows, runs = check(make_batch(shape), wanted)
+    for name, found in MODES[mode].time(timer, shape, runs, seconds).items():
         row = next(r for r in rows if r["impl"] == name)
+        us = found.pop("us")
         row["us"] = round(us, 2)
         row["tflops"] = round(shape.flops / us / 1e6, 1)
         row["gbps"] = round(shape.bytes / us / 1e3, 1)
-    return rows
+        row.update(found)
+    return [{**row, "mode": mode} for row in rows]
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    modes = parser.add_mutually_exclusive_group()
+    for mode in ("paused", "sustained"):
+        modes.add_argument(
+            f"--{mode}", dest="mode", action="store_const", const=mode, help=MODES[mode].help
+        )
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each sustained run")
+    parser.add_argument("--cases", help="regular expression on the case names")
+    parser.add_argument("--impls", help="regular expression on the implementations")
+    results = Path(__file__).parent / "results" / "h200"
+    parser.add_argument("--results", type=Path, default=results)
+    parser.set_defaults(mode="cold")
+    args = parser.parse_args(argv)
+    mode = MODES[args.mode]
+    args.cases = re.compile(mode.cases if args.cases is None else args.cases)
+    args.impls = re.compile(mode.impls if args.impls is None else args.impls)
+    return args
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", default="", help="regular expression on the case names")
-    parser.add_argument("--impls", default="", help="regular expression on the implementations")
-    results = Path(__file__).parent / "results" / "h200"
-    parser.add_argument("--results", type=Path, default=results)
-    args = parser.parse_args()
+    args = parse()
     torch.backends.cuda.matmul.allow_tf32 = False
-    machine = describe_gpu()
-    print(json.dumps(machine), flush=True)
+    report: dict[str, Any] = {"machine": describe_gpu(), "mode": args.mode}
+    print(json.dumps(report), flush=True)
+    if args.mode == "sustained":
+        report["roofs"] = sustained_roofs(args.seconds)
+        print(json.dumps(report["roofs"]), flush=True)
+    roofs = {**report["machine"], **report.get("roofs", {})}
     timer, rows = Timer(), []
     for shape in SHAPES:
-        if not re.search(args.cases, shape.name):
+        if not args.cases.search(shape.name):
             continue
-        found = bench(shape, timer, re.compile(args.impls))
-        floor = round(shape.floor_us(machine), 1)
+        found = bench(shape, timer, args.impls, args.mode, args.seconds)
+        floor = round(shape.floor_us(roofs), 1)
         rows += [{**row, "floor_us": floor} for row in found]
         shown = [f"{r['impl']} {r.get('us', r.get('failed'))}" for r in found]
         print(f"{shape.name} floor {floor}: {' | '.join(shown)}", flush=True)
         torch.cuda.empty_cache()
     command = "python benchmarks/dense_decode.py " + " ".join(sys.argv[1:])
-    write_report({"machine": machine, "command": command.strip(), "rows": rows}, args.results)
+    write_report({**report, "command": command.strip(), "rows": rows}, args.results)
     return 1 if any("failed" in row for row in rows) else 0
 
 

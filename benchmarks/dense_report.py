@@ -7,17 +7,26 @@ from pathlib import Path
 from typing import Any
 
 from dense_cases import SHAPES
+from dense_modes import MODES
 
 OURS = ("mla_kernels/hopper/pow2", "mla_kernels/triton/pow2")
+TITLES = {
+    "cold": "# Dense MLA decode",
+    "paused": "# Dense MLA decode after a pause",
+    "sustained": "# Dense MLA decode under sustained load",
+}
 FAST_PEERS = ("peer/flashmla", "peer/fa3")
 
 
 def write_report(report: dict[str, Any], folder: Path) -> None:
-    """dense_decode.json, .md and .png in `folder`."""
+    """dense_decode.json, .md and .png in `folder`; of another mode than cold, dense_<mode> and no
+    picture."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "dense_decode.json").write_text(json.dumps(report, indent=1) + "\n")
-    (folder / "dense_decode.md").write_text(markdown(report))
-    plot(report, folder / "dense_decode.png")
+    stem = "dense_decode" if report["mode"] == "cold" else f"dense_{report['mode']}"
+    (folder / f"{stem}.json").write_text(json.dumps(report, indent=1) + "\n")
+    (folder / f"{stem}.md").write_text(markdown(report))
+    if report["mode"] == "cold":
+        plot(report, folder / f"{stem}.png")
 
 
 def by_case(report: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
@@ -33,15 +42,15 @@ def markdown(report: dict[str, Any]) -> str:
     impls = list(dict.fromkeys(row["impl"] for row in report["rows"]))
     machine = ", ".join(f"{k} {v}" for k, v in report["machine"].items())
     lines = [
-        "# Dense MLA decode",
+        TITLES[report["mode"]],
         "",
         f"{machine}.",
         "",
         f"`{report['command']}`",
         "",
-        "Microseconds: medians of CUDA-graph replays, cold L2. `floor`: the larger of FLOP over",
-        "the GEMM rate and bytes over the read rate, both measured in this run. `best peer`: the",
-        "faster of FlashMLA and FlashAttention-3; above 1 ours is faster.",
+        f"Microseconds: {MODES[report['mode']].note}.",
+        "`floor`: the larger of FLOP over the GEMM rate and bytes over the read rate, both of this",
+        "run. `best peer`: the faster of FlashMLA and FlashAttention-3; above 1 ours is faster.",
         "",
         "| case | floor | " + " | ".join(i.removeprefix("mla_kernels/") for i in impls)
         + " | hopper: best peer | triton: vLLM Triton | hopper TFLOPS | hopper GB/s |",
@@ -66,11 +75,42 @@ def markdown(report: dict[str, Any]) -> str:
         won = sum(w >= 1 for w in wins)
         lines += ["", f"Hopper kernel against the better peer: geometric mean {mean:.3f}, at least "
                   f"as fast in {won} of {len(wins)} cases."]  # fmt: skip
+    lines += energy(report, cases, impls)
     failed = [row for row in report["rows"] if "failed" in row]
     if failed:
         lines += ["", "Not timed:", ""]
         lines += [f"* {row['case']} {row['impl']}: {row['failed']}" for row in failed]
     return "\n".join(lines) + "\n"
+
+
+def energy(
+    report: dict[str, Any], cases: dict[str, dict[str, dict[str, Any]]], impls: list[str]
+) -> list[str]:
+    """Joules a step, mean power and clock of a sustained run; nothing for the other modes."""
+    if "roofs" not in report:
+        return []
+    roofs = ", ".join(f"{key} {value}" for key, value in report["roofs"].items())
+    lines = ["", "## Under load", "", f"Roofs, sustained in this run (`floor` uses them): {roofs}."]
+    if not any("joule_per_step" in row for row in report["rows"]):
+        return [*lines, "NVML was not there: no energy."]
+    lines += [
+        "",
+        "Joules a step (watts, SM MHz), from NVML's energy counter.",
+        "",
+        "| case | " + " | ".join(impl.removeprefix("mla_kernels/") for impl in impls) + " |",
+        "|---" * (len(impls) + 1) + "|",
+    ]
+    for case, rows in cases.items():
+        cells = [case]
+        for row in (rows.get(impl, {}) for impl in impls):
+            known = "joule_per_step" in row
+            cells.append(
+                f"{row['joule_per_step']:.3f} ({row['watts']:.0f}, {row['sm_mhz']})"
+                if known
+                else ""
+            )
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
 
 
 def _us(row: dict[str, Any] | None) -> str:

@@ -2,14 +2,34 @@
 """What the GPU benchmarks share: the machine and its measured roofs, timing by graph replays."""
 
 import statistics
+import subprocess
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import triton
+from power import PowerMeter
 
 DEVICE = "cuda"
+READ_BYTES = 2**33
+_GEMM_SIZE = 8192
+GEMM_FLOPS = 2 * _GEMM_SIZE**3
 _FLUSH_BYTES = 256 * 2**20  # several times the L2
+_PAUSE_SECONDS = 5e-3
+_LEAD_SECONDS = 1.0  # of a sustained run, not measured: until clocks and power have settled
+_BURST_SECONDS = 0.05  # replays of a sustained run that are launched at once
+
+
+def capture(fn: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """fn as a graph, after a run that compiles what it launches."""
+    fn()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        fn()
+    return graph
 
 
 class Timer:
@@ -18,20 +38,11 @@ class Timer:
     def __init__(self) -> None:
         self._flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=DEVICE)
 
-    def capture(self, fn: Callable[[], object]) -> torch.cuda.CUDAGraph:
-        """fn as a graph, after a run that compiles what it launches."""
-        fn()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            fn()
-        return graph
-
     def medians(
         self, fns: dict[str, Callable[[], object]], *, rounds: int = 3, repeats: int = 10
     ) -> dict[str, float]:
         """Microseconds of each function: back-to-back replays, the functions in turn each round."""
-        graphs = {name: self.capture(fn) for name, fn in fns.items()}
+        graphs = {name: capture(fn) for name, fn in fns.items()}
         pairs: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in graphs}
         for _ in range(rounds):
             for name, graph in graphs.items():
@@ -49,9 +60,75 @@ class Timer:
             for name, times in pairs.items()
         }
 
+    def paused(
+        self, fns: dict[str, Callable[[], object]], *, rounds: int = 3, repeats: int = 5
+    ) -> dict[str, float]:
+        """Microseconds of each function when the GPU was idle before every replay.
+
+        A kernel of one thread runs while the CPU launches the graph, so that the launch is not
+        timed.
+        """
+        graphs = {name: capture(fn) for name, fn in fns.items()}
+        times: dict[str, list[float]] = {name: [] for name in graphs}
+        for _ in range(rounds):
+            for name, graph in graphs.items():
+                for _ in range(repeats):
+                    self._flush.zero_()
+                    torch.cuda.synchronize()
+                    time.sleep(_PAUSE_SECONDS)
+                    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                    torch.cuda._sleep(100_000)
+                    start.record()
+                    graph.replay()
+                    end.record()
+                    torch.cuda.synchronize()
+                    times[name].append(1e3 * start.elapsed_time(end))
+        return {name: statistics.median(found) for name, found in times.items()}
+
+
+def sustained(fn: Callable[[], object], seconds: float) -> dict[str, float]:
+    """Replays of fn for `seconds`, back to back, after a lead of the same.
+
+    us: mean of a replay; with NVML also watts, sm_mhz and joule_per_step. The L2 is not flushed:
+    for functions that read several times its size.
+    """
+    graph, meter = capture(fn), PowerMeter()
+
+    def burst(count: int) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(count):
+            graph.replay()
+        end.record()
+        return start, end
+
+    def run(duration: float, count: int) -> float:
+        """Mean microseconds of a replay; the next burst is launched before this one has ended."""
+        until = time.monotonic() + duration
+        bursts = [burst(count)]
+        while time.monotonic() < until:
+            bursts.append(burst(count))
+            bursts[-2][1].synchronize()
+        torch.cuda.synchronize()
+        return 1e3 * statistics.mean(a.elapsed_time(b) for a, b in bursts) / count
+
+    count = max(1, round(_BURST_SECONDS * 1e6 / run(0.0, 3)))
+    run(_LEAD_SECONDS, count)
+    meter.start()
+    us = run(seconds, count)
+    found = {"us": us, **meter.read()}
+    if "watts" in found:
+        found["joule_per_step"] = round(found["watts"] * us / 1e6, 4)
+    return found
+
 
 def describe_gpu() -> dict[str, Any]:
     """The GPU, the versions, and the roofs measured now."""
+    return {**describe_versions(), **measure_roofs()}
+
+
+def describe_versions() -> dict[str, Any]:
+    """The GPU and the versions, this repository's commit among them."""
     properties = torch.cuda.get_device_properties(0)
     return {
         "gpu": properties.name,
@@ -59,21 +136,34 @@ def describe_gpu() -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "cuda": torch.version.cuda,
-        **measure_roofs(),
+        "commit": _commit(),
     }
+
+
+def _commit() -> str:
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
 
 
 def measure_roofs() -> dict[str, float]:
     """Read bandwidth (a sum over 8 GB) and the bf16 GEMM rate (8192^3, random data, 1 s of it)."""
-    x = torch.empty(2**31, dtype=torch.float32, device=DEVICE).normal_()
-    read_us = _median_us(lambda: torch.sum(x), 10)
-    n = 8192
-    a, b = (torch.randn(n, n, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
-    gemm_us = _median_us(lambda: torch.mm(a, b), 600)
+    read, gemm = roof_functions()
     return {
-        "read_gbps": round(x.numel() * 4 / read_us / 1e3, 1),
-        "bf16_gemm_tflops": round(2 * n**3 / gemm_us / 1e6, 1),
+        "read_gbps": round(READ_BYTES / _median_us(read, 10) / 1e3, 1),
+        "bf16_gemm_tflops": round(GEMM_FLOPS / _median_us(gemm, 600) / 1e6, 1),
     }
+
+
+def roof_functions() -> tuple[Callable[[], object], Callable[[], object]]:
+    """A read of READ_BYTES and a bf16 matrix product of GEMM_FLOPS."""
+    x = torch.empty(READ_BYTES // 4, dtype=torch.float32, device=DEVICE).normal_()
+    a, b = (
+        torch.randn(_GEMM_SIZE, _GEMM_SIZE, dtype=torch.bfloat16, device=DEVICE) for _ in range(2)
+    )
+    return (lambda: torch.sum(x)), (lambda: torch.mm(a, b))
 
 
 def _median_us(fn: Callable[[], object], repeats: int) -> float:

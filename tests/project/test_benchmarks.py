@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What of the GPU benchmarks runs without a GPU: options, reports, the arithmetic of energy."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+PUBLISHED_CASES = 17
+
+
+@pytest.fixture(autouse=True)
+def benchmarks_on_path(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+def report(mode: str, **extra) -> dict:
+    def row(impl: str, us: float, **more) -> dict:
+        return {
+            "case": "b96_h128_q1_k16384", "impl": impl, "us": us, "tflops": 600.0, "gbps": 2500.0,
+            "rel_err": 0.002, "mode": mode, "floor_us": 651.2, **more,
+        }  # fmt: skip
+
+    power = {"joule_per_step": 0.45, "watts": 690.4, "sm_mhz": 1400}
+    rows = [
+        row("mla_kernels/hopper/pow2", 700.0, **(power if extra.get("power") else {})),
+        row("peer/flashmla", 770.0),
+        {"case": "b96_h128_q1_k16384", "impl": "peer/fa3", "failed": "fro inf", "mode": mode,
+         "floor_us": 651.2},
+    ]  # fmt: skip
+    machine = {"gpu": "X", "read_gbps": 4400.0, "bf16_gemm_tflops": 685.0}
+    found = {"machine": machine, "mode": mode, "command": "python x.py", "rows": rows}
+    return found | ({"roofs": {"read_gbps": 4300.0}} if mode == "sustained" else {})
+
+
+@pytest.mark.parametrize("mode", ["cold", "paused", "sustained"])
+def test_dense_report(mode, tmp_path):
+    from dense_report import write_report
+
+    write_report(report(mode, power=True), tmp_path)
+    stem = "dense_decode" if mode == "cold" else f"dense_{mode}"
+    text = (tmp_path / f"{stem}.md").read_text()
+    assert json.loads((tmp_path / f"{stem}.json").read_text())["mode"] == mode
+    assert "| b96_h128_q1_k16384 | 651.2 | 700.0 | 770.0 | failed | 1.10 |" in text
+    assert "geometric mean 1.100, at least as fast in 1 of 1 cases" in text
+    assert "peer/fa3: fro inf" in text
+    assert ("0.450 (690, 1400)" in text) == (mode == "sustained")
+    assert (tmp_path / f"{stem}.png").exists() == (mode == "cold")
+
+
+def test_dense_report_without_nvml(tmp_path):
+    from dense_report import write_report
+
+    write_report(report("sustained"), tmp_path)
+    assert "no energy" in (tmp_path / "dense_sustained.md").read_text()
+
+
+def test_dense_options(capsys):
+    from dense_cases import SHAPES
+    from dense_decode import parse
+
+    def cases(args) -> int:
+        return sum(bool(args.cases.search(shape.name)) for shape in SHAPES)
+
+    assert (parse([]).mode, cases(parse([]))) == ("cold", len(SHAPES))
+    assert (parse(["--paused"]).mode, cases(parse(["--paused"]))) == ("paused", PUBLISHED_CASES)
+    sustained = parse(["--sustained"])
+    assert (sustained.mode, cases(sustained)) == ("sustained", 4)
+    assert sustained.impls.search("peer/fa3")
+    assert not sustained.impls.search("mla_kernels/triton/amla")
+    assert cases(parse(["--sustained", "--cases", "^b1_"])) == 3
+    with pytest.raises(SystemExit):
+        parse(["--paused", "--sustained"])
+    assert "not allowed with" in capsys.readouterr().err
+
+
+def test_energy_is_taken_between_steps_of_the_counter():
+    from power import summarise
+
+    # 700 W; the counter moves every 0.1 s, the samples come every 0.03 s.
+    samples = [(0.03 * i, 70_000 * int(0.3 * i), 1400) for i in range(40)]
+    found = summarise(samples)
+    assert found["watts"] == pytest.approx(700, rel=0.03)
+    assert found["sm_mhz"] == 1400
+    assert summarise(samples[:3]) == {}
