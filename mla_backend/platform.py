@@ -32,6 +32,7 @@ class _Asked:
     """What the user asked for, before vLLM's CPU platform rewrites it for its own MLA kernels."""
 
     block_size: int
+    user_specified_block_size: bool
     enable_chunked_prefill: bool
     enable_prefix_caching: bool
     max_num_batched_tokens: int
@@ -44,6 +45,7 @@ class _Asked:
             raise ValueError(support.block_size_reason(block_size))
         return cls(
             block_size,
+            cache.user_specified_block_size,
             scheduler.enable_chunked_prefill,
             cache.enable_prefix_caching,
             scheduler.max_num_batched_tokens,
@@ -52,6 +54,7 @@ class _Asked:
     def restore(self, vllm_config: Any) -> None:
         cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
         cache.block_size = self.block_size
+        cache.user_specified_block_size = self.user_specified_block_size
         cache.enable_prefix_caching = self.enable_prefix_caching
         scheduler.enable_chunked_prefill = self.enable_chunked_prefill
         scheduler.max_num_batched_tokens = self.max_num_batched_tokens
@@ -89,6 +92,8 @@ class MlaCpuPlatform(CpuPlatform):
         if kv_cache_dtype not in support.kv_cache_dtypes(on_cpu=True):
             raise ValueError(support.kv_cache_dtype_reason(kv_cache_dtype, on_cpu=True))
         asked = _Asked.read(vllm_config)
+        # Else vLLM warns that it overrides the block size, which is put back right after.
+        vllm_config.cache_config.user_specified_block_size = False
         super().check_and_update_config(vllm_config)
         asked.restore(vllm_config)
         _avoid_rotary_op(vllm_config)
