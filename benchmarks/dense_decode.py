@@ -146,6 +146,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--results", type=Path, default=results)
     parser.set_defaults(mode="cold")
     args = parser.parse_args(argv)
+    args.options = [] if args.mode == "cold" else [f"--{args.mode}"]
+    args.options += [f"--{k} '{v}'" for k in ("cases", "impls") if (v := getattr(args, k))]
     mode = MODES[args.mode]
     args.cases = re.compile(mode.cases if args.cases is None else args.cases)
     args.impls = re.compile(mode.impls if args.impls is None else args.impls)
@@ -171,8 +173,8 @@ def main() -> int:
         shown = [f"{r['impl']} {r.get('us', r.get('failed'))}" for r in found]
         print(f"{shape.name} floor {floor}: {' | '.join(shown)}", flush=True)
         torch.cuda.empty_cache()
-    command = "python benchmarks/dense_decode.py " + " ".join(sys.argv[1:])
-    write_report({**report, "command": command.strip(), "rows": rows}, args.results)
+    command = " ".join(["python benchmarks/dense_decode.py", *args.options])
+    write_report({**report, "command": command, "rows": rows}, args.results)
     return 1 if any("failed" in row for row in rows) else 0
 
 

@@ -1,11 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from mla_kernels.pipeline import plan_cycle, simulate, timeline_png, timeline_text
+from mla_kernels.pipeline import (
+    Chain,
+    Cycle,
+    plan_cycle,
+    simulate,
+    timeline_png,
+    timeline_text,
+)
 from mla_kernels.pipeline.cli import main
 
+ROOT = Path(__file__).parents[2]
 AMLA = [10, 8, 6]
 
 
@@ -65,3 +75,18 @@ def test_module_runs_without_matplotlib():
     assert done.returncode == 2
     assert "preload count" in done.stdout
     assert "matplotlib" in done.stderr
+
+
+def test_the_timeline_in_the_documentation(capsys):
+    """docs/pipeline.md shows the plan of the stage times in benchmarks/results."""
+    stages = json.loads((ROOT / "benchmarks/results/h200/hopper_stages.json").read_text())["clocks"]
+    durations = [str(stages[name]) for name in ("C1", "V1", "C2")]
+    main([*durations, "--blocks", "5", "--width", "84"])
+    shown = (ROOT / "docs/pipeline.md").read_text().replace("\n    ", "\n")
+    assert f"pipeline {' '.join(durations)} --blocks 5 --width 84`" in shown
+    assert capsys.readouterr().out in shown
+    c1, v1, c2 = stages.values()
+    kernel = Cycle(
+        Chain.of([c1, v1, c2 / 2, 0, c2 / 2]), (2, 1, 3), (2, 1, 3), frozenset({0, 2, 3, 4})
+    )
+    assert f"# {kernel.preload_count}, {float(kernel.length)}:" in shown
