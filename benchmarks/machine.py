@@ -3,12 +3,14 @@
 
 import os
 import platform
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 
 def describe_machine() -> dict[str, Any]:
-    """CPU, cores this process may use, and the versions that matter."""
+    """CPU, cores this process may use, GPU if there is one, and the versions that matter."""
     import torch
     import vllm
 
@@ -18,8 +20,18 @@ def describe_machine() -> dict[str, Any]:
         if line.startswith("model name")
     ]
     return {
+        **({"gpu": smi[0][0]} if (smi := nvidia_smi("name")) else {}),
         "cpu": names[0] if names else platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "torch": torch.__version__,
         "vllm": vllm.__version__,
     }
+
+
+def nvidia_smi(*fields: str) -> list[list[str]]:
+    """`fields` of each GPU, without a CUDA context of this process; [] where there is none."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return [line.split(", ") for line in done.stdout.splitlines()]

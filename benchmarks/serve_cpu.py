@@ -13,15 +13,13 @@ import argparse
 import contextlib
 import json
 import os
-import random
 import statistics
 import sys
 import tempfile
-import urllib.request
 from pathlib import Path
 from typing import Any
 
-from load import METRICS, STATISTICS, run_load
+from load import METRICS, STATISTICS, agreement, greedy_tokens, run_load
 from machine import describe_machine
 from mla_serving.demo_model import FAMILIES, demo_model_path
 from servers import BACKENDS, Server
@@ -31,36 +29,6 @@ MAX_MODEL_LEN = 4096
 GATE_PROMPTS = (5, 64, 65, 200, 700)  # tokens
 GATE_TOKENS = 32
 Row = dict[str, Any]
-
-
-def greedy_tokens(server: Server) -> list[list[int]]:
-    """What the model says to a few fixed prompts of random tokens, as token ids."""
-    answers = []
-    for length in GATE_PROMPTS:
-        rng = random.Random(length)
-        body = {
-            "model": NAME,
-            "prompt": [rng.randrange(10, 2000) for _ in range(length)],
-            "max_tokens": GATE_TOKENS,
-            "temperature": 0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-        }
-        request = urllib.request.Request(
-            f"{server.url}/v1/completions",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request) as answer:
-            answers.append(json.load(answer)["choices"][0]["token_ids"])
-    return answers
-
-
-def same_tokens(servers: list[Server]) -> float:
-    """Share of greedy tokens on which the two servers agree, position by position."""
-    first, second = (greedy_tokens(server) for server in servers)
-    pairs = [pair for a, b in zip(first, second, strict=True) for pair in zip(a, b, strict=True)]
-    return sum(a == b for a, b in pairs) / len(pairs)
 
 
 def measure(dtype: str, args: argparse.Namespace, logs: Path) -> tuple[list[Row], Row]:
@@ -77,7 +45,8 @@ def measure(dtype: str, args: argparse.Namespace, logs: Path) -> tuple[list[Row]
             server = Server(backend, model, options, logs / f"{backend}-{dtype}.log")
             servers.append(stack.enter_context(server))
             server.wait_ready()
-        gate: Row = {"dtype": dtype, "same_tokens": same_tokens(servers)}
+        said = [greedy_tokens(s.url, NAME, GATE_PROMPTS, GATE_TOKENS) for s in servers]
+        gate: Row = {"dtype": dtype, "same_tokens": agreement(*said)}
         gate["attention"] = {server.backend: server.attention() for server in servers}
         print(f"{dtype}: same greedy tokens {gate['same_tokens']:.1%}", gate["attention"])
         if dtype == "float32" and gate["same_tokens"] < 1:

@@ -13,7 +13,7 @@ from types import TracebackType
 
 START_SECONDS = 600
 STOP_SECONDS = 60
-BACKENDS = ("ours", "stock")
+BACKENDS = ("ours", "stock")  # on a CPU; any other name is one of vLLM's --attention-backend
 QUIET = {
     "VLLM_LOGGING_LEVEL": "INFO",
     "VLLM_NO_USAGE_STATS": "1",
@@ -27,8 +27,8 @@ STOCK = {"VLLM_PLUGINS": "", "MLA_BACKEND_CPU_PLATFORM": "0"}
 class Server:
     """One server process on a free port of 127.0.0.1, its output in `log`.
 
-    The same model, options and environment for both backends; `ours` is `mla-backend serve`,
-    `stock` vLLM's own API server.
+    The same model, options and environment for all backends; `ours` is `mla-backend serve`,
+    `stock` vLLM's own API server without plugins, any other vLLM's with that attention backend.
     """
 
     def __init__(self, backend: str, model: Path, options: list[str], log: Path) -> None:
@@ -40,6 +40,8 @@ class Server:
             entry = [str(Path(sys.executable).with_name("mla-backend")), "serve"]
         else:
             entry = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        if backend not in BACKENDS:
+            options = [*options, "--attention-backend", backend]
         options = [*options, "--host", "127.0.0.1", "--port", str(self.port)]
         self.log = log
         with log.open("w") as out:

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serving on a GPU: this backend against vLLM's own MLA backends, in one run on one machine.
+
+    python benchmarks/serve.py --mode steps [--heads 128 16] [--time-limit 240]
+    python benchmarks/serve.py --mode serve [--shapes 1024/1024] [--concurrency 32] [--rates 1 4]
+
+`steps` times decode steps inside the engine at fixed batch and context, without prefill, and says
+how much of a step is attention. `serve` starts vLLM's server once per backend with the same options
+and loads it with vLLM's own generator: closed loops, then Poisson arrivals. Weights are random, of
+the shapes in configs/models. Results are written as they come, to results/h200 beside this file;
+`--report FILE` only renders a result again.
+"""
+
+import argparse
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from serve_cases import BACKENDS, CONCURRENCY, MODEL, SHAPES, Shape
+
+Row = dict[str, Any]
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--mode", choices=("serve", "steps"), default="serve")
+    parser.add_argument("--backends", nargs="+", default=list(BACKENDS), help="names of vLLM's")
+    parser.add_argument("--model", type=Path, default=MODEL, help="a directory with config.json")
+    parser.add_argument("--time-limit", type=float, default=36000, help="seconds; then it stops")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument(
+        "--compile", action="store_true", help="with torch.compile (slower start); else graphs only"
+    )
+    default = Path(__file__).parent / "results" / "h200"
+    parser.add_argument("--results", type=Path, default=default)
+    parser.add_argument("--report", type=Path, help="render this JSON again, measure nothing")
+    steps = parser.add_argument_group("--mode steps")
+    steps.add_argument("--heads", nargs="+", type=int, default=[128, 16])
+    steps.add_argument("--layers", type=int, default=6, help="dense layers, of DeepSeek-V3's width")
+    steps.add_argument("--as-is", action="store_true", help="the model's own layers and heads")
+    steps.add_argument("--batches", nargs="+", type=int)
+    steps.add_argument("--contexts", nargs="+", type=int)
+    steps.add_argument("--steps", type=int, default=200, help="of each case")
+    steps.add_argument("--case-seconds", type=float, default=10, help="at most, of each case")
+    steps.add_argument("--cache-gib", type=float, default=15, help="KV cache of each engine")
+    steps.add_argument("--eager", action="store_true", help="without CUDA graphs")
+    serve = parser.add_argument_group("--mode serve")
+    serve.add_argument("--shapes", nargs="+", type=Shape.parse, default=list(SHAPES))
+    serve.add_argument("--concurrency", nargs="+", type=int, default=list(CONCURRENCY))
+    serve.add_argument("--rounds", type=int, default=3, help="requests per client")
+    serve.add_argument(
+        "--rates", nargs="*", type=float, help="requests a second (default: 0.5 and 0.8 of ours)"
+    )
+    serve.add_argument("--open-requests", type=int, default=100, help="of each open loop")
+    serve.add_argument("--slo", default="ttft:2000 tpot:50", help="milliseconds, for goodput")
+    serve.add_argument("--server-options", type=shlex.split, default=[], help="more, in quotes")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_arguments(argv)
+    from serve_report import Report
+
+    if args.report:
+        Report.read(args.report).write(args.report.parent)
+        return 0
+    from machine import describe_machine
+
+    settings = {k: _plain(v) for k, v in vars(args).items() if k not in ("results", "report")}
+    words = ["python", "benchmarks/serve.py", *(sys.argv[1:] if argv is None else argv)]
+    report = Report(args.mode, shlex.join(_public(words)), describe_machine(), settings)
+
+    def save(row: Row) -> None:
+        report.rows.append(row)
+        print(json.dumps({k: v for k, v in row.items() if k != "top_kernels_us"}), flush=True)
+        report.write_json(args.results)
+
+    if args.mode == "steps":
+        from serve_steps import run
+    else:
+        from serve_load import run
+    try:
+        run(args, save)
+    finally:
+        report.write(args.results)
+    print(report.markdown())
+    return 0
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, Path):
+        return value.name
+    return value if isinstance(value, (int, float, str, bool, type(None))) else str(value)
+
+
+def _public(words: list[str]) -> list[str]:
+    """The command without where its results went."""
+    kept = []
+    skip = False
+    for word in words:
+        if skip or word.startswith("--results"):
+            skip = word == "--results"
+            continue
+        kept.append(word)
+    return kept
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What benchmarks/serve.py compares: backends, load shapes and decode steps, most telling first."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+OURS = "CUSTOM"
+BACKENDS = (OURS, "FLASHMLA", "FLASH_ATTN_MLA", "TRITON_MLA")
+LABELS = {OURS: "mla-backend"}
+MODEL = Path(__file__).parents[1] / "configs" / "models" / "deepseek-v3-5-layers"
+RELEASED_HEADS = 128
+
+# (requests, tokens of each). A run that is short of time has done the first ones.
+STEPS = (
+    (96, 16384), (32, 16384), (128, 4096), (8, 16384), (1, 16384), (32, 65536), (96, 4096),
+    (8, 65536), (1, 65536), (32, 4096), (128, 16384), (96, 1024), (8, 4096), (1, 4096),
+    (32, 1024), (128, 1024), (8, 1024), (1, 1024), (96, 65536), (128, 65536),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Tokens of a request: prompt / answer."""
+
+    input_len: int
+    output_len: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Shape":
+        """From "8192/1024"; ValueError for anything else."""
+        parts = text.split("/")
+        if len(parts) != 2 or not all(part.isdigit() and int(part) for part in parts):
+            raise ValueError(f"expected PROMPT/ANSWER in tokens, got {text}")
+        return cls(int(parts[0]), int(parts[1]))
+
+    def __str__(self) -> str:
+        return f"{self.input_len}/{self.output_len}"
+
+
+SHAPES = (Shape(1024, 1024), Shape(8192, 1024), Shape(32768, 256))
+CONCURRENCY = (32, 96, 1, 8, 128)
+
+
+def step_cases(batches: list[int] | None, contexts: list[int] | None) -> list[tuple[int, int]]:
+    """STEPS, or every pair of what was asked for, in the order of STEPS where they are in it."""
+    if batches is None and contexts is None:
+        return list(STEPS)
+    batches = batches or sorted({b for b, _ in STEPS})
+    contexts = contexts or sorted({c for _, c in STEPS})
+    asked = [(b, c) for c in contexts for b in batches]
+    return sorted(asked, key=lambda case: STEPS.index(case) if case in STEPS else len(STEPS))
+
+
+def dense_overrides(layers: int, heads: int) -> dict[str, Any]:
+    """DeepSeek-V3 with `layers` dense layers, and of `heads` heads: those of one rank of
+    RELEASED_HEADS / heads tensor-parallel ones, whose share of the MLP goes with them."""
+    ranks = RELEASED_HEADS // heads
+    return {
+        "num_hidden_layers": layers,
+        "first_k_dense_replace": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "intermediate_size": 18432 // ranks,
+    }

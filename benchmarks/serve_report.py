@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The results of benchmarks/serve.py as JSON, Markdown tables and plots."""
+
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from load import METRICS, STATISTICS
+from serve_cases import LABELS, OURS
+
+Row = dict[str, Any]
+COLOURS = {OURS: "tab:red", "FLASHMLA": "tab:blue", "FLASH_ATTN_MLA": "tab:green"}
+
+
+@dataclass
+class Report:
+    """One run. `rows` hold what was measured and what was not, in the order it came."""
+
+    mode: str
+    command: str
+    machine: Row
+    settings: Row
+    rows: list[Row] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, path: Path) -> "Report":
+        return cls(**json.loads(path.read_text()))
+
+    def write_json(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"engine_{self.mode}.json").write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+    def write(self, folder: Path) -> None:
+        """engine_serve or engine_steps, .json, .md and .png."""
+        self.write_json(folder)
+        (folder / f"engine_{self.mode}.md").write_text(self.markdown())
+        try:
+            import matplotlib
+        except ImportError:
+            print("matplotlib is not installed: no plot")
+            return
+        matplotlib.use("Agg")
+        draw = plot_steps if self.mode == "steps" else plot_serve
+        draw(self, folder / f"engine_{self.mode}.png")
+
+    def markdown(self) -> str:
+        title = "Decode steps in the engine" if self.mode == "steps" else "Serving on a GPU"
+        machine = ", ".join(f"{k} {v}" for k, v in self.machine.items())
+        lines = [f"# {title}", "", f"{machine}.", "", f"`{self.command}`", ""]
+        lines += (steps_lines if self.mode == "steps" else serve_lines)(self)
+        left_out = [row for row in self.rows if "error" in row or "not_run" in row]
+        if left_out:
+            lines += ["", "Not measured:", ""]
+            for row in left_out:
+                case = " ".join(f"{k} {v}" for k, v in row.items() if k not in ("error", "not_run"))
+                lines.append(f"* {case}: {row.get('error') or row['not_run']}")
+        return "\n".join(lines) + "\n"
+
+    @property
+    def backends(self) -> list[str]:
+        return list(dict.fromkeys(row["backend"] for row in self.rows))
+
+
+def label(backend: str) -> str:
+    return LABELS.get(backend, backend)
+
+
+def steps_lines(report: Report) -> list[str]:
+    settings = report.settings
+    model = settings["model"] if settings["as_is"] else (
+        f"{settings['layers']} dense layers of DeepSeek-V3's width, 128 heads, or 16 with an "
+        "eighth of the MLP as on one of 8 tensor-parallel GPUs"
+    )  # fmt: skip
+    graphs = "no CUDA graphs" if settings["eager"] else "CUDA graphs of whole decode steps"
+    lines = [
+        f"Random weights: {model}. {settings['dtype']}, {graphs}, "
+        f"{'torch.compile' if settings['compile'] else 'no torch.compile'}. A cache filled with "
+        "random values by vLLM's DecodeBenchConnector; every request has blocks of its own. "
+        "`step`: median of wall times from step to step, scheduling and sampling included. `GPU`: "
+        "all kernels of a step by torch's profiler, `attn`: those of attention over the cache, "
+        "plan and merge included. Milliseconds. `best peer / ours` above 1: ours is faster.",
+        "",
+    ]
+    for heads in dict.fromkeys(row["heads"] for row in report.rows if "batch" in row):
+        lines += [f"## {heads} heads", ""] if not settings["as_is"] else []
+        lines += _steps_table(report, heads)
+    return lines
+
+
+def step_groups(report: Report, heads: int) -> dict[tuple[int, int], dict[str, Row]]:
+    groups: dict[tuple[int, int], dict[str, Row]] = {}
+    for row in report.rows:
+        if row.get("heads") == heads and "step_ms" in row:
+            groups.setdefault((row["batch"], row["context"]), {})[row["backend"]] = row
+    return dict(sorted(groups.items(), key=lambda item: item[0][::-1]))
+
+
+def ratio(rows: dict[str, Row], key: str) -> float | None:
+    """The best peer's `key` over ours."""
+    peers = [row[key] for name, row in rows.items() if name != OURS and row.get(key)]
+    ours = rows.get(OURS, {}).get(key)
+    return min(peers) / ours if peers and ours else None
+
+
+def _steps_table(report: Report, heads: int) -> list[str]:
+    groups = step_groups(report, heads)
+    names = [name for name in report.backends if any(name in rows for rows in groups.values())]
+    head = ["b x context", *(f"{label(name)}: step, GPU, attn" for name in names)]
+    head += ["best peer / ours: step", "attn", "attention in our step"]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    ratios: dict[str, list[float]] = {"step_ms": [], "attention_ms": []}
+    for (batch, context), rows in groups.items():
+        cells = [f"{batch} x {context}"]
+        for name in names:
+            row = rows.get(name, {})
+            cells.append(
+                ", ".join(_number(row.get(k), 3) for k in ("step_ms", "gpu_ms", "attention_ms"))
+            )
+        for key, found in ratios.items():
+            value = ratio(rows, key)
+            cells.append(_number(value, 2))
+            if value:
+                found.append(value)
+        share = rows.get(OURS, {}).get("attention_share")
+        cells.append(f"{share:.0%}" if share is not None else "")
+        lines.append("| " + " | ".join(cells) + " |")
+    for key, found in ratios.items():
+        if found:
+            mean = math.exp(sum(map(math.log, found)) / len(found))
+            what = "Whole steps" if key == "step_ms" else "Attention"
+            lines += ["", f"{what}, best peer / ours: geometric mean {mean:.3f}, at least as fast "
+                      f"in {sum(r >= 1 for r in found)} of {len(found)} cases."]  # fmt: skip
+    return [*lines, ""]
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def serve_lines(report: Report) -> list[str]:
+    settings = report.settings
+    lines = [
+        f"Random weights of the shapes in configs/models/{settings['model']}, so a step has "
+        "attention, MLPs and one output head of as many layers as that folder says. "
+        f"{settings['dtype']}, {'torch.compile' if settings['compile'] else 'no torch.compile'}; "
+        "vLLM's server with the same options for every backend, loaded by `vllm bench serve`. "
+        f"Closed loops of {settings['rounds']} requests a client; open loops of "
+        f"{settings['open_requests']} requests with Poisson arrivals. Goodput: requests a second "
+        f"within {settings['slo']} (milliseconds).",
+        "",
+        "| backend | same greedy tokens as the first | ready after s | GPU memory GiB |",
+        "|---|--:|--:|--:|",
+    ]
+    for row in report.rows:
+        if "start_s" in row:
+            same = f"{row['same_tokens_as_first']:.1%}"
+            memory = _number(row.get("gpu_memory_gib"), 1)
+            lines.append(f"| {label(row['backend'])} | {same} | {row['start_s']:.0f} | {memory} |")
+    heads = [f"{m.upper()} {s}" for m in METRICS for s in STATISTICS]
+    lines += ["", "| shape | load | backend | output tok/s | goodput | " + " | ".join(heads) + " |"]
+    lines.append("|---|---|---|--:|--:|" + "--:|" * len(heads))
+    for row in sorted(serve_rows(report), key=lambda r: (r["shape"], *load_key(r))):
+        kind, size = load_key(row)
+        load = f"{size:g} clients" if kind == "closed" else f"{size:g} a second"
+        cells = [row["shape"], load, label(row["backend"]), f"{row['output_tok_s']:.0f}"]
+        cells.append(_number(row.get("goodput_s"), 2))
+        cells += [f"{row[f'{m}_{s}']:.1f}" for m in METRICS for s in STATISTICS]
+        lines.append("| " + " | ".join(cells) + " |")
+    return [*lines, "", "Times in milliseconds."]
+
+
+def serve_rows(report: Report) -> list[Row]:
+    return [row for row in report.rows if "output_tok_s" in row]
+
+
+def load_key(row: Row) -> tuple[str, float]:
+    return row["loop"], row.get("concurrency") or row.get("rate") or 0
+
+
+def plot_serve(report: Report, path: Path) -> None:
+    """Throughput of the GPU against tokens a second that one user sees, a panel per shape."""
+    import matplotlib.pyplot as plt
+
+    rows = [row for row in serve_rows(report) if row["loop"] == "closed"]
+    shapes = list(dict.fromkeys(row["shape"] for row in rows))
+    figure, panels = plt.subplots(
+        1, max(len(shapes), 1), figsize=(5 * max(len(shapes), 1), 4), squeeze=False
+    )
+    for axes, shape in zip(panels[0], shapes, strict=False):
+        for backend in report.backends:
+            line = [r for r in rows if r["shape"] == shape and r["backend"] == backend]
+            line.sort(key=lambda row: row["concurrency"])
+            users = [1e3 / row["tpot_p50"] for row in line]
+            colour = COLOURS.get(backend, "tab:gray")
+            axes.plot(users, [r["output_tok_s"] for r in line], marker="o", color=colour,
+                      label=label(backend))  # fmt: skip
+        axes.set(title=shape, xlabel="tokens a second and user", ylabel="output tokens a second")
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def plot_steps(report: Report, path: Path) -> None:
+    """Step time of the best peer over ours against the context, a line per batch."""
+    import matplotlib.pyplot as plt
+
+    heads_list = list(dict.fromkeys(row["heads"] for row in report.rows if "batch" in row)) or [0]
+    figure, panels = plt.subplots(
+        1, len(heads_list), figsize=(6 * len(heads_list), 4), squeeze=False
+    )
+    for axes, heads in zip(panels[0], heads_list, strict=True):
+        lines: dict[int, list[tuple[int, float]]] = {}
+        for (batch, context), rows in step_groups(report, heads).items():
+            value = ratio(rows, "step_ms")
+            if value:
+                lines.setdefault(batch, []).append((context, value))
+        for batch, points in sorted(lines.items()):
+            axes.plot(*zip(*sorted(points), strict=True), marker="o", label=f"batch {batch}")
+        axes.axhline(1, color="black", linewidth=1)
+        axes.set(xscale="log", title=f"{heads} heads", xlabel="context",
+                 ylabel="step of the best peer / of ours")  # fmt: skip
+        axes.grid(alpha=0.3)
+        if lines:
+            axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)

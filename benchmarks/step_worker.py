@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One vLLM engine in a process of its own that times decode steps on demand.
+
+    python benchmarks/step_worker.py '{"backend": "CUSTOM", "engine": {...}}'
+
+Reads one case a line ({"batch": 8, "context": 4096, "steps": 200, "seconds": 2}) and answers with
+one line of JSON; what vLLM prints goes to stderr. The engine runs in this process. vLLM's
+DecodeBenchConnector fills the cache blocks of a new request (each request has its own blocks) with
+random values instead of a prefill, so every step that is timed decodes one token of each request.
+"""
+
+import itertools
+import json
+import os
+import re
+import statistics
+import sys
+import time
+from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+# Kernels that are attention over the cache; each backend's plan and merge included.
+ATTENTION = re.compile(
+    r"mla_decode_kernel|hopper_decode_kernel|merge_kernel|plan_kernel|flash_fwd|FlashAttn|"
+    r"prepare_varlen|get_mla_metadata|_fwd_grouped_kernel|_fwd_kernel_stage",
+    re.IGNORECASE,
+)
+WARM_STEPS = 5
+PROFILED_STEPS = 10
+FILL = {
+    "kv_connector": "DecodeBenchConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"fill_mean": 0.0, "fill_std": 0.1},
+}
+Row = dict[str, Any]
+
+
+def make_engine(options: Row) -> Any:
+    """vLLM with our plugin registered, whether or not it is installed."""
+    from vllm import LLM
+
+    from mla_backend.plugin import register
+
+    register()
+    return LLM(
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        enable_prefix_caching=False,
+        kv_transfer_config=FILL,
+        **options,
+    )
+
+
+class Steps:
+    """Decode steps of a fixed set of requests."""
+
+    def __init__(self, llm: Any, batch: int, context: int) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        self.engine = llm.llm_engine
+        self.batch = batch
+        room = self.engine.vllm_config.model_config.max_model_len - context
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=room,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        self.ids = [f"b{batch}-c{context}-{i}" for i in range(batch)]
+        prompt = [5 + i % 1000 for i in range(context)]
+        for name in self.ids:
+            self.engine.add_request(name, {"prompt_token_ids": prompt}, params)
+
+    def run(self, count: int) -> list[float]:
+        """Seconds between the ends of `count` steps in which every request got a token."""
+        ends: list[float] = []
+        while len(ends) <= count:
+            outputs = self.engine.step()
+            if len(outputs) == self.batch:
+                ends.append(time.perf_counter())
+            elif ends and outputs:
+                raise RuntimeError(f"a step with {len(outputs)} of {self.batch} requests")
+        return [after - before for before, after in itertools.pairwise(ends)]
+
+    def stop(self) -> None:
+        self.engine.abort_request(self.ids)
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
+
+
+def run_case(llm: Any, case: Row) -> Row:
+    """Median and mean step time, and by profiler what the GPU did in a step."""
+    steps = Steps(llm, case["batch"], case["context"])
+    try:
+        warm = steps.run(WARM_STEPS)
+        count = max(20, min(case["steps"], int(case["seconds"] / statistics.median(warm))))
+        seconds = steps.run(count)
+        row = {
+            "steps": count,
+            "step_ms": 1e3 * statistics.median(seconds),
+            "mean_ms": 1e3 * statistics.fmean(seconds),
+            "p99_ms": 1e3 * sorted(seconds)[int(0.99 * (count - 1))],
+            "out_tok_s": case["batch"] / statistics.fmean(seconds),
+        }
+        return row | profile(steps)
+    finally:
+        steps.stop()
+
+
+def profile(steps: Steps) -> Row:
+    """Milliseconds of GPU kernels in a step, and of those that are attention; {} without a GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {}
+    from torch.profiler import ProfilerActivity
+
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as seen:
+        steps.run(PROFILED_STEPS)
+        torch.cuda.synchronize()
+    # `run` needs one step more than the intervals that it returns.
+    return kernel_times(
+        [(event.key, event.self_device_time_total) for event in seen.key_averages()],
+        PROFILED_STEPS + 1,
+    )
+
+
+def kernel_times(kernels: list[tuple[str, float]], steps: int) -> Row:
+    """Sums over (name, microseconds) of kernels, each given for all `steps` together."""
+    if not kernels:
+        return {}
+    total = sum(us for _, us in kernels)
+    attention = sum(us for name, us in kernels if ATTENTION.search(name))
+    top = sorted(kernels, key=lambda kernel: -kernel[1])[:10]
+    return {
+        "gpu_ms": total / steps / 1e3,
+        "attention_ms": attention / steps / 1e3,
+        "attention_share": attention / total if total else 0.0,
+        "top_kernels_us": {name[:80]: round(us / steps, 2) for name, us in top},
+    }
+
+
+def memory_gib() -> float | None:
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    return torch.cuda.max_memory_reserved() / 2**30
+
+
+def main() -> int:
+    spec = json.loads(sys.argv[1])
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # vLLM logs to stdout
+
+    def answer(row: Row) -> None:
+        print(json.dumps(row), file=answers, flush=True)
+
+    try:
+        llm = make_engine(spec["engine"])
+    except Exception as error:
+        answer({"error": f"{type(error).__name__}: {error}"[:500]})
+        return 1
+    blocks = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
+    answer({"ready": True, "blocks": blocks})
+    for line in sys.stdin:
+        try:
+            answer(run_case(llm, json.loads(line)) | {"memory_gib": memory_gib()})
+        except Exception as error:
+            answer({"error": f"{type(error).__name__}: {error}"[:500]})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

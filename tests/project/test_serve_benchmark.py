@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""benchmarks/serve.py without a GPU: its cases, its timing loop on a tiny engine, its tables."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def benchmarks_importable(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+def test_cases_come_in_the_order_of_the_list():
+    from serve_cases import STEPS, step_cases
+
+    assert step_cases(None, None) == list(STEPS)
+    assert len(set(STEPS)) == 20
+    asked = step_cases([1, 96, 7], [16384])
+    assert asked == [(96, 16384), (1, 16384), (7, 16384)]
+    assert len(step_cases(None, [1024, 4096])) == 10
+
+
+@pytest.mark.parametrize("text", ["1024", "1024/", "a/b", "0/5", "1/2/3", "-1/4"])
+def test_bad_shapes_are_refused(text):
+    from serve_cases import Shape
+
+    with pytest.raises(ValueError, match="expected PROMPT/ANSWER"):
+        Shape.parse(text)
+
+
+def test_overrides_are_a_rank_of_v3():
+    from serve_cases import dense_overrides
+
+    assert dense_overrides(6, 16) == {
+        "num_hidden_layers": 6,
+        "first_k_dense_replace": 6,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "intermediate_size": 2304,
+    }
+    assert dense_overrides(6, 128)["intermediate_size"] == 18432
+
+
+def test_kernels_are_told_apart_by_name():
+    from step_worker import kernel_times
+
+    kernels = [
+        ("hopper_decode_kernel", 600.0),
+        ("merge_kernel", 50.0),
+        ("plan_kernel", 50.0),
+        ("void flash::FlashAttnFwdSm90<...>", 100.0),
+        ("_fwd_grouped_kernel_stage1", 100.0),
+        ("nvjet_sm90_tst_128x64", 900.0),
+        ("write_kv_cache_kernel", 200.0),
+    ]
+    row = kernel_times(kernels, 10)
+    assert row["gpu_ms"] == pytest.approx(0.2)
+    assert row["attention_ms"] == pytest.approx(0.09)
+    assert row["attention_share"] == pytest.approx(0.45)
+    assert next(iter(row["top_kernels_us"])) == "nvjet_sm90_tst_128x64"
+
+
+class FakeEngine:
+    def __init__(self, backend, ready):
+        self.backend = backend
+        self.ready = ready
+        self.asked = []
+
+    def answer(self):
+        return self.ready
+
+    def ask(self, case):
+        self.asked.append((case["batch"], case["context"]))
+        return {"step_ms": 1.0}
+
+
+def test_engines_take_turns_and_what_is_not_run_is_said():
+    from step_driver import measure
+
+    rows = []
+    good, bad = FakeEngine("CUSTOM", {"ready": True}), FakeEngine("FLASHMLA", {"error": "no GPU"})
+    limits = {"heads": 16, "max_tokens": 4096, "steps": 5, "seconds": 1.0, "save": rows.append}
+    late = time.monotonic() + 60
+    measure([good, bad], [(1, 1024), (8, 1024)], deadline=late, **limits)
+    assert good.asked == [(1, 1024)] and bad.asked == []
+    assert rows[0] == {"heads": 16, "backend": "FLASHMLA", "error": "no GPU"}
+    assert rows[1]["step_ms"] == 1.0
+    assert "does not fit" in rows[2]["not_run"]
+    measure([good], [(1, 1024)], deadline=time.monotonic() - 1, **limits)
+    assert rows[3]["not_run"] == "no time was left"
+
+
+def step_row(backend, batch, ms, attention):
+    times = {"step_ms": ms, "gpu_ms": ms * 0.9, "attention_ms": attention}
+    key = {"heads": 128, "batch": batch, "context": 16384, "backend": backend}
+    return {**key, **times, "attention_share": attention / ms}
+
+
+def test_report_of_steps(tmp_path):
+    from serve import parse_arguments
+    from serve_report import Report
+
+    settings = vars(parse_arguments(["--mode", "steps"])) | {"model": "m", "results": "", "slo": ""}
+    settings = {k: v for k, v in settings.items() if isinstance(v, (str, int, float))}
+    rows = [
+        step_row("CUSTOM", 96, 8.0, 4.0),
+        step_row("FLASHMLA", 96, 10.0, 6.0),
+        step_row("TRITON_MLA", 96, 50.0, 45.0),
+        step_row("CUSTOM", 1, 2.0, 0.4),
+        step_row("FLASHMLA", 1, 1.0, 0.2),
+        {"heads": 128, "batch": 8, "context": 65536, "backend": "CUSTOM", "not_run": "no time"},
+    ]
+    report = Report("steps", "python x", {"gpu": "G"}, settings, rows)
+    report.write(tmp_path)
+    page = (tmp_path / "engine_steps.md").read_text()
+    assert "| 96 x 16384 | 8.000, 7.200, 4.000 | 10.000, 9.000, 6.000 |" in page
+    assert "| 1.25 | 1.50 | 50% |" in page  # FLASHMLA over ours, not TRITON_MLA
+    assert "| 0.50 | 0.50 | 20% |" in page
+    assert "geometric mean 0.791, at least as fast in 1 of 2 cases" in page
+    assert "* heads 128 batch 8 context 65536 backend CUSTOM: no time" in page
+    assert (tmp_path / "engine_steps.png").stat().st_size > 1000
+    again = Report.read(tmp_path / "engine_steps.json")
+    assert again.markdown() == page
+
+
+def test_report_of_serving(tmp_path):
+    from load import METRICS, STATISTICS
+    from serve_report import Report
+
+    times = {f"{m}_{s}": 10.0 for m in METRICS for s in STATISTICS}
+    settings = {"model": "m", "dtype": "bfloat16", "compile": False, "rounds": 3}
+    settings |= {"open_requests": 5, "slo": "ttft:1 tpot:2"}
+    load = {"shape": "8/8", "goodput_s": 1.5, "failed": 0, **times}
+    rows = [
+        {"backend": "CUSTOM", "start_s": 40.0, "same_tokens_as_first": 1.0, "gpu_memory_gib": 9.5},
+        {"backend": "CUSTOM", "loop": "closed", "concurrency": 4, "output_tok_s": 321.0, **load},
+        {"backend": "CUSTOM", "loop": "open", "rate": 0.5, "output_tok_s": 99.0, **load},
+        {"backend": "FLASHMLA", "error": "FLASHMLA did not start"},
+    ]
+    Report("serve", "python x", {"gpu": "G"}, settings, rows).write(tmp_path)
+    page = (tmp_path / "engine_serve.md").read_text()
+    assert "| mla-backend | 100.0% | 40 | 9.5 |" in page
+    assert "| 8/8 | 4 clients | mla-backend | 321 | 1.50 | 10.0 |" in page
+    assert "| 8/8 | 0.5 a second | mla-backend | 99 | 1.50 |" in page
+    assert "* backend FLASHMLA: FLASHMLA did not start" in page
+    assert (tmp_path / "engine_serve.png").exists()
+
+
+@pytest.mark.engine
+def test_steps_of_a_tiny_engine(demo_checkpoint, tmp_path):
+    """Real decode steps on a CPU; a backend that vLLM does not have is reported, not fatal."""
+    words = "--mode steps --as-is --eager --dtype float32 --steps 20 --case-seconds 1 "
+    words += "--backends CUSTOM NO_SUCH --batches 3 --contexts 100 --cache-gib 0.05"
+    command = [sys.executable, str(BENCHMARKS / "serve.py"), *words.split()]
+    command += ["--model", str(demo_checkpoint("v3")), "--results", str(tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-2000:]
+    report = json.loads((tmp_path / "engine_steps.json").read_text())
+    failed, timed = sorted(report["rows"], key=lambda row: "step_ms" in row)
+    assert failed["backend"] == "NO_SUCH" and "NO_SUCH" in failed["error"]
+    assert (timed["batch"], timed["context"], timed["steps"]) == (3, 100, 20)
+    assert 0.1 < timed["step_ms"] < 2000
+    assert timed["out_tok_s"] == pytest.approx(3e3 / timed["mean_ms"])
+    assert str(tmp_path) not in report["command"]
