@@ -37,7 +37,7 @@ class Server:
             sock.bind(("127.0.0.1", 0))
             self.port = sock.getsockname()[1]
         if backend == "ours":
-            entry = [str(Path(sys.executable).with_name("mla-backend")), "serve"]
+            entry = [sys.executable, "-m", "mla_serving.cli", "serve"]
         else:
             entry = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         if backend not in BACKENDS:
@@ -51,6 +51,10 @@ class Server:
                 stdout=out,
                 stderr=subprocess.STDOUT,
             )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     @property
     def url(self) -> str:

@@ -154,6 +154,28 @@ def test_report_of_serving(tmp_path):
     assert (tmp_path / "engine_serve.png").exists()
 
 
+@pytest.mark.parametrize("logprob", [float("nan"), float("-inf"), 0.5, None])
+def test_the_soak_sees_a_bad_logprob(logprob):
+    from soak import check_event
+
+    usage = {"completion_tokens": 2}
+    good = {"choices": [{"logprobs": {"token_logprobs": [-0.1, 0.0]}}], "usage": usage}
+    assert check_event(good) == usage
+    good["choices"][0]["logprobs"]["token_logprobs"][1] = logprob
+    with pytest.raises(RuntimeError, match="logprob"):
+        check_event(good)
+
+
+def test_the_soak_sees_memory_grow():
+    from soak import growth
+
+    flat = [{"RSS": 100.0, "GPU": 50.0}] * 4
+    start = [{"RSS": 10.0, "GPU": 50.0}] * 4
+    assert growth(start + flat + flat) == {"RSS": 0.0, "GPU": 0.0}
+    assert growth(start + flat + [{"RSS": 110.0, "GPU": 50.0}] * 4)["RSS"] == pytest.approx(0.1)
+    assert growth(flat[:1]) == {}
+
+
 @pytest.mark.engine
 def test_steps_of_a_tiny_engine(demo_checkpoint, tmp_path):
     """Real decode steps on a CPU; a backend that vLLM does not have is reported, not fatal."""

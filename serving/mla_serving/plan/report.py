@@ -98,6 +98,8 @@ def _attention(plan: Plan) -> str:
         f"a decode step of {question.batch} requests of {question.context:,} tokens: floor "
         f"{times.floor_us / 1e3:.2f} ms ({times.bound})"
     )
+    if question.layout.pp > 1:
+        text += ", in the largest of its stages"
     if times.measured_us is not None:
         text += f", our kernel {times.measured_us / 1e3:.2f} ms, as {times.nearest}"
     return f"{text}; rates of {question.rates.source}"
