@@ -85,6 +85,7 @@ def measure(
     for engine in engines:
         ready = engine.answer()
         if "error" in ready:
+            print(engine.log.read_text()[-4000:], file=sys.stderr)
             save({"heads": heads, "backend": engine.backend, **ready})
         else:
             alive.append(engine)

@@ -73,6 +73,7 @@ class FakeEngine:
         self.backend = backend
         self.ready = ready
         self.asked = []
+        self.log = Path(__file__)
 
     def answer(self):
         return self.ready
