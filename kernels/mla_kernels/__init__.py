@@ -11,6 +11,7 @@ from mla_kernels.indexer.slots import positions_to_slots
 from mla_kernels.indexer.workspace import indexer_topk_workspace
 from mla_kernels.layer.api import mla_layer
 from mla_kernels.sparse.api import mla_sparse_attention
+from mla_kernels.sparse.workspace import mla_sparse_workspace
 from mla_kernels.topk.api import exact_topk
 from mla_kernels.topk.plan import exact_topk_workspace
 
@@ -25,6 +26,7 @@ __all__ = [
     "mla_decode",
     "mla_layer",
     "mla_sparse_attention",
+    "mla_sparse_workspace",
     "plan_mla_decode",
     "positions_to_slots",
     "write_indexer_cache",

@@ -11,7 +11,7 @@ from mla_kernels.layouts import MlaDims
 from mla_kernels.sparse.reference import mla_sparse_attention_reference
 from mla_kernels.sparse.torch_impl import mla_sparse_attention_torch
 
-AVAILABLE = ("torch", "reference")
+AVAILABLE = ("triton", "torch", "reference")
 MAX_HEADS = 128
 
 
@@ -27,6 +27,8 @@ def mla_sparse_attention(
     sink: torch.Tensor | None = None,
     impl: str = "auto",
     out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of each token over the cache rows that its slots name (DeepSeek Sparse Attention),
     in absorbed form: softmax(scale * q K^T) V with K the named rows, V = K[:, :kv_lora_rank].
@@ -43,18 +45,41 @@ def mla_sparse_attention(
     lengths    [T] int32: token t uses slots[t, :lengths[t]] only
     sink       [H] fp32: a logit that takes part in the softmax and has no value; out is scaled by
                exp(lse) / (exp(lse) + exp(sink)), lse is returned as without it
-    impl       "auto", "torch", "reference"
-    out        [T, H, kv_lora_rank], written in place if given
+    impl       "auto", "triton", "torch", "reference"
+    out, lse   contiguous, as returned below: written in place if given
+    workspace  [bytes] uint8 from `mla_sparse_workspace`: scratch of the GPU kernel, which splits
+               few tokens over the device. With out, lse and workspace nothing is allocated
 
     Returns (out [T, H, kv_lora_rank] in q.dtype, lse [T, H] fp32, natural log). A token without a
     slot gives zeros and -inf. ValueError for arguments that do not fit, before any launch.
     """
     choice = _check_arguments(
-        q, kv_cache, slots, scale, kv_lora_rank, kv_scale, lengths, sink, impl, out
+        q, kv_cache, slots, scale, kv_lora_rank, kv_scale, lengths, sink, impl, out, lse, workspace
     )
+    if choice.impl == "triton":
+        from mla_kernels.sparse.triton.launcher import mla_sparse_attention_triton
+
+        if out is None:
+            out = q.new_empty(*q.shape[:2], kv_lora_rank)
+        if lse is None:
+            lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+        mla_sparse_attention_triton(
+            q,
+            kv_cache,
+            slots,
+            scale=scale,
+            kv_lora_rank=kv_lora_rank,
+            kv_scale=kv_scale,
+            lengths=lengths,
+            sink=sink,
+            out=out,
+            lse=lse,
+            workspace=workspace,
+        )
+        return out, lse
     reference = choice.impl == "reference"
     run = mla_sparse_attention_reference if reference else mla_sparse_attention_torch
-    result, lse = run(
+    result, result_lse = run(
         q,
         kv_cache,
         slots,
@@ -64,7 +89,8 @@ def mla_sparse_attention(
         lengths=lengths,
         sink=sink,
     )
-    return (result.to(q.dtype) if out is None else out.copy_(result)), lse.float()
+    out = result.to(q.dtype) if out is None else out.copy_(result)
+    return out, (result_lse.float() if lse is None else lse.copy_(result_lse))
 
 
 def _check_arguments(
@@ -78,6 +104,8 @@ def _check_arguments(
     sink: torch.Tensor | None,
     impl: str,
     out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    workspace: torch.Tensor | None,
 ) -> Choice:
     """What can be checked without reading the device; the implementation that will run."""
     checks.check_shape("q", q, ("T", "H", "Dk"))
@@ -104,10 +132,18 @@ def _check_arguments(
         checks.check_shape("sink", sink, (H,))
         checks.check_dtype("sink", sink, (torch.float32,))
         tensors["sink"] = sink
-    if out is not None:
-        checks.check_shape("out", out, (T, H, kv_lora_rank))
-        checks.check_dtype("out", out, (q.dtype,))
-        tensors["out"] = out
+    results = (
+        ("out", out, (T, H, kv_lora_rank), q.dtype),
+        ("lse", lse, (T, H), torch.float32),
+        ("workspace", workspace, ("bytes",), torch.uint8),
+    )
+    for name, tensor, shape, dtype in results:
+        if tensor is not None:
+            checks.check_shape(name, tensor, shape)
+            checks.check_dtype(name, tensor, (dtype,))
+            tensors[name] = tensor
+            if not tensor.is_contiguous():
+                raise ValueError(f"Expected a contiguous {name}, got strides {tensor.stride()}")
     for name, x in tensors.items():
         checks.check_device(name, x, q.device)
     return choose_impl("mla_sparse_attention", impl, q.device, available=AVAILABLE)

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sparse MLA kernel: one program is one token, a tile of its heads and a range of its slots.
+
+A token that is one range is written to `out` and `lse`; of more ranges each leaves its fp32
+(O, l, k) for the merge.
+"""
+
+import triton
+import triton.language as tl
+
+from mla_kernels.decode.triton.kernel import fp16_query
+from mla_kernels.decode.triton.softmax import EXPONENT_FLOOR, OUTGROWN
+from mla_kernels.sparse.triton.attend import attend_slots
+from mla_kernels.sparse.triton.gather import last_slot
+from mla_kernels.sparse.triton.results import write_program
+
+SCAN = tl.constexpr(1024)
+
+
+@triton.jit(do_not_specialize=["num_slots", "K", "num_heads", "span"])
+def mla_sparse_kernel(
+    q_ptr,  # [T, H, DV + DR]
+    kv_ptr,  # [num_blocks, PAGE, row]
+    kv_scale_view_ptr,  # fp8_ds_mla: the cache as fp32
+    kv_rope_view_ptr,  # fp8_ds_mla: the cache as bf16
+    kv_scale,  # fp8: fp32, or with LOAD_SCALE a pointer to it
+    slots_ptr,  # [T, K] int32
+    lengths_ptr,  # [T] int32, with HAS_LENGTHS
+    sink_ptr,  # [H] fp32, with HAS_SINK
+    out_ptr,  # [T, H, DV]
+    lse_ptr,  # [T, H] fp32
+    part_acc_ptr,  # [T, splits, H, DV] fp32, with SPLIT
+    part_sum_ptr,  # [T, splits, H, 2] fp32: l, k
+    scale_log2,  # softmax scale * log2(e)
+    q_stride_t,
+    q_stride_h,
+    page_stride,
+    slots_stride,
+    num_slots,  # of the cache
+    K,
+    num_heads,
+    span,  # slots of a program, a multiple of BN
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    DV: tl.constexpr,
+    DR: tl.constexpr,
+    PAGE: tl.constexpr,
+    ROW: tl.constexpr,
+    FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE_OFFSET: tl.constexpr,
+    ROPE_OFFSET: tl.constexpr,
+    LOAD_SCALE: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
+    HAS_SINK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    REFERENCE: tl.constexpr,
+    ORDER: tl.constexpr,
+    FP16_DOTS: tl.constexpr,
+    HW_FP8: tl.constexpr,
+    WGMMA: tl.constexpr,
+    STAGES: tl.constexpr,
+    CARRY: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    row_tiles = tl.cdiv(num_heads, BM)
+    token = (tl.program_id(0) // row_tiles).to(tl.int64)
+    row = (tl.program_id(0) % row_tiles) * BM + tl.arange(0, BM)
+    row_ok = row < num_heads
+    DTYPE: tl.constexpr = tl.float16 if FP16_DOTS else q_ptr.dtype.element_ty
+    dv = tl.arange(0, DV)[None, :]
+    dr = tl.arange(0, DR)[None, :]
+    v_scale = 1.0
+    cache_scale = 1.0
+    row_scale = scale_log2
+    if FORMAT == "fp8":
+        cache_scale = tl.load(kv_scale) if LOAD_SCALE else kv_scale
+        if FP16_DOTS:  # the bytes are multiplied as they are
+            v_scale = cache_scale
+            row_scale = scale_log2 * v_scale
+
+    limit = K
+    if HAS_LENGTHS:
+        limit = tl.minimum(tl.load(lengths_ptr + token), K)
+    slots = slots_ptr + token * slots_stride
+    start = tl.program_id(1) * span
+    stop = last_slot(slots, start, tl.minimum(start + span, limit), num_slots, SCAN)
+    # Of the results: the first of this program's row tile, and its rows.
+    result = token * num_heads
+    if SPLIT:
+        result = (token * tl.num_programs(1) + tl.program_id(1)) * num_heads
+    # A flag for REFERENCE "first" lies where the first row's result will.
+    flag = lse_ptr + (result + (tl.program_id(0) % row_tiles) * BM)
+    if SPLIT:
+        flag = part_sum_ptr + (result + (tl.program_id(0) % row_tiles) * BM) * 2
+    q_at = (q_ptr + token * q_stride_t + row * q_stride_h)[:, None]
+    k = tl.full([BM], EXPONENT_FLOOR, tl.float32)
+    if REFERENCE == "first":
+        # Turn 0 takes k from the first tile. If a row outgrew it, turn 1 finds the maxima and turn
+        # 2 uses them.
+        tl.store(flag, 0.0)
+        turn = 0
+        while turn < 3:
+            q = tl.load(q_at + dv, mask=row_ok[:, None], other=0.0)
+            q_rope = tl.load(q_at + (DV + dr), mask=row_ok[:, None], other=0.0)
+            refresh = start
+            if turn == 0:
+                refresh = start + BN
+            if turn == 1:
+                refresh = stop
+            acc, k, l = attend_slots(
+                q, q_rope, q_ptr, row_scale, kv_ptr, kv_scale_view_ptr, kv_rope_view_ptr, slots,
+                page_stride, num_slots, cache_scale, start, stop, k, refresh, num_heads,
+                BM, BN, DV, DR, PAGE, ROW, FORMAT, GROUP, SCALE_OFFSET, ROPE_OFFSET,
+                REFERENCE, ORDER, DTYPE, FP16_DOTS, HW_FP8, WGMMA, STAGES, CARRY, INTERPRET,
+            )  # fmt: skip
+            # Through memory: a reduction here makes the compiler spill in the loop above.
+            tl.debug_barrier()
+            tl.store(flag + tl.zeros([BM], tl.int32), 1.0, mask=(l >= OUTGROWN) & (turn == 0))
+            tl.debug_barrier()
+            if (turn < 2) & (tl.load(flag, volatile=True) != 0.0):
+                turn += 1
+            else:
+                tl.debug_barrier()  # every thread has read the flag
+                write_program(
+                    acc, k, l, 1.0, out_ptr, lse_ptr, sink_ptr, part_acc_ptr, part_sum_ptr,
+                    result, row, row_ok, DV, HAS_SINK, SPLIT, ORDER,
+                )  # fmt: skip
+                turn = 3
+    else:
+        q = tl.load(q_at + dv, mask=row_ok[:, None], other=0.0)
+        q_rope = tl.load(q_at + (DV + dr), mask=row_ok[:, None], other=0.0)
+        if FP16_DOTS:
+            q, q_rope, row_scale = fp16_query(q, q_rope, row_scale)
+        acc, k, l = attend_slots(
+            q, q_rope, q_ptr, row_scale, kv_ptr, kv_scale_view_ptr, kv_rope_view_ptr, slots,
+            page_stride, num_slots, cache_scale, start, stop, k, start, num_heads,
+            BM, BN, DV, DR, PAGE, ROW, FORMAT, GROUP, SCALE_OFFSET, ROPE_OFFSET,
+            REFERENCE, ORDER, DTYPE, FP16_DOTS, HW_FP8, WGMMA, STAGES, CARRY, INTERPRET,
+        )  # fmt: skip
+        write_program(
+            acc, k, l, v_scale, out_ptr, lse_ptr, sink_ptr, part_acc_ptr, part_sum_ptr,
+            result, row, row_ok, DV, HAS_SINK, SPLIT, ORDER,
+        )  # fmt: skip

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launching the sparse kernel and its merge. Arguments are checked by `mla_kernels.sparse.api`."""
+
+from typing import Any
+
+import torch
+import triton
+
+from mla_kernels.arch import Arch
+from mla_kernels.decode.rescale import scale_to_log2
+from mla_kernels.decode.triton.launcher import cache_format, check_supported, kernel_constants
+from mla_kernels.decode.triton.plan import arch_of
+from mla_kernels.layouts import MlaDims
+from mla_kernels.sparse.triton.kernel import mla_sparse_kernel
+from mla_kernels.sparse.triton.results import launch_merge
+from mla_kernels.sparse.triton.tiles import (
+    Split,
+    Tile,
+    choose_split,
+    choose_tile,
+    partial_bytes,
+)
+from mla_kernels.triton_common.runtime import INTERPRET
+
+
+def mla_sparse_attention_triton(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    scale: float,
+    kv_lora_rank: int,
+    kv_scale: float | torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    sink: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    workspace: torch.Tensor | None = None,
+    tile: Tile | None = None,
+    split: Split | None = None,
+) -> None:
+    """`mla_sparse_attention` into contiguous out and lse. Allocates nothing with a workspace."""
+    T, H, Dk = q.shape
+    K = slots.shape[1]
+    dims = MlaDims(kv_lora_rank, Dk - kv_lora_rank)
+    check_supported(q, out, dims)
+    if T == 0:
+        return
+    kv_format = cache_format(kv_cache)
+    arch = arch_of(q.device)
+    tile = tile or choose_tile(H, kv_format, arch)
+    split = split or choose_split(T, H, K, tile, arch, q.device)
+    acc, sums = lse, lse
+    if split.splits > 1:
+        needed = partial_bytes(T, H, split.splits, kv_lora_rank)
+        if workspace is None:
+            workspace = torch.empty(needed, dtype=torch.uint8, device=q.device)
+        if workspace.numel() < needed:
+            raise ValueError(f"Expected workspace of {needed} bytes, got {workspace.numel()}")
+        floats = workspace[:needed].view(torch.float32)
+        acc, sums = floats.split([T * split.splits * H * n for n in (kv_lora_rank, 2)])
+    kv, scale_view, rope_view = kv_cache, kv_cache, kv_cache
+    if kv_format == "fp8":
+        kv = kv_cache.view(torch.uint8)
+    elif kv_format == "fp8_ds_mla":
+        scale_view, rope_view = kv_cache.view(torch.float32), kv_cache.view(torch.bfloat16)
+    mla_sparse_kernel[(T * triton.cdiv(H, tile.rows), split.splits)](
+        q,
+        kv,
+        scale_view,
+        rope_view,
+        1.0 if kv_scale is None else kv_scale,
+        slots,
+        slots if lengths is None else lengths,
+        lse if sink is None else sink,
+        out,
+        lse,
+        acc,
+        sums,
+        scale_to_log2(scale),
+        q.stride(0),
+        q.stride(1),
+        kv_cache.stride(0),
+        slots.stride(0),
+        kv_cache.shape[0] * kv_cache.shape[1],
+        K,
+        H,
+        split.span,
+        **kernel_constants(dims, kv_format, kv_cache.shape[1], kv_cache.stride(1)),
+        **tile_constants(tile, arch, kv_format, q.dtype),
+        LOAD_SCALE=isinstance(kv_scale, torch.Tensor),
+        HAS_LENGTHS=lengths is not None,
+        HAS_SINK=sink is not None,
+        SPLIT=split.splits > 1,
+        **tile_options(tile),
+    )
+    if split.splits > 1:
+        launch_merge(acc, sums, sink, out, lse, split.splits, arch)
+
+
+def tile_constants(tile: Tile, arch: Arch, kv_format: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Compile-time arguments that the tile and the GPU decide."""
+    # fp16 holds every e4m3 value and costs half a conversion instruction. With q rows on wgmma's
+    # M side a converted q would take the registers.
+    fp16_dots = kv_format == "fp8" and (tile.order == "tokens" or not tile.wgmma)
+    # fp16 weights have no room above the first tile's maximum.
+    fixed = not fp16_dots and dtype != torch.float16
+    return {
+        "BM": tile.rows,
+        "BN": tile.tokens,
+        "REFERENCE": "first" if fixed else "lazy",
+        "ORDER": tile.order,
+        "FP16_DOTS": fp16_dots,
+        "HW_FP8": arch.e4m3_convert and not INTERPRET,
+        "WGMMA": tile.wgmma,
+        "STAGES": tile.stages,
+        "CARRY": tile.carry,
+        "INTERPRET": INTERPRET,
+    }
+
+
+def tile_options(tile: Tile) -> dict[str, int]:
+    """Compiler options of the tile."""
+    return {
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+        "maxnreg": tile.max_registers,
+    }

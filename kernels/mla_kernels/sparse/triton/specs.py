@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The specialisations of the sparse kernel and its merge that are compiled offline."""
+
+from collections.abc import Iterator
+
+import torch
+
+from mla_kernels.arch import Arch
+from mla_kernels.decode.triton.launcher import DIMS, kernel_constants
+from mla_kernels.layouts import BLOCK_SIZE, Fp8DsMlaLayout, MlaDims
+from mla_kernels.offline.spec import KernelSpec
+from mla_kernels.sparse.triton.kernel import mla_sparse_kernel
+from mla_kernels.sparse.triton.launcher import tile_constants, tile_options
+from mla_kernels.sparse.triton.results import merge_tile, mla_sparse_merge_kernel
+from mla_kernels.sparse.triton.tiles import choose_tile
+
+HEADS = (16, 32, 64)
+SCALARS = ("num_slots", "K", "num_heads", "span")
+STRIDES = ("q_stride_t", "q_stride_h", "page_stride", "slots_stride")
+CACHE_POINTER = {"float": "bf16", "fp8": "u8", "fp8_ds_mla": "u8"}
+
+
+def specialisations(arch: Arch) -> list[KernelSpec]:
+    return [*_attention(arch), *_merge(arch)]
+
+
+def _attention(arch: Arch) -> Iterator[KernelSpec]:
+    for heads in HEADS:
+        for kv_format in CACHE_POINTER:
+            for split in (False, True):
+                yield _attention_spec(arch, heads, kv_format, split=split)
+        yield _attention_spec(arch, heads, "float", DIMS[1])
+        yield _attention_spec(arch, heads, "float", dtype=torch.float16)
+
+
+def _attention_spec(
+    arch: Arch,
+    heads: int,
+    kv_format: str,
+    dims: MlaDims = DIMS[0],
+    *,
+    split: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> KernelSpec:
+    tile = choose_tile(heads, kv_format, arch)
+    element = "bf16" if dtype == torch.bfloat16 else "fp16"
+    cache = element if kv_format == "float" else CACHE_POINTER[kv_format]
+    row = Fp8DsMlaLayout(dims).row_bytes if kv_format == "fp8_ds_mla" else dims.head_dim
+    views = ("fp32", "bf16") if kv_format == "fp8_ds_mla" else (cache, cache)
+    pointers = {
+        "q_ptr": f"*{element}",
+        "kv_ptr": f"*{cache}",
+        "kv_scale_view_ptr": f"*{views[0]}",
+        "kv_rope_view_ptr": f"*{views[1]}",
+        "slots_ptr": "*i32",
+        "lengths_ptr": "*i32",
+        "sink_ptr": "*fp32",
+        "out_ptr": f"*{element}",
+        "lse_ptr": "*fp32",
+        "part_acc_ptr": "*fp32",
+        "part_sum_ptr": "*fp32",
+    }
+    mode = "split" if split else "whole"
+    return KernelSpec(
+        name=f"sparse/{kv_format}/{element}/{dims.kv_lora_rank}+{dims.rope_dim}/m{heads}/{mode}",
+        fn=mla_sparse_kernel,
+        signature={
+            **pointers,
+            "kv_scale": "*fp32" if kv_format == "fp8" else "fp32",
+            "scale_log2": "fp32",
+            **dict.fromkeys((*STRIDES, *SCALARS), "i32"),
+        },
+        constexprs={
+            **kernel_constants(dims, kv_format, BLOCK_SIZE, row),
+            **tile_constants(tile, arch, kv_format, dtype),
+            "LOAD_SCALE": kv_format == "fp8",
+            "HAS_LENGTHS": split,
+            "HAS_SINK": not split,
+            "SPLIT": split,
+        },
+        aligned=(*pointers, *STRIDES),
+        options=tile_options(tile),
+        tensor_core="native" if tile.wgmma else "any",
+        quick=heads == 16 and kv_format == "float" and split and dtype == torch.bfloat16,
+    )
+
+
+def _merge(arch: Arch) -> Iterator[KernelSpec]:
+    pointers = {
+        "part_acc_ptr": "*fp32",
+        "part_sum_ptr": "*fp32",
+        "sink_ptr": "*fp32",
+        "out_ptr": "*bf16",
+        "lse_ptr": "*fp32",
+    }
+    for splits in (2, 16, 64):
+        tile = merge_tile(splits, DIMS[0].kv_lora_rank)
+        yield KernelSpec(
+            name=f"sparse_merge/{splits}",
+            fn=mla_sparse_merge_kernel,
+            signature={**pointers, "num_heads": "i32", "splits": "i32"},
+            constexprs={
+                "DV": DIMS[0].kv_lora_rank,
+                "ROWS": tile.rows,
+                "COLS": tile.cols,
+                "SPLITS": tile.splits,
+                "HAS_SINK": True,
+                "PDL": arch.programmatic_launch,
+            },
+            aligned=tuple(pointers),
+            options={"num_warps": 4, "launch_pdl": arch.programmatic_launch},
+            quick=splits == 16,
+        )

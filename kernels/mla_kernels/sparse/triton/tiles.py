@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tile the sparse kernel uses, and into how many ranges of slots it cuts a token."""
+
+from dataclasses import dataclass
+
+import torch
+
+from mla_kernels.arch import KB, Arch
+from mla_kernels.decode.triton.plan import arch_of
+
+# What starting a program costs, in tiles of 64 slots: finding the last slot, filling the pipeline.
+OVERHEAD = 2.0
+# What a merge costs at all, and for each program's partial result, in the same unit.
+MERGE = 1.0
+PARTIAL = 2.0
+MAX_SPLITS = 64
+# Tokens that fill the device so many times are not split.
+FULL = 4
+INTERPRETED_SMS = 4
+FORMATS = ("float", "fp8", "fp8_ds_mla")
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One specialisation of the sparse kernel.
+
+    rows        heads of a program
+    tokens      slots of one step
+    warps, stages, max_registers   as Triton's num_warps, num_stages, maxnreg
+    order       "rows" or "tokens" on the M side of the dots (decode/triton/tile_step.py)
+    wgmma       the dots will be wgmma (Hopper, 64 or more on the M side)
+    carry       gather the next tile to registers, not to shared memory
+    per_sm      programs that share an SM
+    """
+
+    rows: int
+    tokens: int
+    warps: int
+    stages: int
+    max_registers: int = 255
+    order: str = "rows"
+    wgmma: bool = False
+    carry: bool = False
+    per_sm: int = 1
+
+
+@dataclass(frozen=True)
+class Split:
+    """splits ranges of span slots a token."""
+
+    splits: int
+    span: int
+
+
+def choose_tile(heads: int, kv_format: str, arch: Arch) -> Tile:
+    """The tile for `heads` query heads: few are not padded to 64."""
+    small = arch.shared_memory < 128 * KB
+    if heads <= 16:
+        return Tile(16, 32, warps=8, stages=3) if small else Tile(16, 32, 4, stages=5, per_sm=2)
+    if heads <= 32 or small:
+        return Tile(32, 32, warps=8, stages=3)
+    if arch.tensor_core == "wgmma":
+        return Tile(64, 64, warps=8, stages=2, wgmma=True)
+    return Tile(64, 32, warps=8, stages=2)
+
+
+def choose_split(T: int, H: int, K: int, tile: Tile, arch: Arch, device: torch.device) -> Split:
+    """How T tokens of H heads and K slots are cut: the longest chain of tiles is the shortest."""
+    sms = INTERPRETED_SMS
+    if device.type != "cpu":
+        sms = torch.cuda.get_device_properties(device).multi_processor_count
+    capacity = sms * tile.per_sm
+    programs = T * -(-H // tile.rows)
+    tiles = max(1, -(-K // tile.tokens))
+
+    def cost(splits: int) -> float:
+        waves = -(-programs * splits // capacity)
+        chain = waves * (-(-tiles // splits) * tile.tokens / 64 + OVERHEAD)
+        return chain + (MERGE + waves * PARTIAL if splits > 1 else 0.0)
+
+    most = 1 if programs >= FULL * capacity else min(tiles, MAX_SPLITS)
+    splits = min(range(1, most + 1), key=cost)
+    span = -(-tiles // splits)
+    return Split(-(-tiles // span), span * tile.tokens)
+
+
+def partial_bytes(T: int, H: int, splits: int, kv_lora_rank: int) -> int:
+    """Bytes of all partial results: O, l and k in fp32; none for one range a token."""
+    return 4 * T * splits * H * (kv_lora_rank + 2) if splits > 1 else 0
+
+
+def largest_workspace(T: int, H: int, K: int, kv_lora_rank: int, device: torch.device) -> int:
+    """Bytes that up to T tokens need, in any cache format."""
+    arch = arch_of(device)
+    most = 0
+    for tile in {choose_tile(H, kv_format, arch) for kv_format in FORMATS}:
+        for t in range(1, T + 1):
+            splits = choose_split(t, H, K, tile, arch, device).splits
+            most = max(most, partial_bytes(t, H, splits, kv_lora_rank))
+            if t * H >= FULL * 1024 * tile.rows:
+                break
+    return most

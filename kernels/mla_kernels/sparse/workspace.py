@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scratch that calls of `mla_sparse_attention` share."""
+
+import torch
+
+from mla_kernels import checks
+from mla_kernels.dispatch import choose_impl
+from mla_kernels.sparse.api import AVAILABLE as IMPLS
+from mla_kernels.sparse.api import MAX_HEADS
+
+
+def mla_sparse_workspace(
+    num_tokens: int,
+    num_heads: int,
+    num_slots: int,
+    *,
+    device: torch.device,
+    kv_lora_rank: int = 512,
+    kv_cache_dtype: torch.dtype = torch.bfloat16,
+    impl: str = "auto",
+) -> torch.Tensor:
+    """Scratch for `mla_sparse_attention`: one [bytes] uint8 tensor that layers and steps share.
+
+    It serves every call on the device with up to num_tokens tokens of num_heads heads and at most
+    num_slots slots. Empty where the implementation needs none.
+    """
+    checks.check_range("num_tokens", num_tokens, 0, 2**31 - 1)
+    checks.check_range("num_heads", num_heads, 1, MAX_HEADS)
+    checks.check_range("num_slots", num_slots, 0, 2**31 - 1)
+    size = 0
+    if choose_impl("mla_sparse_attention", impl, device, available=IMPLS).impl == "triton":
+        from mla_kernels.sparse.triton.tiles import largest_workspace
+
+        size = largest_workspace(num_tokens, num_heads, num_slots, kv_lora_rank, device)
+    return torch.empty(size, dtype=torch.uint8, device=device)
