@@ -4,7 +4,7 @@
 import torch
 
 from mla_kernels import checks
-from mla_kernels.dispatch import choose_impl
+from mla_kernels.dispatch import Choice, choose_impl
 from mla_kernels.indexer.cache import check_indexer_cache
 from mla_kernels.indexer.reference import indexer_scores_reference
 from mla_kernels.indexer.rows import check_rows, indexer_lengths
@@ -14,7 +14,7 @@ from mla_kernels.topk.api import MAX_K
 from mla_kernels.topk.reference import exact_topk_reference
 from mla_kernels.topk.torch_impl import exact_topk_torch
 
-AVAILABLE = ("triton", "torch", "reference")
+AVAILABLE = ("hopper", "triton", "torch", "reference")
 MAX_HEADS = 64
 HEAD_DIM = 128
 
@@ -63,16 +63,22 @@ def indexer_scores(
         checks.check_dtype("out", out, (torch.float32,))
         checks.check_device("out", out, q.device)
         checks.check_last_contiguous("out", out)
-    choice = choose_impl("indexer_scores", impl, q.device, available=AVAILABLE)
+    choice = _choose("indexer_scores", impl, q, k_cache, block_table, request_ids)
     if lengths is None:
         lengths = _lengths(choice.impl, seq_lens, T, positions, request_ids)
     args = (q, k_cache, weights, block_table, lengths)
-    if choice.impl == "triton":
-        from mla_kernels.indexer.triton.launcher import launch_scores
+    if choice.impl in ("hopper", "triton"):
         from mla_kernels.indexer.triton.row_launchers import launch_fill_tail
 
         scores = q.new_empty((T, width), dtype=torch.float32) if out is None else out
-        launch_scores(*args, scores, request_ids=request_ids)
+        if choice.impl == "hopper":
+            from mla_kernels.indexer.hopper.launcher import launch_hopper_scores
+
+            launch_hopper_scores(*args, scores)
+        else:
+            from mla_kernels.indexer.triton.launcher import launch_scores
+
+            launch_scores(*args, scores, request_ids=request_ids)
         if clean:
             launch_fill_tail(scores, lengths)
         return scores
@@ -121,14 +127,21 @@ def indexer_topk(
         checks.check_dtype("out", out, (torch.int32,))
         checks.check_device("out", out, q.device)
         checks.check_last_contiguous("out", out)
-    choice = choose_impl("indexer_topk", impl, q.device, available=AVAILABLE)
+    choice = _choose("indexer_topk", impl, q, k_cache, block_table, request_ids)
     if lengths is None:
         lengths = _lengths(choice.impl, seq_lens, T, positions, request_ids)
     args = (q, k_cache, weights, block_table, lengths)
-    if choice.impl == "triton":
+    if choice.impl in ("hopper", "triton"):
         from mla_kernels.indexer.triton.fused import indexer_topk_triton
 
-        return indexer_topk_triton(*args, k, request_ids=request_ids, out=out, workspace=workspace)
+        return indexer_topk_triton(
+            *args,
+            k,
+            request_ids=request_ids,
+            out=out,
+            workspace=workspace,
+            hopper=choice.impl == "hopper",
+        )
     if choice.impl == "reference":
         scores = indexer_scores_reference(*args, request_ids=request_ids)
         chosen = exact_topk_reference(scores, k, lengths=lengths)
@@ -138,6 +151,22 @@ def indexer_topk(
     return chosen if out is None else out.copy_(chosen)
 
 
+def _choose(
+    op: str,
+    impl: str,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    request_ids: torch.Tensor | None,
+) -> Choice:
+    hopper_refusal = None
+    if q.device.type == "cuda":
+        from mla_kernels.indexer.hopper.launcher import refusal
+
+        hopper_refusal = refusal(q, k_cache, block_table, ragged=request_ids is not None)
+    return choose_impl(op, impl, q.device, available=AVAILABLE, hopper_refusal=hopper_refusal)
+
+
 def _lengths(
     impl: str,
     seq_lens: torch.Tensor,
@@ -145,7 +174,7 @@ def _lengths(
     positions: torch.Tensor | None,
     request_ids: torch.Tensor | None,
 ) -> torch.Tensor:
-    if impl != "triton":
+    if impl not in ("hopper", "triton"):
         return indexer_lengths(seq_lens, T, positions=positions, request_ids=request_ids)
     if seq_lens.shape[0] == T and positions is None and request_ids is None:
         return seq_lens  # one row a request; the kernels take a negative length for 0

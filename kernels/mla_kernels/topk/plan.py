@@ -20,12 +20,14 @@ class TopkTiles:
     """How rows of one width are selected.
 
     levels     levels above the row (0: the row is held as a whole)
-    top        keys of the first round; rows no longer than that take one round
+    top        rows no longer than that take one round
+    tile       keys that a program holds in a round
     num_warps  of the select kernel
     """
 
     levels: int
     top: int
+    tile: int
     num_warps: int
 
 
@@ -37,9 +39,9 @@ def topk_tiles(width: int, k: int) -> TopkTiles:
     while top > MAX_TOP:
         levels, top = levels + 1, cdiv(top, GROUP)
     top = max(next_power_of_2(top), 128)
-    keys = max(top, next_power_of_2(k) * GROUP if levels else 0)
-    # 32 keys a thread: measured on an H200 against 16, 64 and 128.
-    return TopkTiles(levels, top, min(max(keys // 1024, 4), 16))
+    tile = max(top, next_power_of_2(k) * GROUP) if levels else top
+    # 32 keys a thread; never more threads than keys, which would count some of them twice.
+    return TopkTiles(levels, top, tile, min(max(tile // 1024, 4), 16))
 
 
 def level_widths(width: int) -> tuple[int, int]:

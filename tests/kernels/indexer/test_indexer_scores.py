@@ -4,6 +4,7 @@
 import pytest
 import torch
 from mla_kernels import exact_topk, indexer_lengths, indexer_scores, indexer_topk
+from mla_kernels.indexer.hopper.launcher import refusal
 from mla_kernels.indexer.reference import indexer_scores_reference
 from mla_kernels.indexer.triton import fused as fused_launcher
 from mla_kernels.indexer.triton import launcher
@@ -13,6 +14,7 @@ from mla_kernels.topk import plan
 INF = float("inf")
 IMPLS = ["torch", "triton"]
 LENGTHS = [130, 0, 1, 64]
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
 def expected(case):
@@ -177,6 +179,33 @@ def test_no_rows(device):
     for impl in IMPLS:
         assert indexer_scores(*case.args, impl=impl).shape == (0, 128)
         assert indexer_topk(*case.args, 5, impl=impl).shape == (0, 5)
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs an sm_90 GPU")
+@pytest.mark.parametrize("heads", [64, 40, 8])
+@pytest.mark.parametrize("lengths", [[130, 0, 1, 64, 700], [900] * 40, [0, 0], [20000]])
+def test_hopper_kernel(lengths, heads):
+    case = make_indexer_case(lengths, heads=heads, device="cuda")
+    want, visible = expected(case)
+    out = torch.full(want.shape, float("nan"), device="cuda")
+    scores = indexer_scores(*case.args, out=out, impl="hopper")
+    assert_scores(scores, want)
+    for k in (20, 2048):
+        fused = indexer_topk(*case.args, k, impl="hopper")
+        assert torch.equal(fused, exact_topk(scores, k, lengths=visible.cuda(), impl="triton"))
+
+
+def test_what_the_hopper_kernel_does_not_take():
+    case = make_indexer_case([60, 3], s_q=2)
+    q, k_cache, table = case.q, case.k_cache, case.block_table
+    one = q[:2]
+    assert refusal(one, k_cache, table, ragged=False) is None
+    assert "e4m3 q" in refusal(one.bfloat16(), k_cache, table, ragged=False)
+    assert "one row a request" in refusal(q, k_cache, table, ragged=False)
+    assert "one row a request" in refusal(one, k_cache, table, ragged=True)
+    assert "contiguous" in refusal(one, k_cache[::2], table, ragged=False)
+    with pytest.raises(ValueError, match="impl='hopper' of indexer_scores cannot run here"):
+        indexer_scores(*case.args, impl="hopper")
 
 
 def wrong(case, **change):

@@ -25,8 +25,9 @@ def indexer_topk_triton(
     request_ids: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
+    hopper: bool = False,
 ) -> torch.Tensor:
-    """See `indexer_topk`."""
+    """See `indexer_topk`. `hopper`: the scores by the Hopper kernel."""
     T, max_blocks = q.shape[0], block_table.shape[1]
     width = max_blocks * BLOCK_SIZE
     if out is None:
@@ -41,26 +42,44 @@ def indexer_topk_triton(
         raise ValueError(
             f"Expected a workspace of at least {4 * words} bytes (one row), got {workspace.numel()}"
         )
-    if step < T and request_ids is None:  # a turn may end within a request
+    if step < T and request_ids is None and not hopper:  # a turn may end within a request
         rows_per_request = T // block_table.shape[0]
         request_ids = torch.arange(T, dtype=torch.int32, device=q.device) // rows_per_request
-    prepare = topk_tiles(width, k).levels > 0 and min(T, step) * max_blocks <= MAX_PREPARED_PAGES
+    levels = topk_tiles(width, k).levels
+    if hopper:
+        prepare = levels == 1
+    else:
+        prepare = levels > 0 and min(T, step) * max_blocks <= MAX_PREPARED_PAGES
     for a in range(0, T, step):
         b = min(a + step, T)
         words_used = workspace[: 4 * (b - a) * words].view(torch.int32)
         scores = words_used[: (b - a) * width].view(torch.float32).view(b - a, width)
-        levels = words_used[(b - a) * width :]
-        launch_scores(
-            q[a:b],
-            k_cache,
-            weights[a:b],
-            block_table,
-            lengths[a:b],
-            scores,
-            request_ids=None if request_ids is None else request_ids[a:b],
-            levels=level_views(levels, b - a, width) if prepare else None,
-        )
+        room = words_used[(b - a) * width :]
+        views = level_views(room, b - a, width) if prepare else None
+        if hopper:
+            from mla_kernels.indexer.hopper.launcher import launch_hopper_scores
+
+            launch_hopper_scores(
+                q[a:b],
+                k_cache,
+                weights[a:b],
+                block_table[a:b],
+                lengths[a:b],
+                scores,
+                level1=views[0] if views else None,
+            )
+        else:
+            launch_scores(
+                q[a:b],
+                k_cache,
+                weights[a:b],
+                block_table,
+                lengths[a:b],
+                scores,
+                request_ids=None if request_ids is None else request_ids[a:b],
+                levels=views,
+            )
         exact_topk_triton(
-            scores, k, lengths=lengths[a:b], out=out[a:b], workspace=levels, levels_ready=prepare
+            scores, k, lengths=lengths[a:b], out=out[a:b], workspace=room, levels_ready=prepare
         )
     return out

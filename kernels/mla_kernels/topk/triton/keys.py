@@ -15,12 +15,12 @@ UNSELECTABLE = tl.constexpr(0)
 
 
 @triton.jit
-def ordered_key(x):
-    """fp32 -> uint32 key."""
+def ordered_key(x, counted=True):
+    """fp32 -> uint32 key; UNSELECTABLE where not `counted`."""
     bits = x.to(tl.uint32, bitcast=True)
     # -0 is not below 0.0: its bits are already the key of 0.
     key = tl.where(x < 0.0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
-    return tl.where(x > float("-inf"), key, UNSELECTABLE)
+    return tl.where((x > float("-inf")) & counted, key, UNSELECTABLE)
 
 
 @triton.jit

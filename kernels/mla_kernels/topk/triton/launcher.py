@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from mla_kernels.arch import device_arch
 from mla_kernels.topk.plan import (
     TopkTiles,
     cdiv,
@@ -14,10 +15,11 @@ from mla_kernels.topk.plan import (
     topk_tiles,
 )
 from mla_kernels.topk.triton.select import group_max_kernel, select_kernel
+from mla_kernels.triton_common.runtime import INTERPRET
 
 # Scores that a program of the group kernel takes at a time.
-CHUNK = 8192
-GROUP_MAX_WARPS = 8
+CHUNK = 2048
+GROUP_MAX_WARPS = 4
 
 
 def exact_topk_triton(
@@ -36,13 +38,15 @@ def exact_topk_triton(
     if T == 0 or width == 0:
         return out.fill_(-1)
     tiles = topk_tiles(width, k)
+    arch = None if INTERPRET else device_arch(scores.device)
+    pdl = arch is not None and arch.programmatic_launch
     level1 = level2 = None
     if tiles.levels:
         if workspace is None:
             workspace = exact_topk_workspace(T, width, scores.device)
         level1, level2 = level_views(workspace, T, width)
         if not levels_ready:
-            launch_group_max(scores, lengths, level1, level2, tiles)
+            launch_group_max(scores, lengths, level1, level2, tiles, pdl=pdl)
     select_kernel[(T,)](
         scores,
         lengths,
@@ -54,25 +58,40 @@ def exact_topk_triton(
         stride_level1=level1.stride(0) if level1 is not None else 0,
         stride_level2=level2.stride(0) if level2 is not None else 0,
         stride_out=out.stride(0),
-        **select_constants(tiles, k, width, has_lengths=lengths is not None),
+        **select_constants(
+            tiles,
+            k,
+            width,
+            has_lengths=lengths is not None,
+            ptx=arch is not None and arch.sm > 0,
+            pdl=pdl,
+        ),
         num_warps=tiles.num_warps,
+        launch_pdl=pdl,
     )
     return out
 
 
-def select_constants(tiles: TopkTiles, k: int, width: int, *, has_lengths: bool) -> dict[str, Any]:
+def select_constants(
+    tiles: TopkTiles, k: int, width: int, *, has_lengths: bool, ptx: bool, pdl: bool
+) -> dict[str, Any]:
     """Compile-time arguments of the select kernel."""
     return {
         "K": k,
         "K_POW2": next_power_of_2(k),
         "TOP": tiles.top,
+        "TILE": tiles.tile,
         "LEVELS": tiles.levels,
         "HAS_LENGTHS": has_lengths,
         "ALIGNED": width % 16 == 0,
+        "PTX": ptx,
+        "PDL": pdl,
     }
 
 
-def group_max_constants(tiles: TopkTiles, width: int, *, has_lengths: bool) -> dict[str, Any]:
+def group_max_constants(
+    tiles: TopkTiles, width: int, *, has_lengths: bool, pdl: bool
+) -> dict[str, Any]:
     """Compile-time arguments of the group kernel."""
     return {
         "TOP": tiles.top,
@@ -80,6 +99,7 @@ def group_max_constants(tiles: TopkTiles, width: int, *, has_lengths: bool) -> d
         "CHUNK": CHUNK,
         "HAS_LENGTHS": has_lengths,
         "ALIGNED": width % 16 == 0,
+        "PDL": pdl,
     }
 
 
@@ -89,6 +109,8 @@ def launch_group_max(
     level1: torch.Tensor,
     level2: torch.Tensor,
     tiles: TopkTiles,
+    *,
+    pdl: bool,
 ) -> None:
     """Fills levels 1 and 2. About 4096 programs at most, each row spread over as many as it can."""
     T, width = scores.shape
@@ -102,6 +124,7 @@ def launch_group_max(
         scores.stride(0),
         level1.stride(0),
         level2.stride(0),
-        **group_max_constants(tiles, width, has_lengths=lengths is not None),
+        **group_max_constants(tiles, width, has_lengths=lengths is not None, pdl=pdl),
         num_warps=GROUP_MAX_WARPS,
+        launch_pdl=pdl,
     )

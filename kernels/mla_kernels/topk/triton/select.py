@@ -10,6 +10,7 @@ never holds more than 8 k keys, whatever the scores are: no estimate, no fallbac
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from mla_kernels.topk.triton.keys import (
     GROUP,
@@ -19,6 +20,8 @@ from mla_kernels.topk.triton.keys import (
     ordered_key,
     store_keys,
 )
+from mla_kernels.topk.triton.ptx import again, scatter
+from mla_kernels.topk.triton.threshold import find_threshold, scan_rows
 
 
 @triton.jit
@@ -54,8 +57,12 @@ def group_max_kernel(
     CHUNK: tl.constexpr,
     HAS_LENGTHS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Levels 1 and 2 of the rows that need them: the rows longer than TOP."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     n = row_length(lengths_ptr, row, width, HAS_LENGTHS)
     if n <= TOP:
@@ -65,7 +72,7 @@ def group_max_kernel(
     for start in range(first, n, tl.num_programs(1) * CHUNK):
         i = start + tl.arange(0, CHUNK)
         scores = tl.load(scores_ptr + row * stride_scores + i, mask=i < readable, other=0.0)
-        level1 = group_max(tl.where(i < n, ordered_key(scores), UNSELECTABLE), CHUNK)
+        level1 = group_max(ordered_key(scores, i < n), CHUNK)
         i1 = start // GROUP + tl.arange(0, CHUNK // GROUP)
         end1 = tl.cdiv(n, GROUP)
         store_keys(level1_ptr + row * stride_level1 + i1, level1, i1 < readable_end(end1, True))
@@ -77,90 +84,63 @@ def group_max_kernel(
 
 
 @triton.jit
-def find_threshold(keys, floor, K: tl.constexpr):
-    """(threshold, ties, total, reached_by_k): the top K of `keys` are all above `threshold`, then
-    the first `ties` equal to it; `total` of them. Keys below `floor` do not count; `reached_by_k`
-    is a key that at least K of them reach, or `floor`.
-
-    Bisection of the key range, sped up by interpolating the counts (the Illinois rule), with a
-    plain halving at least every other step. Stops early where exactly K keys reach the probe.
-    """
-    counts = keys >= floor
-    count_lo = tl.sum(counts.to(tl.int32))
-    total = tl.minimum(count_lo, K)
-    lo = floor
-    hi = floor + 1
-    count_hi = 0
-    if count_lo > K:
-        lo = tl.min(tl.where(counts, keys, 0xFFFFFFFF))
-        hi = tl.max(keys) + 1
-    # Invariant: more than K keys reach lo (count_lo), fewer than K reach hi (count_hi).
-    weight_lo = (count_lo - K).to(tl.float32)
-    weight_hi = 1.0 * K
-    last_reached = False
-    last_missed = False
-    halve = False
-    while (hi - lo > 1) & (count_lo > K):
-        gap = hi - lo
-        guess = (gap.to(tl.float32) * (weight_lo / (weight_lo + weight_hi))).to(tl.uint32)
-        offset = tl.where(halve, gap >> 1, tl.minimum(tl.maximum(guess, 1), gap - 1))
-        probe = lo + offset
-        count = tl.sum((keys >= probe).to(tl.int32))
-        reached = count >= K
-        if reached:
-            lo = probe
-            count_lo = count
-            weight_lo = (count - K).to(tl.float32)
-            weight_hi = tl.where(last_reached, weight_hi * 0.5, weight_hi)
-        else:
-            hi = probe
-            count_hi = count
-            weight_hi = (K - count).to(tl.float32)
-            weight_lo = tl.where(last_missed, weight_lo * 0.5, weight_lo)
-        last_reached = reached
-        last_missed = count < K
-        halve = ((hi - lo) > (gap >> 1)) & (halve == 0)
-    # Where exactly K keys reach lo (or fewer than K exist), those are all above lo - 1.
-    all_of_lo = count_lo <= K
-    threshold = tl.where(all_of_lo, lo - 1, lo)
-    ties = tl.where(all_of_lo, 0, K - count_hi)
-    return threshold, ties, total, lo
+def children(group):
+    return group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
 
 
 @triton.jit
-def store_top(keys, floor, items, out_ptr, K: tl.constexpr):
-    """Writes the items of the K largest keys, in the order they stand in.
+def store_top(keys, floor, group, out_ptr, K: tl.constexpr, N: tl.constexpr, PTX: tl.constexpr):
+    """Writes which of the N children of some groups have the K largest keys, in their order.
 
-    Returns how many, and a lower bound of the K-th key for the next level.
+    Returns how many, and a key that as many reach.
     """
-    threshold, ties, total, next_floor = find_threshold(keys, floor, K)
-    above = keys > threshold
-    equal = keys == threshold
-    # One scan for both ranks: at most K <= 2048 keys are above, at most 2^14 equal.
-    ranks = tl.cumsum(above.to(tl.int32) + (equal.to(tl.int32) << 12), axis=0)
-    rank_equal = ranks >> 12
-    position = (ranks & 0xFFF) + tl.minimum(rank_equal, ties) - 1
-    taken = above | (equal & (rank_equal <= ties))
-    # In one word (an item has 20 bits) whose order is free: then each thread stores what it holds,
-    # and nothing is exchanged to bring neighbours together.
-    packed = tl.where(taken, items | (position << 20), -1)
-    packed = tl.reshape(packed, packed.shape, can_reorder=True)
-    tl.store(out_ptr + (packed >> 20), packed & 0xFFFFF, mask=packed >= 0)
-    return total, next_floor
-
-
-@triton.jit
-def load_keys(
-    scores_ptr, level1_ptr, level2_ptr, level, items, size, readable, LEVELS: tl.constexpr
-):
-    """Keys of `items` on `level`, of those below `size`; the `readable` ones are loaded."""
-    if LEVELS == 0 or level == 0:
-        keys = ordered_key(tl.load(scores_ptr + items, mask=readable, other=0.0))
-    elif level == 1:
-        keys = load_stored_keys(level1_ptr + items, readable)
+    keys, threshold, bound, total = find_threshold(keys, floor, K, N, PTX)
+    taken = keys >= threshold
+    # Rows of 128, which a warp holds side by side.
+    ranks = scan_rows(tl.reshape(taken.to(tl.int32), (N // 128, 128)))
+    position = tl.where(taken, tl.reshape(ranks, (N,)) - 1, -1)
+    if PTX:
+        group = again(group)
+    items = tl.reshape(children(group), (N,))
+    if PTX:
+        scatter(out_ptr, position, items)
     else:
-        keys = load_stored_keys(level2_ptr + items, readable)
-    return tl.where(readable & (items < size), keys, UNSELECTABLE)
+        tl.store(out_ptr + position, items, mask=taken)
+    return total, bound
+
+
+@triton.jit
+def select_children(
+    scores_ptr,
+    level1_ptr,
+    level2_ptr,
+    out_ptr,
+    level,
+    size,
+    group,  # [N / GROUP] int32: the groups whose children compete, the first `num_groups` of them
+    num_groups,
+    floor,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    LEVELS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """One round: the top K on `level` (of `size` entries) among the children of some groups."""
+    items = children(group)
+    inside = items < size
+    # Rows of whole groups are read to the end of the group: a vector load.
+    readable = (tl.arange(0, N // GROUP) < num_groups)[:, None]
+    if not ALIGNED:
+        readable = readable & inside
+    if LEVELS == 0 or level == 0:
+        scores = tl.load(scores_ptr + items, mask=readable, other=float("-inf"))
+        keys = ordered_key(scores, inside)
+    elif level == 1:
+        keys = tl.where(inside, load_stored_keys(level1_ptr + items, readable), UNSELECTABLE)
+    else:
+        keys = tl.where(inside, load_stored_keys(level2_ptr + items, readable), UNSELECTABLE)
+    return store_top(tl.reshape(keys, (N,)), floor, group, out_ptr, K, N, PTX)
 
 
 @triton.jit
@@ -178,11 +158,16 @@ def select_kernel(
     K: tl.constexpr,
     K_POW2: tl.constexpr,
     TOP: tl.constexpr,
+    TILE: tl.constexpr,
     LEVELS: tl.constexpr,
     HAS_LENGTHS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    PTX: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One row a program. `out` also holds the selected groups between the levels."""
+    if PDL:
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     n = row_length(lengths_ptr, row, width, HAS_LENGTHS)
     scores_ptr += row * stride_scores
@@ -196,28 +181,31 @@ def select_kernel(
         while size > TOP:
             size = tl.cdiv(size, GROUP)
             level += 1
-    items = tl.arange(0, TOP)
-    readable = items < readable_end(size, ALIGNED)
-    keys = load_keys(scores_ptr, level1_ptr, level2_ptr, level, items, size, readable, LEVELS)
+    highest = level
+    num_groups = tl.cdiv(size, GROUP)  # the highest level is taken whole
     floor = (n * 0 + 1).to(tl.uint32)  # the lowest selectable key
-    total, floor = store_top(keys, floor, items, out_ptr, K)
-    if LEVELS > 0:
-        slot = tl.arange(0, K_POW2)
-        while level > 0:
-            level -= 1
+    slot = tl.arange(0, TILE // GROUP)
+    group = slot
+    if TOP < TILE:
+        num_groups, floor = select_children(
+            scores_ptr, level1_ptr, level2_ptr, out_ptr, level, size, tl.arange(0, TOP // GROUP),
+            num_groups, floor, K, TOP, LEVELS, ALIGNED, PTX,
+        )  # fmt: skip
+        level -= 1
+    while level >= 0:
+        if level < highest:
             size = tl.where(level == 0, n, tl.cdiv(n, GROUP))
             tl.debug_barrier()  # the groups that other threads stored
-            group = tl.load(out_ptr + slot, mask=slot < total, other=0)
-            child = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-            chosen = (slot < total)[:, None]
-            if not ALIGNED:
-                chosen = chosen & (child < size)
-            child_keys = load_keys(
-                scores_ptr, level1_ptr, level2_ptr, level, child, size, chosen, LEVELS
-            )
-            # K groups reach the last level's K-th key, so at least K children do.
-            child_keys = tl.reshape(child_keys, (K_POW2 * GROUP,))
-            child = tl.reshape(child, (K_POW2 * GROUP,))
-            total, floor = store_top(child_keys, floor, child, out_ptr, K)
+            if PTX:
+                slot = again(slot)
+            group = tl.load(out_ptr + slot, mask=slot < num_groups, other=0)
+        # K groups reach the floor, so at least K of their children do.
+        num_groups, floor = select_children(
+            scores_ptr, level1_ptr, level2_ptr, out_ptr, level, size, group,
+            num_groups, floor, K, TILE, LEVELS, ALIGNED, PTX,
+        )  # fmt: skip
+        level -= 1
     pad = tl.arange(0, K_POW2)
-    tl.store(out_ptr + pad, -1, mask=(pad >= total) & (pad < K))
+    if PTX:
+        pad = again(pad)
+    tl.store(out_ptr + pad, -1, mask=(pad >= num_groups) & (pad < K))

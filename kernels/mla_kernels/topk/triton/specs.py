@@ -14,11 +14,11 @@ SHAPES = ((2048, 64), (8192, 2048), (16384, 2048), (32768, 2048), (131072, 2048)
 
 
 def specialisations(arch: Arch) -> list[KernelSpec]:
-    group_max = [_group_max(width) for width in (131072, 2**20)]
-    return [_select(width, k) for width, k in SHAPES] + group_max
+    group_max = [_group_max(arch, width) for width in (131072, 2**20)]
+    return [_select(arch, width, k) for width, k in SHAPES] + group_max
 
 
-def _select(width: int, k: int) -> KernelSpec:
+def _select(arch: Arch, width: int, k: int) -> KernelSpec:
     tiles = topk_tiles(width, k)
     levels = LEVELS if tiles.levels else {}
     strides = STRIDES if tiles.levels else {"stride_scores": "i32"}
@@ -29,22 +29,29 @@ def _select(width: int, k: int) -> KernelSpec:
         name=f"exact_topk/select/{width}/{k}",
         fn=select_kernel,
         signature={**pointers, "width": "i32", **strides, "stride_out": "i32"},
-        constexprs={**unused, **select_constants(tiles, k, width, has_lengths=True)},
+        constexprs={
+            **unused,
+            **select_constants(
+                tiles, k, width, has_lengths=True, ptx=True, pdl=arch.programmatic_launch
+            ),
+        },
         aligned=(*pointers, "width", *strides, *(["stride_out"] if k % 16 == 0 else [])),
-        options={"num_warps": tiles.num_warps},
+        options={"num_warps": tiles.num_warps, "launch_pdl": arch.programmatic_launch},
         quick=width in (8192, 131072),
     )
 
 
-def _group_max(width: int) -> KernelSpec:
+def _group_max(arch: Arch, width: int) -> KernelSpec:
     tiles = topk_tiles(width, 2048)
     pointers = {"scores_ptr": "*fp32", "lengths_ptr": "*i32", **LEVELS}
     return KernelSpec(
         name=f"exact_topk/group_max/{width}",
         fn=group_max_kernel,
         signature={**pointers, "width": "i32", **STRIDES},
-        constexprs=group_max_constants(tiles, width, has_lengths=True),
+        constexprs=group_max_constants(
+            tiles, width, has_lengths=True, pdl=arch.programmatic_launch
+        ),
         aligned=(*pointers, "width", *STRIDES),
-        options={"num_warps": GROUP_MAX_WARPS},
+        options={"num_warps": GROUP_MAX_WARPS, "launch_pdl": arch.programmatic_launch},
         quick=width == 131072,
     )

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The indexer's score kernel for sm_90 (Gluon)."""
