@@ -92,6 +92,7 @@ def mla_decode(
                 block_table,
                 seq_lens,
                 scale=scale,
+                kv_scale=kv_scale,
                 causal=causal,
                 plan=plan,
                 out=out,

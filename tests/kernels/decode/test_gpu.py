@@ -16,6 +16,11 @@ pytestmark = [
 ]
 
 LENGTHS = [0, 1, 63, 64, 65, 200, 0, 1000, 5000, 33]
+CACHES = {
+    "bf16": {},
+    "fp8": {"cache_dtype": torch.float8_e4m3fn, "kv_scale": 0.02},
+    "fp8_ds_mla": {"cache_dtype": torch.uint8},
+}
 
 
 @pytest.fixture(params=["hopper", "triton"])
@@ -42,9 +47,34 @@ def test_ragged_batches(impl, heads, s_q, deterministic):
     check(case, impl, deterministic=deterministic)
 
 
+@pytest.mark.parametrize("cache", ["fp8", "fp8_ds_mla"])
+@pytest.mark.parametrize("heads", [1, 6, 16, 64, 128])
+@pytest.mark.parametrize("s_q", [1, 2, 5])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_ragged_batches_of_fp8_caches(impl, cache, heads, s_q, deterministic):
+    case = decode_case(LENGTHS, num_heads=heads, s_q=s_q, q_std=0.5, device="cuda", **CACHES[cache])
+    check(case, impl, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("scale", [2.0**-6, 0.02, 3.0])
+def test_fp8_scale_on_the_device(impl, scale):
+    case = decode_case(
+        LENGTHS, num_heads=32, k_std=scale * 20, q_std=0.05 / scale, device="cuda",
+        cache_dtype=torch.float8_e4m3fn, kv_scale=scale,
+    )  # fmt: skip
+    check(case, impl)
+    whole, _ = mla_decode(*case.args, **case.options, impl=impl)
+    case.options["kv_scale"] = torch.tensor(scale, device="cuda")
+    check(case, impl)
+    assert torch.equal(whole, mla_decode(*case.args, **case.options, impl=impl)[0])
+
+
+@pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("std", [1.0, 3.0, 10.0])
-def test_peaky_scores(impl, std):
-    case = decode_case([4096, 777], num_heads=64, q_std=std, k_std=std, device="cuda")
+def test_peaky_scores(impl, std, cache):
+    case = decode_case(
+        [4096, 777], num_heads=64, q_std=std, k_std=std, device="cuda", **CACHES[cache]
+    )
     check(case, impl)
 
 
@@ -59,17 +89,10 @@ def test_exact_sums(impl):
 
 
 @pytest.mark.parametrize("rescale", ["pow2", "amla", "flash"])
-@pytest.mark.parametrize("cache", ["bf16", "fp8", "fp8_ds_mla"])
+@pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("heads", [16, 32, 128])
 def test_portable_kernel_rescales_and_caches(rescale, cache, heads):
-    dtypes = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "fp8_ds_mla": torch.uint8}
-    case = decode_case(
-        LENGTHS,
-        num_heads=heads,
-        cache_dtype=dtypes[cache],
-        kv_scale=0.02 if cache == "fp8" else None,
-        device="cuda",
-    )
+    case = decode_case(LENGTHS, num_heads=heads, device="cuda", **CACHES[cache])
     check(case, "triton", rescale=rescale)
 
 
@@ -81,15 +104,17 @@ def test_portable_kernel_dtypes_dims_and_blocks(dtype, block_size):
         check(case, "triton")
 
 
-def test_a_request_is_the_same_bits_alone_in_a_batch_and_every_time(impl):
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_request_is_the_same_bits_alone_in_a_batch_and_every_time(impl, cache):
     lengths = [3000, 17, 0, 64, 9000, 2048, 1]
     tokens = random_tokens(lengths, MlaDims(), device="cuda")
     q = torch.randn(len(lengths), 1, 128, 576, device="cuda")
-    case = decode_case(lengths, tokens=tokens, q=q, device="cuda")
+    shared = {"device": "cuda", **CACHES[cache]}
+    case = decode_case(lengths, tokens=tokens, q=q, **shared)
     options = {"impl": impl, "deterministic": True}
     whole, whole_lse = mla_decode(*case.args, **case.options, **options)
     for b in range(len(lengths)):
-        alone = decode_case([lengths[b]], tokens=[tokens[b]], q=q[b : b + 1], device="cuda", seed=b)
+        alone = decode_case([lengths[b]], tokens=[tokens[b]], q=q[b : b + 1], seed=b, **shared)
         out, lse = mla_decode(*alone.args, **alone.options, **options)
         assert torch.equal(out[0], whole[b]) and torch.equal(lse[0], whole_lse[b])
     for _ in range(20):

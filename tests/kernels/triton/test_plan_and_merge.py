@@ -145,7 +145,8 @@ def test_merge(device, num_parts, batch, latent, deterministic):
     tile = merge_tile(plan)
     merge_kernel[(-(-rows // tile.rows), latent // tile.cols, batch)](
         plan.acc, plan.sums, plan.requests, out, lse, rows,
-        DV=latent, ROWS=tile.rows, COLS=tile.cols, SPLITS=tile.splits, PDL=False, num_warps=4,
+        DV=latent, ROWS=tile.rows, COLS=tile.cols, SPLITS=tile.splits, ORDERED=deterministic,
+        PDL=False, num_warps=4,
     )  # fmt: skip
     for b, (slot, splits, *_) in enumerate(plan.requests.tolist()):
         if splits == 1:  # written by the decode kernel: left alone

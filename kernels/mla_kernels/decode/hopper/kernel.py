@@ -17,6 +17,9 @@
 WG1 and WG2 never wait for a cache tile: P(n) exists only if WG0 saw tile n. A ring slot is free for
 its next load when its PV is done, which is after its QK. WG2 starts PV(n) as soon as P(n) is there;
 WG1 one QK later, so that its half of the work runs on the tensor cores under WG0's softmax.
+
+With an fp8 cache TMA fills rings of codes instead; WG1 and WG2 turn the codes into the bf16 tiles
+of rings A, B and R (values_fp8.py) and arrive on full_a/b/r themselves.
 """
 
 from triton.experimental import gluon
@@ -24,9 +27,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from mla_kernels.decode.hopper.layouts import BLOCK, HALF, ROPE, TILE, VECTOR
+from mla_kernels.decode.hopper.layouts import BLOCK, CODES, HALF, ROPE, SCALES, TILE, VECTOR
 from mla_kernels.decode.hopper.scores import scores_warpgroup
 from mla_kernels.decode.hopper.values import values_warpgroup
+from mla_kernels.decode.hopper.values_fp8 import values_fp8_warpgroup
 
 
 @gluon.jit
@@ -41,8 +45,10 @@ def barriers(N: gl.constexpr, COUNT: gl.constexpr):
 def hopper_decode_kernel(
     q_desc,  # [B * s_q * H, 576] bf16, boxes [64, 256]
     q_rope_desc,  # the same, boxes [64, 64]
-    kv_desc,  # [num_blocks * 64, 576] bf16, boxes [64, 256]
-    kv_rope_desc,  # the same, boxes [64, 64]
+    kv_desc,  # [num_blocks * 64, 576] bf16, boxes [64, 256]; fp8 caches: their rows as uint8
+    kv_rope_desc,  # the same, boxes [64, 64]; fp8_ds_mla: the rows as bf16
+    scale_desc,  # fp8_ds_mla: the rows as fp32, boxes [64, 4]
+    kv_scale,  # fp8: value = e4m3 * kv_scale; a number or, with LOAD_SCALE, a pointer to one
     table,  # [B, max_blocks] int32
     seq_lens,  # [B] int32
     parts,  # [parts, 8] int32: the plan
@@ -60,7 +66,11 @@ def hopper_decode_kernel(
     SLOTS_B: gl.constexpr,
     SLOTS_R: gl.constexpr,
     SLOTS_P: gl.constexpr,
+    SLOTS_CA: gl.constexpr,  # of codes, fp8 only
+    SLOTS_CB: gl.constexpr,
     WORKER_REGS: gl.constexpr,
+    FORMAT: gl.constexpr,  # of the cache: "bf16", "fp8", "fp8_ds_mla"
+    LOAD_SCALE: gl.constexpr,
     CAUSAL: gl.constexpr,
     CHUNKED: gl.constexpr,
 ):
@@ -81,28 +91,73 @@ def hopper_decode_kernel(
     full_q = barriers(1, 1).index(0)
     full_out = barriers(1, 1).index(0)
     empty_out = barriers(1, 2).index(0)
-    fence_async_shared()
-    gl.warp_specialize(
-        [
-            (scores_warpgroup, (
-                parts, requests, seq_lens, table, table_stride, lse, part_sums, scale_log2,
-                q_shared, ring_a, ring_b, ring_r, full_a, full_b, full_r,
-                p_ring, full_p_a, full_p_b, empty_p, full_q, factors, inverse, full_out, empty_out,
-                num_rows, num_heads, s_q, SLOTS_A, SLOTS_B, SLOTS_R, SLOTS_P, CAUSAL, CHUNKED,
-            )),
-            (values_warpgroup, (
-                out, part_acc, q_desc, q_rope_desc, kv_desc, kv_rope_desc, table, table_stride,
-                parts, requests, seq_lens, ring_a, full_a, ring_r, full_r,
-                p_ring, full_p_a, empty_p, full_q, factors, inverse, full_out, empty_out, num_rows,
-                0, SLOTS_A, SLOTS_R, SLOTS_P, CHUNKED,
-            )),
-            (values_warpgroup, (
-                out, part_acc, q_desc, q_rope_desc, kv_desc, kv_rope_desc, table, table_stride,
-                parts, requests, seq_lens, ring_b, full_b, ring_r, full_r,
-                p_ring, full_p_b, empty_p, full_q, factors, inverse, full_out, empty_out, num_rows,
-                HALF, SLOTS_B, SLOTS_R, SLOTS_P, CHUNKED,
-            )),
-        ],
-        [4, 4],
-        [WORKER_REGS, WORKER_REGS],
-    )  # fmt: skip
+    if FORMAT == "bf16":
+        fence_async_shared()
+        gl.warp_specialize(
+            [
+                (scores_warpgroup, (
+                    parts, requests, seq_lens, table, table_stride, lse, part_sums, scale_log2,
+                    q_shared, ring_a, ring_b, ring_r, full_a, full_b, full_r,
+                    p_ring, full_p_a, full_p_b, empty_p, full_q,
+                    factors, inverse, full_out, empty_out, num_rows, num_heads, s_q,
+                    SLOTS_A, SLOTS_B, SLOTS_R, SLOTS_P, False, CAUSAL, CHUNKED,
+                )),
+                (values_warpgroup, (
+                    out, part_acc, q_desc, q_rope_desc, kv_desc, kv_rope_desc, table, table_stride,
+                    parts, requests, seq_lens, ring_a, full_a, ring_r, full_r,
+                    p_ring, full_p_a, empty_p, full_q, factors, inverse, full_out, empty_out,
+                    num_rows, 0, SLOTS_A, SLOTS_R, SLOTS_P, CHUNKED,
+                )),
+                (values_warpgroup, (
+                    out, part_acc, q_desc, q_rope_desc, kv_desc, kv_rope_desc, table, table_stride,
+                    parts, requests, seq_lens, ring_b, full_b, ring_r, full_r,
+                    p_ring, full_p_b, empty_p, full_q, factors, inverse, full_out, empty_out,
+                    num_rows, HALF, SLOTS_B, SLOTS_R, SLOTS_P, CHUNKED,
+                )),
+            ],
+            [4, 4],
+            [WORKER_REGS, WORKER_REGS],
+        )  # fmt: skip
+    else:
+        codes_a = gl.allocate_shared_memory(gl.uint8, [SLOTS_CA, BLOCK, HALF], CODES)
+        codes_b = gl.allocate_shared_memory(gl.uint8, [SLOTS_CB, BLOCK, HALF], CODES)
+        landed_a = barriers(SLOTS_CA, 1)
+        landed_b = barriers(SLOTS_CB, 1)
+        landed_r = landed_b
+        codes_r = codes_b
+        scales_a = factors
+        scales_b = factors
+        if FORMAT == "fp8_ds_mla":
+            scales_a = gl.allocate_shared_memory(gl.float32, [SLOTS_CA, BLOCK, 4], SCALES)
+            scales_b = gl.allocate_shared_memory(gl.float32, [SLOTS_CB, BLOCK, 4], SCALES)
+        else:
+            landed_r = barriers(SLOTS_CB, 1)
+            codes_r = gl.allocate_shared_memory(gl.uint8, [SLOTS_CB, BLOCK, ROPE], CODES)
+        fence_async_shared()
+        gl.warp_specialize(
+            [
+                (scores_warpgroup, (
+                    parts, requests, seq_lens, table, table_stride, lse, part_sums, scale_log2,
+                    q_shared, ring_a, ring_b, ring_r, full_a, full_b, full_r,
+                    p_ring, full_p_a, full_p_b, empty_p, full_q,
+                    factors, inverse, full_out, empty_out, num_rows, num_heads, s_q,
+                    SLOTS_A, SLOTS_B, SLOTS_R, SLOTS_P, True, CAUSAL, CHUNKED,
+                )),
+                (values_fp8_warpgroup, (
+                    out, part_acc, q_desc, q_rope_desc, kv_desc, kv_rope_desc, scale_desc, kv_scale,
+                    table, table_stride, parts, requests, seq_lens,
+                    ring_a, full_a, codes_a, landed_a, scales_a, ring_r, full_r, codes_r, landed_r,
+                    p_ring, full_p_a, empty_p, full_q, factors, inverse, full_out, empty_out,
+                    num_rows, 0, SLOTS_CA, SLOTS_R, SLOTS_P, FORMAT, LOAD_SCALE, CHUNKED,
+                )),
+                (values_fp8_warpgroup, (
+                    out, part_acc, q_desc, q_rope_desc, kv_desc, kv_rope_desc, scale_desc, kv_scale,
+                    table, table_stride, parts, requests, seq_lens,
+                    ring_b, full_b, codes_b, landed_b, scales_b, ring_r, full_r, codes_r, landed_r,
+                    p_ring, full_p_b, empty_p, full_q, factors, inverse, full_out, empty_out,
+                    num_rows, HALF, SLOTS_CB, SLOTS_R, SLOTS_P, FORMAT, LOAD_SCALE, CHUNKED,
+                )),
+            ],
+            [4, 4],
+            [WORKER_REGS, WORKER_REGS],
+        )  # fmt: skip

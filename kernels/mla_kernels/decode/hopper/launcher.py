@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launching the Hopper kernel. Arguments are checked by `mla_kernels.decode.api`."""
 
+from typing import Any
+
 import torch
 import triton
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -16,7 +18,12 @@ from mla_kernels.layouts import MlaDims
 
 # Tiles of each ring: 209 KB of shared memory. 160 is the only register share of the two value
 # warpgroups that compiles without spills or serialised wgmma.
-CONFIG = {"SLOTS_A": 3, "SLOTS_B": 2, "SLOTS_R": 2, "SLOTS_P": 2, "WORKER_REGS": 160}
+_BF16 = {"SLOTS_A": 3, "SLOTS_B": 2, "SLOTS_R": 2, "SLOTS_P": 2, "WORKER_REGS": 160}
+_BF16 |= {"SLOTS_CA": 0, "SLOTS_CB": 0}
+# An fp8 cache: two bf16 tiles a ring, and rings of codes.
+_FP8 = _BF16 | {"SLOTS_A": 2, "SLOTS_CA": 1, "SLOTS_CB": 1}
+CONFIGS = {"bf16": _BF16, "fp8": _FP8, "fp8_ds_mla": _FP8}
+FORMATS = {torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8", torch.uint8: "fp8_ds_mla"}
 
 
 def mla_decode_hopper(
@@ -26,6 +33,7 @@ def mla_decode_hopper(
     seq_lens: torch.Tensor,
     *,
     scale: float,
+    kv_scale: float | torch.Tensor | None,
     causal: bool,
     plan: MlaDecodePlan | None,
     out: torch.Tensor,
@@ -45,8 +53,9 @@ def mla_decode_hopper(
             num_parts=parts_for(s_q * H, q.device),
         )
     launch_decode(
-        q, kv_cache, block_table, seq_lens, device_plan, out, lse, scale=scale, causal=causal
-    )
+        q, kv_cache, block_table, seq_lens, device_plan, out, lse,
+        scale=scale, kv_scale=kv_scale, causal=causal,
+    )  # fmt: skip
     launch_merge(device_plan, out, lse, device_arch(q.device))
 
 
@@ -60,23 +69,20 @@ def launch_decode(
     lse: torch.Tensor,
     *,
     scale: float,
+    kv_scale: float | torch.Tensor | None,
     causal: bool,
 ) -> None:
     """One CTA a tile of 64 query rows and part of the plan; split requests are left to the merge.
 
-    q [B, s_q, H, 576], kv_cache [num_blocks, 64, 576] and out are contiguous bf16.
+    q [B, s_q, H, 576] and out are contiguous bf16, kv_cache [num_blocks, 64, width] is contiguous.
     """
-    _, s_q, H, Dk = q.shape
+    _, s_q, H, _ = q.shape
     rows = s_q * H
-    block, half, rope = layouts.BLOCK.value, layouts.HALF.value, layouts.ROPE.value
-    grid = (triton.cdiv(rows, block), plan.parts.shape[0])
-    q_rows, kv_rows = q.view(-1, Dk), kv_cache.view(-1, Dk)
-    tile = layouts.TILE.value
+    kv_format = FORMATS[kv_cache.dtype]
+    grid = (triton.cdiv(rows, layouts.BLOCK.value), plan.parts.shape[0])
     hopper_decode_kernel[grid](
-        TensorDescriptor.from_tensor(q_rows, [block, half], tile),
-        TensorDescriptor.from_tensor(q_rows, [block, rope], tile),
-        TensorDescriptor.from_tensor(kv_rows, [block, half], tile),
-        TensorDescriptor.from_tensor(kv_rows, [block, rope], tile),
+        *descriptors(q, kv_cache, kv_format),
+        1.0 if kv_scale is None else kv_scale,
         block_table,
         seq_lens,
         plan.parts,
@@ -90,11 +96,39 @@ def launch_decode(
         rows,
         H,
         s_q,
-        **CONFIG,
+        **CONFIGS[kv_format],
+        FORMAT=kv_format,
+        LOAD_SCALE=isinstance(kv_scale, torch.Tensor),
         CAUSAL=causal and s_q > 1,
         CHUNKED=plan.chunk > 0,
         num_warps=4,
     )
+
+
+def descriptors(
+    q: torch.Tensor, kv_cache: torch.Tensor, kv_format: str
+) -> tuple[TensorDescriptor, ...]:
+    """TMA descriptors of q (halves, rope columns), of the cache (the same) and of its scales."""
+    rows = q.view(-1, q.shape[-1])
+    cache = kv_cache.view(-1, kv_cache.shape[-1])
+    half, rope = layouts.HALF.value, layouts.ROPE.value
+    if kv_format == "bf16":
+        kv_half = _boxes(cache, half, layouts.TILE)
+        kv_rope = _boxes(cache, rope, layouts.TILE)
+        scales = kv_half
+    else:
+        kv_half = _boxes(cache.view(torch.uint8), half, layouts.CODES)
+        kv_rope = _boxes(cache.view(torch.uint8), rope, layouts.CODES)
+        scales = kv_half
+        if kv_format == "fp8_ds_mla":
+            kv_rope = _boxes(cache.view(torch.bfloat16), rope, layouts.TILE)
+            scales = _boxes(cache.view(torch.float32), 4, layouts.SCALES)
+    tile = layouts.TILE
+    return _boxes(rows, half, tile), _boxes(rows, rope, tile), kv_half, kv_rope, scales
+
+
+def _boxes(rows: torch.Tensor, width: int, layout: Any) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(rows, [layouts.BLOCK.value, width], layout.value)
 
 
 def refusal(
@@ -103,8 +137,10 @@ def refusal(
     """Why this kernel cannot serve such a batch; None if it can."""
     if dims != MlaDims(512, 64):
         return f"it needs kv_lora_rank 512 and rope 64, got {dims.kv_lora_rank} and {dims.rope_dim}"
-    if dtype != torch.bfloat16 or kv_cache_dtype != torch.bfloat16:
-        return f"it needs bf16 q and cache, got {dtype} and {kv_cache_dtype}"
+    if dtype != torch.bfloat16:
+        return f"it needs q in bf16, got {dtype}"
+    if kv_cache_dtype not in FORMATS:
+        return f"it needs a cache of {list(FORMATS.values())}, got {kv_cache_dtype}"
     if block_size != layouts.BLOCK.value:
         return f"it needs blocks of {layouts.BLOCK.value} tokens, got {block_size}"
     if rescale != "pow2":

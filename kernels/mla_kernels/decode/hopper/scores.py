@@ -53,18 +53,25 @@ def round_bf16(x):
 @gluon.jit
 def issue_scores(
     q_a, q_b, q_rope, q_shared, ring_a, ring_b, ring_r, full_a, full_b, full_r,
-    ia, pa, ib, pb, ir, pr,
+    ia, pa, ib, pb, ir, pr, A_LAST: gl.constexpr = False,
 ):  # fmt: skip
-    """Q K^T of one tile, asynchronous. Three quarters of Q's k-steps come from registers."""
+    """Q K^T of one tile, asynchronous. Three quarters of Q's k-steps come from registers. A_LAST:
+    ring A in the end, since an fp8 cache's tile is ready there last."""
     s = gl.zeros([BLOCK, BLOCK], gl.float32, SCORES)
-    mbarrier.wait(full_a.index(ia), pa)
-    s = warpgroup_mma(q_a, ring_a.index(ia).permute((1, 0)), s, use_acc=False, is_async=True)
+    if not A_LAST:
+        mbarrier.wait(full_a.index(ia), pa)
+        s = warpgroup_mma(q_a, ring_a.index(ia).permute((1, 0)), s, use_acc=False, is_async=True)
     mbarrier.wait(full_b.index(ib), pb)
     b = ring_b.index(ib)
-    s = warpgroup_mma(q_b, b.slice(0, 128, dim=1).permute((1, 0)), s, is_async=True)
+    b_k = b.slice(0, 128, dim=1).permute((1, 0))
+    s = warpgroup_mma(q_b, b_k, s, use_acc=not A_LAST, is_async=True)
     s = warpgroup_mma(q_shared, b.slice(128, 128, dim=1).permute((1, 0)), s, is_async=True)
     mbarrier.wait(full_r.index(ir), pr)
-    return warpgroup_mma(q_rope, ring_r.index(ir).permute((1, 0)), s, is_async=True)
+    s = warpgroup_mma(q_rope, ring_r.index(ir).permute((1, 0)), s, is_async=True)
+    if A_LAST:
+        mbarrier.wait(full_a.index(ia), pa)
+        s = warpgroup_mma(q_a, ring_a.index(ia).permute((1, 0)), s, is_async=True)
+    return s
 
 
 @gluon.jit
@@ -88,7 +95,7 @@ def scores_warpgroup(
     p_ring, full_p_a, full_p_b, empty_p, full_q, factors, inverse, full_out, empty_out,
     num_rows, num_heads, s_q,
     SLOTS_A: gl.constexpr, SLOTS_B: gl.constexpr, SLOTS_R: gl.constexpr, SLOTS_P: gl.constexpr,
-    CAUSAL: gl.constexpr, CHUNKED: gl.constexpr,
+    A_LAST: gl.constexpr, CAUSAL: gl.constexpr, CHUNKED: gl.constexpr,
 ):  # fmt: skip
     first_row = gl.program_id(0) * BLOCK
     ia = gl.to_tensor(0)
@@ -136,7 +143,7 @@ def scores_warpgroup(
         for n in range(lo, hi):
             token = issue_scores(
                 q_a, q_b, q_rope, q_shared, ring_a, ring_b, ring_r, full_a, full_b, full_r,
-                ia, pa, ib, pb, ir, pr,
+                ia, pa, ib, pb, ir, pr, A_LAST,
             )  # fmt: skip
             # Warpgroup 1 gets P(n-1) only now: its half of PV(n-1) fills the tensor cores while
             # this warpgroup is busy with softmax(n).
@@ -146,7 +153,7 @@ def scores_warpgroup(
             ib, pb = ring_next(ib, pb, SLOTS_B)
             ir, pr = ring_next(ir, pr, SLOTS_R)
             if n >= unmasked:
-                s = gl.where((n * BLOCK + col)[None, :] < limit[:, None], s, -float("inf"))
+                s = gl.where(col[None, :] < (limit - n * BLOCK)[:, None], s, -float("inf"))
             p, factor, k, l = softmax_step(s, k, l, scale_log2)
             mbarrier.wait(empty_p.index(ip), pp)
             p_ring.index(ip).store(p)

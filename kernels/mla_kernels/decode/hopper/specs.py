@@ -4,7 +4,7 @@
 from mla_kernels.arch import Arch
 from mla_kernels.decode.hopper import layouts
 from mla_kernels.decode.hopper.kernel import hopper_decode_kernel
-from mla_kernels.decode.hopper.launcher import CONFIG
+from mla_kernels.decode.hopper.launcher import CONFIGS
 from mla_kernels.offline.spec import KernelSpec
 
 POINTERS = {
@@ -22,23 +22,43 @@ POINTERS = {
 def specialisations(arch: Arch) -> list[KernelSpec]:
     if arch.sm != 90:
         return []
-    half = f"tensordesc<bf16[64, 256],{layouts.TILE.value!r}>"
-    rope = f"tensordesc<bf16[64, 64],{layouts.TILE.value!r}>"
     scalars = {"scale_log2": "fp32"} | dict.fromkeys(
         ("table_stride", "num_rows", "num_heads", "s_q"), "i32"
     )
-    descriptors = {"q_desc": half, "q_rope_desc": rope, "kv_desc": half, "kv_rope_desc": rope}
     return [
         KernelSpec(
-            name=f"decode/hopper/{'causal' if causal else 'full'}{'_chunked' if chunked else ''}",
+            name=f"decode/hopper/{kv_format}{'_causal' if causal else ''}"
+            f"{'_chunked' if chunked else ''}",
             fn=hopper_decode_kernel,
-            signature=descriptors | POINTERS | scalars,
-            constexprs={**CONFIG, "CAUSAL": causal, "CHUNKED": chunked},
+            signature=descriptors(kv_format) | POINTERS | scalars | {"kv_scale": "*fp32"},
+            constexprs={
+                **CONFIGS[kv_format],
+                "FORMAT": kv_format,
+                "LOAD_SCALE": kv_format == "fp8",
+                "CAUSAL": causal,
+                "CHUNKED": chunked,
+            },
             aligned=tuple(POINTERS),
             options={"num_warps": 4},
             tensor_core="native",
             quick=not causal and not chunked,
         )
+        for kv_format in ("bf16", "fp8", "fp8_ds_mla")
         for causal in (False, True)
         for chunked in (False, True)
     ]
+
+
+def descriptors(kv_format: str) -> dict[str, str]:
+    """Types of the TMA descriptors of launcher.py."""
+    half = f"tensordesc<bf16[64, 256],{layouts.TILE.value!r}>"
+    rope = f"tensordesc<bf16[64, 64],{layouts.TILE.value!r}>"
+    code_half = f"tensordesc<u8[64, 256],{layouts.CODES.value!r}>"
+    code_rope = f"tensordesc<u8[64, 64],{layouts.CODES.value!r}>"
+    types = {"q_desc": half, "q_rope_desc": rope, "kv_desc": half, "kv_rope_desc": rope}
+    if kv_format == "fp8":
+        types |= {"kv_desc": code_half, "kv_rope_desc": code_rope}
+    if kv_format == "fp8_ds_mla":
+        scales = f"tensordesc<fp32[64, 4],{layouts.SCALES.value!r}>"
+        types |= {"kv_desc": code_half, "scale_desc": scales}
+    return {"scale_desc": types["kv_desc"]} | types

@@ -150,16 +150,18 @@ def stream_start(request, lo, hi, end):
 
 @gluon.jit
 def load_next(
-    c, plan, q_desc, kv_desc, num_rows, COL: gl.constexpr, WIDTH: gl.constexpr, ring, full, slot
+    c, plan, q_desc, kv_desc, num_rows, Q_COL: gl.constexpr, KV_COL: gl.constexpr,
+    WIDTH: gl.constexpr, ring, full, slot,
 ):  # fmt: skip
-    """Fill `slot` of a ring with columns [COL, COL + WIDTH) of the cursor's tile, and step on."""
+    """Fill `slot` of a ring with the WIDTH columns of the cursor's tile that start at Q_COL in a
+    query tile and at KV_COL in a cache tile, and step on."""
     ok = c.request <= plan.last
     mbarrier.expect(full.index(slot), BLOCK * WIDTH * 2, pred=ok)
     if c.tile == c.query:
         row = c.request * num_rows + gl.program_id(0) * BLOCK
-        tma_load(q_desc, [row, COL], full.index(slot), ring.index(slot), pred=ok)
+        tma_load(q_desc, [row, Q_COL], full.index(slot), ring.index(slot), pred=ok)
     else:
-        tma_load(kv_desc, [c.page * BLOCK, COL], full.index(slot), ring.index(slot), pred=ok)
+        tma_load(kv_desc, [c.page * BLOCK, KV_COL], full.index(slot), ring.index(slot), pred=ok)
 
     request = c.request
     tile = c.tile + 1

@@ -52,6 +52,32 @@ def clear_rows_past(ring, slot, left):
 
 
 @gluon.jit
+def store_segment(
+    acc, out, part_acc, inverse, full_out, empty_out, phase, request, slot, split, splits, num_rows,
+    COL: gl.constexpr,
+):  # fmt: skip
+    """Write a segment's half of O: the result, or split `split` of a request that is merged later.
+    Returns the next phase of full_out."""
+    LATENT: gl.constexpr = 2 * HALF
+    first_row = gl.program_id(0) * BLOCK
+    row = gl.arange(0, BLOCK, OUTPUT_ROW)
+    col = gl.arange(0, HALF, OUTPUT_COL)
+    row_ok = (first_row + row < num_rows)[:, None]
+    mbarrier.wait(full_out, phase)
+    inverse_row = inverse.load(OUTPUT_ROW)
+    mbarrier.arrive(empty_out, count=1)
+    acc = acc * inverse_row[:, None]
+    at = (first_row + row)[:, None] * LATENT + (COL + col)[None, :]
+    if splits == 1:
+        whole = out + request.to(gl.int64) * num_rows * LATENT
+        gl.store(whole + at, acc.to(gl.bfloat16), mask=row_ok)
+    else:
+        partial = part_acc + (slot + split).to(gl.int64) * num_rows * LATENT
+        gl.store(partial + at, acc, mask=row_ok)
+    return phase ^ 1
+
+
+@gluon.jit
 def values_warpgroup(
     out, part_acc, q_desc, q_rope_desc, kv_desc, kv_rope_desc, table, table_stride,
     parts, requests, seq_lens, ring, full, ring_r, full_r,
@@ -60,36 +86,52 @@ def values_warpgroup(
     CHUNKED: gl.constexpr,
 ):  # fmt: skip
     LATENT: gl.constexpr = 2 * HALF
-    first_row = gl.program_id(0) * BLOCK
     iv = gl.to_tensor(0)
     ip = gl.to_tensor(0)
     pp = gl.to_tensor(0)
     po = gl.to_tensor(0)
     pq = gl.to_tensor(0)
     ir = gl.to_tensor(0)
-    row = gl.arange(0, BLOCK, OUTPUT_ROW)
-    col = gl.arange(0, HALF, OUTPUT_COL)
-    row_ok = (first_row + row < num_rows)[:, None]
     plan, request, lo, hi, end, split = first_segment(
         parts, seq_lens, requests, table, table_stride, CHUNKED
     )
     cv = stream_start(request, lo, hi, end)
     cr = stream_start(request, lo, hi, end)
     for i0 in gl.static_range(SLOTS):
-        cv = load_next(cv, plan, q_desc, kv_desc, num_rows, COL, HALF, ring, full, i0)
+        cv = load_next(cv, plan, q_desc, kv_desc, num_rows, COL, COL, HALF, ring, full, i0)
     if COL > 0:
         for i1 in gl.static_range(SLOTS_R):
             cr = load_next(
-                cr, plan, q_rope_desc, kv_rope_desc, num_rows, LATENT, ROPE, ring_r, full_r, i1
+                cr,
+                plan,
+                q_rope_desc,
+                kv_rope_desc,
+                num_rows,
+                LATENT,
+                LATENT,
+                ROPE,
+                ring_r,
+                full_r,
+                i1,
             )
     if request <= plan.last:  # the first query tile; the later ones are taken before an epilogue
         mbarrier.wait(full_q, pq)
         pq = pq ^ 1
-        cv = load_next(cv, plan, q_desc, kv_desc, num_rows, COL, HALF, ring, full, iv)
+        cv = load_next(cv, plan, q_desc, kv_desc, num_rows, COL, COL, HALF, ring, full, iv)
         iv = ring_step(iv, SLOTS)
         if COL > 0:
             cr = load_next(
-                cr, plan, q_rope_desc, kv_rope_desc, num_rows, LATENT, ROPE, ring_r, full_r, ir
+                cr,
+                plan,
+                q_rope_desc,
+                kv_rope_desc,
+                num_rows,
+                LATENT,
+                LATENT,
+                ROPE,
+                ring_r,
+                full_r,
+                ir,
             )
             ir = ring_step(ir, SLOTS_R)
     while request <= plan.last:
@@ -102,14 +144,24 @@ def values_warpgroup(
             mbarrier.wait(full_p.index(ip), pp)
             if COL > 0:  # P(n) is there, so QK(n) is done and its rope tile is free
                 cr = load_next(
-                    cr, plan, q_rope_desc, kv_rope_desc, num_rows, LATENT, ROPE, ring_r, full_r, ir
+                    cr,
+                    plan,
+                    q_rope_desc,
+                    kv_rope_desc,
+                    num_rows,
+                    LATENT,
+                    LATENT,
+                    ROPE,
+                    ring_r,
+                    full_r,
+                    ir,
                 )
                 ir = ring_step(ir, SLOTS_R)
             acc = rescale(acc, factors, ip)
             token = warpgroup_mma(p_ring.index(ip), ring.index(iv), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(token,))
             mbarrier.arrive(empty_p.index(ip), count=1)
-            cv = load_next(cv, plan, q_desc, kv_desc, num_rows, COL, HALF, ring, full, iv)
+            cv = load_next(cv, plan, q_desc, kv_desc, num_rows, COL, COL, HALF, ring, full, iv)
             iv = ring_step(iv, SLOTS)
             ip, pp = ring_next(ip, pp, SLOTS_P)
 
@@ -117,7 +169,17 @@ def values_warpgroup(
         mbarrier.wait(full_p.index(ip), pp)
         if COL > 0:
             cr = load_next(
-                cr, plan, q_rope_desc, kv_rope_desc, num_rows, LATENT, ROPE, ring_r, full_r, ir
+                cr,
+                plan,
+                q_rope_desc,
+                kv_rope_desc,
+                num_rows,
+                LATENT,
+                LATENT,
+                ROPE,
+                ring_r,
+                full_r,
+                ir,
             )
             ir = ring_step(ir, SLOTS_R)
         if hi * BLOCK > length:
@@ -126,32 +188,34 @@ def values_warpgroup(
         token = warpgroup_mma(p_ring.index(ip), ring.index(iv), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(token,))
         mbarrier.arrive(empty_p.index(ip), count=1)
-        cv = load_next(cv, plan, q_desc, kv_desc, num_rows, COL, HALF, ring, full, iv)
+        cv = load_next(cv, plan, q_desc, kv_desc, num_rows, COL, COL, HALF, ring, full, iv)
         iv = ring_step(iv, SLOTS)
         ip, pp = ring_next(ip, pp, SLOTS_P)
         if after <= plan.last:  # free the next segment's query tile before this epilogue
             mbarrier.wait(full_q, pq)
             pq = pq ^ 1
-            cv = load_next(cv, plan, q_desc, kv_desc, num_rows, COL, HALF, ring, full, iv)
+            cv = load_next(cv, plan, q_desc, kv_desc, num_rows, COL, COL, HALF, ring, full, iv)
             iv = ring_step(iv, SLOTS)
             if COL > 0:
                 cr = load_next(
-                    cr, plan, q_rope_desc, kv_rope_desc, num_rows, LATENT, ROPE, ring_r, full_r, ir
+                    cr,
+                    plan,
+                    q_rope_desc,
+                    kv_rope_desc,
+                    num_rows,
+                    LATENT,
+                    LATENT,
+                    ROPE,
+                    ring_r,
+                    full_r,
+                    ir,
                 )
                 ir = ring_step(ir, SLOTS_R)
 
-        mbarrier.wait(full_out, po)
-        inverse_row = inverse.load(OUTPUT_ROW)
-        mbarrier.arrive(empty_out, count=1)
-        po = po ^ 1
-        acc = acc * inverse_row[:, None]
-        at = (first_row + row)[:, None] * LATENT + (COL + col)[None, :]
-        if splits == 1:
-            whole = out + request.to(gl.int64) * num_rows * LATENT
-            gl.store(whole + at, acc.to(gl.bfloat16), mask=row_ok)
-        else:
-            partial = part_acc + (slot + split).to(gl.int64) * num_rows * LATENT
-            gl.store(partial + at, acc, mask=row_ok)
+        po = store_segment(
+            acc, out, part_acc, inverse, full_out, empty_out, po, request, slot, split, splits,
+            num_rows, COL,
+        )  # fmt: skip
         split = gl.where(after == request, split + 1, 0)
         request = after + 0
         lo = after_lo + 0

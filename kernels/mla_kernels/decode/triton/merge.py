@@ -4,7 +4,8 @@
     k* = max k_s ;  out = sum_s O_s 2^(k_s - k*) / sum_s l_s 2^(k_s - k*)
 
 With the integer k of pow2 every factor is exact, so only the order of the fp32 additions matters.
-That order depends on the tile alone.
+ORDERED adds the splits one after the other, whatever the tile; else the order is the tile's, which
+keeps more splits in flight.
 """
 
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ def merge_kernel(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     SPLITS: tl.constexpr,  # loaded at a time
+    ORDERED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program: ROWS rows and COLS columns of one request."""
@@ -63,20 +65,35 @@ def merge_kernel(
             k_seen = tl.maximum(k_seen, k_s)
         k_max = tl.max(k_seen, 1)
 
-        acc = tl.zeros([ROWS, SPLITS, COLS], tl.float32)
-        l = tl.zeros([ROWS, SPLITS], tl.float32)
-        for s0 in range(0, splits, SPLITS):
-            at = (slot + s0 + s)[None, :] * num_rows + row[:, None]
-            ok = row_ok[:, None] & (s0 + s < splits)[None, :]
-            o_at = part_acc_ptr + at[:, :, None] * DV + col[None, None, :]
-            o_s = tl.load(o_at, mask=ok[:, :, None], other=0.0)
-            l_s = tl.load(part_sum_ptr + at * 2, mask=ok, other=0.0)
-            k_s = tl.load(part_sum_ptr + at * 2 + 1, mask=ok, other=EXPONENT_FLOOR)
-            factor = tl.exp2(k_s - k_max[:, None])
-            acc += o_s * factor[:, :, None]
-            l += l_s * factor
-        acc = tl.sum(acc, 1)
-        l = tl.sum(l, 1)
+        if ORDERED:
+            acc = tl.zeros([ROWS, COLS], tl.float32)
+            l = tl.zeros([ROWS], tl.float32)
+            for s0 in range(0, splits, SPLITS):
+                for i in tl.static_range(SPLITS):
+                    at = (slot + s0 + i) * num_rows + row
+                    ok = row_ok & (s0 + i < splits)
+                    o_at = part_acc_ptr + at[:, None] * DV + col[None, :]
+                    o_s = tl.load(o_at, mask=ok[:, None], other=0.0)
+                    l_s = tl.load(part_sum_ptr + at * 2, mask=ok, other=0.0)
+                    k_s = tl.load(part_sum_ptr + at * 2 + 1, mask=ok, other=EXPONENT_FLOOR)
+                    factor = tl.exp2(k_s - k_max)
+                    acc += o_s * factor[:, None]
+                    l += l_s * factor
+        else:
+            acc = tl.zeros([ROWS, SPLITS, COLS], tl.float32)
+            l = tl.zeros([ROWS, SPLITS], tl.float32)
+            for s0 in range(0, splits, SPLITS):
+                at = (slot + s0 + s)[None, :] * num_rows + row[:, None]
+                ok = row_ok[:, None] & (s0 + s < splits)[None, :]
+                o_at = part_acc_ptr + at[:, :, None] * DV + col[None, None, :]
+                o_s = tl.load(o_at, mask=ok[:, :, None], other=0.0)
+                l_s = tl.load(part_sum_ptr + at * 2, mask=ok, other=0.0)
+                k_s = tl.load(part_sum_ptr + at * 2 + 1, mask=ok, other=EXPONENT_FLOOR)
+                factor = tl.exp2(k_s - k_max[:, None])
+                acc += o_s * factor[:, :, None]
+                l += l_s * factor
+            acc = tl.sum(acc, 1)
+            l = tl.sum(l, 1)
 
         seen = l > 0.0
         acc = acc * tl.where(seen, 1.0 / l, 0.0)[:, None]
@@ -98,12 +115,11 @@ class MergeTile:
 
 
 def merge_tile(plan: DevicePlan) -> MergeTile:
-    """Sized for the splits of an even batch; an uneven one only loops more often.
-
-    In deterministic mode always the same one: the tile decides in which order splits are added.
-    """
+    """Sized for the splits of an even batch; an uneven one only loops more often."""
     if plan.chunk:
-        return MergeTile(rows=1, cols=256, splits=16)
+        splits = triton.next_power_of_2(min(plan.max_splits, 8))
+        rows = min(16 // splits, max(1, plan.requests.shape[0] * plan.rows // 512))
+        return MergeTile(rows=triton.next_power_of_2(rows), cols=256, splits=splits)
     expected = plan.parts.shape[0] // max(plan.requests.shape[0], 1) + 2
     splits = triton.next_power_of_2(min(expected, plan.max_splits, MAX_SPLITS))
     # More splits come with fewer requests: narrow columns keep the device busy.
@@ -129,6 +145,7 @@ def launch_merge(plan: DevicePlan, out: torch.Tensor, lse: torch.Tensor, arch: A
         ROWS=tile.rows,
         COLS=tile.cols,
         SPLITS=tile.splits,
+        ORDERED=plan.chunk > 0,
         PDL=pdl,
         num_warps=4,
         launch_pdl=pdl,

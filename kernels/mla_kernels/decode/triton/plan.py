@@ -19,6 +19,8 @@ from mla_kernels.decode.triton.tiles import ctas_per_sm, tile_rows
 OVERHEAD = 2
 # Tiles that are worth a split's partial result and its merge.
 MIN_PAY = 4
+# Tiles that a part may do more to save cuts.
+SLACK = 2
 # Deterministic mode: tiles a chunk, and chunks of a request (longer ones get larger chunks).
 CHUNK = 32
 MAX_CHUNKS = 128
@@ -58,6 +60,7 @@ class DevicePlan:
             PARTS_POW2=triton.next_power_of_2(num_parts),
             OVERHEAD=OVERHEAD,
             MIN_PAY=MIN_PAY,
+            SLACK=SLACK,
             CHUNK=self.chunk,
             MAX_CHUNKS=self.max_chunks,
             BLOCK=min(1024, max(32, triton.next_power_of_2(seq_lens.shape[0]))),

@@ -19,8 +19,6 @@ import triton
 import triton.language as tl
 
 PLAN_TILE = 64
-# Tiles that a part may do more to save cuts.
-SLACK = tl.constexpr(2)
 # Fields of one row of `parts`: first request, its first tile, last request, its end tile
 # (exclusive), index of the first split within its request. A part without work has last request -1.
 PART_FIELDS = 8
@@ -66,6 +64,7 @@ def plan_kernel(
     PARTS_POW2: tl.constexpr,
     OVERHEAD: tl.constexpr,
     MIN_PAY: tl.constexpr,
+    SLACK: tl.constexpr,
     CHUNK: tl.constexpr,  # 0: cut anywhere
     MAX_CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,

@@ -14,7 +14,7 @@ from mla_kernels.decode.triton.launcher import (
     tile_options,
 )
 from mla_kernels.decode.triton.merge import MergeTile, merge_kernel
-from mla_kernels.decode.triton.plan import CHUNK, MAX_CHUNKS, MIN_PAY, OVERHEAD
+from mla_kernels.decode.triton.plan import CHUNK, MAX_CHUNKS, MIN_PAY, OVERHEAD, SLACK
 from mla_kernels.decode.triton.plan_kernel import PLAN_TILE, plan_kernel
 from mla_kernels.decode.triton.tiles import choose_tile
 from mla_kernels.layouts import BLOCK_SIZE, Fp8DsMlaLayout, MlaDims
@@ -24,8 +24,13 @@ ROWS = (16, 32, 64)
 SCALARS = ("table_stride", "num_rows", "num_heads", "s_q")
 STRIDES = ("q_stride_b", "q_stride_s", "q_stride_h", "page_stride")
 CACHE_POINTER = {"float": "bf16", "fp8": "u8", "fp8_ds_mla": "u8"}
-# The even batch (b96, b1 with 132 and 264 parts) and the deterministic mode.
-MERGE_TILES = (MergeTile(2, 512, 4), MergeTile(1, 32, 128), MergeTile(1, 256, 16))
+# (tile, splits in order): even batches, then deterministic mode.
+MERGE_TILES = (
+    (MergeTile(2, 512, 4), False),
+    (MergeTile(1, 32, 128), False),
+    (MergeTile(8, 256, 2), True),
+    (MergeTile(1, 256, 8), True),
+)
 
 
 def specialisations(arch: Arch) -> list[KernelSpec]:
@@ -114,6 +119,7 @@ def _plan(arch: Arch) -> Iterator[KernelSpec]:
                 "PARTS_POW2": 256,
                 "OVERHEAD": OVERHEAD,
                 "MIN_PAY": MIN_PAY,
+                "SLACK": SLACK,
                 "CHUNK": chunk,
                 "MAX_CHUNKS": MAX_CHUNKS,
                 "BLOCK": 128,
@@ -132,9 +138,9 @@ def _merge(arch: Arch) -> Iterator[KernelSpec]:
         "out_ptr": "*bf16",
         "lse_ptr": "*fp32",
     }
-    for tile in MERGE_TILES:
+    for tile, ordered in MERGE_TILES:
         yield KernelSpec(
-            name=f"merge/{tile.rows}x{tile.cols}x{tile.splits}",
+            name=f"merge/{tile.rows}x{tile.cols}x{tile.splits}{'_ordered' if ordered else ''}",
             fn=merge_kernel,
             signature={**pointers, "num_rows": "i32"},
             constexprs={
@@ -142,9 +148,10 @@ def _merge(arch: Arch) -> Iterator[KernelSpec]:
                 "ROWS": tile.rows,
                 "COLS": tile.cols,
                 "SPLITS": tile.splits,
+                "ORDERED": ordered,
                 "PDL": arch.programmatic_launch,
             },
             aligned=tuple(pointers),
             options={"num_warps": 4, "launch_pdl": arch.programmatic_launch},
-            quick=tile == MERGE_TILES[0],
+            quick=tile == MERGE_TILES[0][0],
         )
