@@ -55,6 +55,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     serve.add_argument("--open-requests", type=int, default=100, help="of each open loop")
     serve.add_argument("--slo", default="ttft:2000 tpot:50", help="milliseconds, for goodput")
+    serve.add_argument(
+        "--together",
+        action="store_true",
+        help="all servers at once, each with its share of the GPU's memory, loaded in turns",
+    )
     serve.add_argument("--server-options", type=shlex.split, default=[], help="more, in quotes")
     return parser.parse_args(argv)
 

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`serve.py --mode serve`: one server after the other, each under closed and open loops."""
+"""`serve.py --mode serve`: servers under closed and open loops, one after the other or in turns."""
 
 import argparse
+import contextlib
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -23,6 +25,7 @@ Row = dict[str, Any]
 
 def server_options(args: argparse.Namespace, tokenizer: Path) -> list[str]:
     """Options of every server alike."""
+    share = len(args.backends) if args.together else 1
     longest = max(1024, *(shape.input_len + shape.output_len for shape in args.shapes))
     options = ["--served-model-name", NAME, "--dtype", args.dtype, "--load-format", "dummy"]
     options += ["--tokenizer", str(tokenizer), "--block-size", "64"]
@@ -30,6 +33,7 @@ def server_options(args: argparse.Namespace, tokenizer: Path) -> list[str]:
     options += ["--max-model-len", str(longest + 256), "--max-num-seqs", str(max(args.concurrency))]
     # Random prompts share nothing, and hits would be no comparison of attention.
     options += ["--no-enable-prefix-caching"]
+    options += ["--gpu-memory-utilization", f"{0.9 / share:.3f}"]
     if not args.compile:
         options += ["--compilation-config", '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}']
     return [*options, *args.server_options]
@@ -43,33 +47,27 @@ def gpu_memory_gib() -> float | None:
 
 def run(args: argparse.Namespace, save: Callable[[Row], None]) -> None:
     """Measure; rows go to `save`."""
-    deadline = time.monotonic() + args.time_limit
     tokenizer = args.model
     if not (args.model / "tokenizer.json").exists():
         tokenizer = demo_model_path("v3")
     options = server_options(args, tokenizer)
-    rates: dict[Shape, list[float]] = {}
-    said: list[int] | None = None
+    loads = Loads(args, tokenizer, save)
+    groups = [args.backends] if args.together else [[backend] for backend in args.backends]
     with tempfile.TemporaryDirectory() as logs:
-        for backend in args.backends:
-            log = Path(logs) / f"{backend}.log"
-            before = gpu_memory_gib()
-            with Server(backend, args.model, options, log) as server:
-                start = time.monotonic()
-                try:
-                    server.wait_ready()
-                except RuntimeError as error:
-                    save({"backend": backend, "error": f"{error}: {last_error(log)}"})
-                    continue
-                tokens = greedy_tokens(server.url, NAME, GATE_PROMPTS, GATE_TOKENS)
-                said = said or tokens
-                row: Row = {"backend": backend, "start_s": time.monotonic() - start}
-                row["same_tokens_as_first"] = agreement(said, tokens)
+        for group in groups:
+            with contextlib.ExitStack() as stack:
+                before = gpu_memory_gib()
+                servers = [
+                    stack.enter_context(
+                        Server(backend, args.model, options, Path(logs) / f"{backend}.log")
+                    )
+                    for backend in group
+                ]
+                started = [server for server in servers if loads.ready(server)]
                 after = gpu_memory_gib()
                 if before is not None and after is not None:
-                    row["gpu_memory_gib"] = after - before
-                save(row)
-                Loads(args, server, tokenizer, rates, deadline, save).run()
+                    save({"backend": " + ".join(group), "gpu_memory_gib": after - before})
+                loads.run(started)
 
 
 def last_error(log: Path) -> str:
@@ -78,47 +76,62 @@ def last_error(log: Path) -> str:
 
 
 class Loads:
-    """All loads of one server. The first server's closed loops set the rates of all open ones."""
+    """All loads, on one server or on several in turns. The first server's closed loops set the
+    rates of all open ones."""
 
     def __init__(
-        self,
-        args: argparse.Namespace,
-        server: Server,
-        tokenizer: Path,
-        rates: dict[Shape, list[float]],
-        deadline: float,
-        save: Callable[[Row], None],
+        self, args: argparse.Namespace, tokenizer: Path, save: Callable[[Row], None]
     ) -> None:
         self.args = args
-        self.server = server
         self.tokenizer = tokenizer
-        self.rates = rates
-        self.deadline = deadline
         self.save = save
+        self.deadline = time.monotonic() + args.time_limit
+        self.rates: dict[Shape, list[float]] = {}
+        self.said: list[int] | None = None
 
-    def run(self) -> None:
+    def ready(self, server: Server) -> bool:
+        """Wait for it and ask it the prompts of the gate; False if it did not start."""
+        start = time.monotonic()
+        try:
+            server.wait_ready()
+        except RuntimeError as error:
+            print(server.log.read_text()[-4000:], file=sys.stderr)
+            reason = f"{error}: {last_error(server.log)}"
+            self.save({"backend": server.backend, "error": reason})
+            return False
+        tokens = greedy_tokens(server.url, NAME, GATE_PROMPTS, GATE_TOKENS)
+        self.said = self.said or tokens
+        row: Row = {"backend": server.backend, "start_s": time.monotonic() - start}
+        self.save({**row, "same_tokens_as_first": agreement(self.said, tokens)})
+        return True
+
+    def run(self, servers: list[Server]) -> None:
+        """Each load on every server before the next load."""
         for shape in self.args.shapes:
-            self._load(shape, None, concurrency=max(self.args.concurrency), requests=2)  # warms up
+            for server in servers:
+                self._load(server, shape, None, concurrency=max(self.args.concurrency), requests=2)
             fullest = 0.0
             for concurrency in self.args.concurrency:
-                requests = concurrency * self.args.rounds
                 key = {"loop": "closed", "concurrency": concurrency}
-                row = self._load(shape, key, concurrency=concurrency, requests=requests)
-                fullest = max(fullest, row.get("request_s", 0.0))
-            if self.args.rates is not None:
-                self.rates[shape] = self.args.rates
+                for place, server in enumerate(servers):
+                    requests = concurrency * self.args.rounds
+                    row = self._load(server, shape, key, concurrency=concurrency, requests=requests)
+                    if place == 0:
+                        fullest = max(fullest, row.get("request_s", 0.0))
             shares = [round(fullest * share, 3) for share in OPEN_SHARES]
-            for rate in self.rates.setdefault(shape, shares):
-                key = {"loop": "open", "rate": rate}
-                self._load(shape, key, rate=rate, requests=self.args.open_requests)
+            asked = shares if self.args.rates is None else self.args.rates
+            for rate in self.rates.setdefault(shape, asked):
+                for server in servers:
+                    key = {"loop": "open", "rate": rate}
+                    self._load(server, shape, key, rate=rate, requests=self.args.open_requests)
 
-    def _load(self, shape: Shape, key: Row | None, **load: Any) -> Row:
-        row: Row = {"backend": self.server.backend, "shape": str(shape), **(key or {})}
+    def _load(self, server: Server, shape: Shape, key: Row | None, **load: Any) -> Row:
+        row: Row = {"backend": server.backend, "shape": str(shape), **(key or {})}
         if time.monotonic() > self.deadline:
             row["not_run"] = "no time was left"
         else:
             row |= run_load(
-                self.server.url,
+                server.url,
                 self.args.model,
                 served_name=NAME,
                 input_len=shape.input_len,

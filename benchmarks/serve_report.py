@@ -145,19 +145,24 @@ def serve_lines(report: Report) -> list[str]:
         f"Random weights of the shapes in configs/models/{settings['model']}, so a step has "
         "attention, MLPs and one output head of as many layers as that folder says. "
         f"{settings['dtype']}, {'torch.compile' if settings['compile'] else 'no torch.compile'}; "
-        "vLLM's server with the same options for every backend, loaded by `vllm bench serve`. "
+        "vLLM's server with the same options for every backend, "
+        + ("all on the GPU at once and " if settings["together"] else "")
+        + "loaded by `vllm bench serve`. "
         f"Closed loops of {settings['rounds']} requests a client; open loops of "
         f"{settings['open_requests']} requests with Poisson arrivals. Goodput: requests a second "
         f"within {settings['slo']} (milliseconds).",
         "",
-        "| backend | same greedy tokens as the first | ready after s | GPU memory GiB |",
-        "|---|--:|--:|--:|",
+        "| backend | same greedy tokens as the first | ready after s |",
+        "|---|--:|--:|",
     ]
     for row in report.rows:
         if "start_s" in row:
             same = f"{row['same_tokens_as_first']:.1%}"
-            memory = _number(row.get("gpu_memory_gib"), 1)
-            lines.append(f"| {label(row['backend'])} | {same} | {row['start_s']:.0f} | {memory} |")
+            lines.append(f"| {label(row['backend'])} | {same} | {row['start_s']:.0f} |")
+    lines.append("")
+    for row in report.rows:
+        if "gpu_memory_gib" in row:
+            lines.append(f"GPU memory of {row['backend']}: {row['gpu_memory_gib']:.1f} GiB.")
     heads = [f"{m.upper()} {s}" for m in METRICS for s in STATISTICS]
     lines += ["", "| shape | load | backend | output tok/s | goodput | " + " | ".join(heads) + " |"]
     lines.append("|---|---|---|--:|--:|" + "--:|" * len(heads))
