@@ -1,205 +1,254 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixed load for a long time: does anything break, leak or turn into NaN?
+"""Minutes of mixed load on a real server: does anything break, leak or turn into NaN?
 
-    python benchmarks/soak.py --minutes 30 [--model DIR] [--cache 4G] [--max-len 65536]
+    python benchmarks/soak.py [--minutes 30] [--max-model-len 65536] [--model DIR]
 
-Starts `mla-backend serve` with a cache that is too small for its clients, so that requests are
-preempted. Prompts of 1 to --max-len tokens (as many short as long ones), answers of 1 to 256; a
-fifth of the clients leave in the middle of an answer. The last line on standard output is the
-verdict, and exit status 1 means that it failed.
+Completions of random lengths, streamed or not, clients that leave, bad requests, greedy probes with
+known answers, and a cache so small that requests are preempted. Ends with one line; the exit status
+is 1 if anything was wrong. Writes soak.json and soak.md to results/cpu or h200 beside this file.
 """
 
 import argparse
 import asyncio
-import contextlib
 import json
-import math
+import os
 import random
-import re
 import shlex
 import sys
 import tempfile
 import time
-from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
-from machine import nvidia_smi
-from mla_serving.demo_model import demo_model_path
+from machine import describe_machine, nvidia_smi
+from mla_serving.demo_model import FAMILIES, demo_model_path, make_demo_model
+from prometheus_client.parser import text_string_to_metric_families
 from servers import Server
+from soak_ledger import End, Ledger, markdown, summary_line, verdict
+from soak_load import FIRST_TOKEN, NAME, PATH, Client, Scope
 
-NAME = "model"
-LEAVERS = 0.2
-LONGEST_ANSWER = 256
-# What caches of allocators and compilers may still grow by after the first third of the time.
-MEMORY_GROWTH = 0.05
-DRAIN_SECONDS = 120
+BLOCK = 64
+IDLE_SECONDS = 60.0
+MIB = 1024**2
+PREEMPTED = "vllm:num_preemptions_total"
+# Nats. In bf16 other neighbours in a batch round a random model's logits otherwise.
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}
+Row = dict[str, Any]
 
 
-class Soak:
-    """Clients against one server; `seen` counts what happened, `errors` says what went wrong."""
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    gpu = bool(nvidia_smi("name"))
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--model", type=Path, help="default: a demo model of the context asked for")
+    parser.add_argument("--overrides", type=json.loads, default={}, help="of its config.json")
+    parser.add_argument("--dtype", choices=TOLERANCE, default="bfloat16" if gpu else "float32")
+    parser.add_argument("--max-model-len", type=int, default=8192)
+    parser.add_argument("--concurrency", type=int, default=32 if gpu else 12)
+    parser.add_argument("--longest-answer", type=int, default=1024 if gpu else 256)
+    parser.add_argument("--eager", action="store_true", default=not gpu, help="default on a CPU")
+    parser.add_argument("--blocks", type=int, help="of cache; default: 1.25 contexts")
+    parser.add_argument("--tolerance", type=float, help="of probes under load, nats")
+    parser.add_argument("--sample-seconds", type=float, default=5)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--server-options", type=shlex.split, default=[], help="more, in quotes")
+    default = Path(__file__).parent / "results" / ("h200" if gpu else "cpu")
+    parser.add_argument("--results", type=Path, default=default)
+    args = parser.parse_args(argv)
+    args.tolerance = args.tolerance or TOLERANCE[args.dtype]
+    args.blocks = args.blocks or 1 + -(-args.max_model_len * 5 // (4 * BLOCK))  # 1 is padding
+    return args
 
-    def __init__(self, url: str, max_len: int, vocab: int, seed: int) -> None:
-        self.client = httpx.AsyncClient(base_url=url, timeout=None, limits=httpx.Limits())
-        self.max_len = max_len
-        self.vocab = vocab
-        self.seed = seed
-        self.seen: Counter[str] = Counter()
-        self.errors: list[str] = []
 
-    async def run(self, clients: int, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        await asyncio.gather(*(self._client(i, deadline) for i in range(clients)))
+def make_model(args: argparse.Namespace, scratch: Path) -> Path:
+    """The demo model of the family v3, stretched to the context."""
+    rope = FAMILIES["v3"]["rope_scaling"]
+    reach = rope["original_max_position_embeddings"]
+    longer = {
+        "max_position_embeddings": args.max_model_len,
+        "rope_scaling": {**rope, "factor": -(-args.max_model_len // reach)},
+    }
+    return make_demo_model("v3", scratch / "model", overrides=longer | args.overrides)
 
-    async def _client(self, number: int, deadline: float) -> None:
-        rng = random.Random(self.seed + number)
-        while time.monotonic() < deadline:
-            answer = rng.randint(1, min(LONGEST_ANSWER, self.max_len // 2))
-            length = round(math.exp(rng.uniform(0, math.log(self.max_len - answer))))
-            leave = rng.randint(0, answer) if rng.random() < LEAVERS else None
-            try:
-                await self._request(rng, length, answer, leave)
-            except Exception as error:
-                self.errors.append(f"{length} + {answer} tokens: {type(error).__name__}: {error}")
 
-    async def _request(
-        self, rng: random.Random, length: int, answer: int, leave: int | None
-    ) -> None:
-        """One streamed completion; `leave`: hang up after so many events."""
-        body = {
-            "model": NAME,
-            "prompt": [rng.randrange(3, self.vocab) for _ in range(length)],
-            "max_tokens": answer,
-            "ignore_eos": True,
-            "logprobs": 0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
+def server_options(args: argparse.Namespace, model: Path) -> list[str]:
+    options = ["--served-model-name", NAME, "--dtype", args.dtype]
+    options += ["--max-model-len", str(args.max_model_len)]
+    options += ["--num-gpu-blocks-override", str(args.blocks)]
+    options += ["--enforce-eager"] if args.eager else []
+    if not list(model.glob("*.safetensors")):
+        options += ["--load-format", "dummy", "--tokenizer", str(demo_model_path("v3"))]
+    return [*options, *args.server_options]
+
+
+class Watch:
+    """Reads the server from outside: its routes and the memory of its processes."""
+
+    def __init__(self, http: httpx.AsyncClient, pid: int, ledger: Ledger) -> None:
+        self.http = http
+        self.ledger = ledger
+        self.start = time.monotonic()
+        self.server = psutil.Process(pid)
+
+    async def metrics(self) -> dict[str, float]:
+        """vLLM's metrics by name, summed over engines."""
+        sums: dict[str, float] = {}
+        text = (await self.http.get("/metrics")).text
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
+        return sums
+
+    def memory(self) -> Row:
+        engine = sum(child.memory_info().rss for child in self.server.children(recursive=True))
+        row = {"server_mib": self.server.memory_info().rss / MIB, "engine_mib": engine / MIB}
+        if used := nvidia_smi("memory.used"):
+            row["gpu_mib"] = sum(float(gpu[0]) for gpu in used)
+        return row
+
+    async def sample(self) -> None:
+        """One row of the ledger."""
+        status = (await self.http.get("/health")).status_code
+        if status != 200:
+            self.ledger.fault(f"/health said {status} under load")
+        metrics = await self.metrics()
+        row: Row = {
+            "time_s": round(time.monotonic() - self.start, 1),
+            "kv_cache_usage": round(metrics["vllm:kv_cache_usage_perc"], 3),
+            "running": metrics["vllm:num_requests_running"],
+            "waiting": metrics["vllm:num_requests_waiting"],
+            "preemptions": metrics[PREEMPTED],
         }
-        usage: dict[str, int] = {}
-        self.seen["requests"] += 1
-        async with self.client.stream("POST", "/v1/completions", json=body) as response:
-            if response.status_code != 200:
-                text = (await response.aread())[:200].decode(errors="replace")
-                raise RuntimeError(f"status {response.status_code}: {text}")
-            events = 0
-            async for line in response.aiter_lines():
-                if leave is not None and events >= leave:
-                    self.seen["left"] += 1
-                    return
-                if line.startswith("data: ") and line != "data: [DONE]":
-                    events += 1
-                    usage = check_event(json.loads(line[6:])) or usage
-        if usage.get("completion_tokens") != answer:
-            raise RuntimeError(f"{usage.get('completion_tokens')} tokens")
-        self.seen["finished"] += 1
+        memory = await asyncio.to_thread(self.memory)
+        self.ledger.samples.append(row | {k: round(v, 1) for k, v in memory.items()})
 
-    async def idle(self) -> tuple[int, int]:
-        """(requests, blocks) still held by the engine once it has had time to let go of them."""
-        deadline = time.monotonic() + DRAIN_SECONDS
+    async def run(self, every: float) -> None:
+        """Sample until cancelled."""
         while True:
-            info = (await self.client.get("/mla/info")).json()
-            requests = sum(info["requests"][kind] or 0 for kind in ("running", "waiting"))
-            blocks = info["cache"]["blocks_used"] or 0
-            if requests == blocks == 0 or time.monotonic() > deadline:
-                return requests, blocks
-            # The gauges are those of the last step: a short request makes a new one.
-            await self._request(random.Random(0), 1, 1, None)
+            try:
+                await self.sample()
+            except (httpx.HTTPError, psutil.Error) as error:
+                self.ledger.fault(f"the server cannot be watched: {type(error).__name__}: {error}")
+            await asyncio.sleep(every)
+
+    async def info(self) -> Row:
+        answer: Row = (await self.http.get("/mla/info")).json()
+        return answer
+
+    async def settle(self) -> Row:
+        """/mla/info once the engine is idle, or as it is after IDLE_SECONDS."""
+        deadline = time.monotonic() + IDLE_SECONDS
+        while True:
+            # The gauges are those of the last step: a request that was left may not have had one.
+            body = {"model": NAME, "prompt": [FIRST_TOKEN], "max_tokens": 2}
+            (await self.http.post(PATH, json=body)).raise_for_status()
+            info = await self.info()
+            busy = info["cache"]["blocks_used"], *info["requests"].values()
+            if not any(busy) or time.monotonic() > deadline:
+                return info
             await asyncio.sleep(0.5)
 
-    async def preemptions(self) -> int:
-        text = (await self.client.get("/metrics")).text
-        found = re.findall(r"^vllm:num_preemptions_total\{.*\} ([0-9.e+]+)$", text, re.MULTILINE)
-        return int(sum(map(float, found)))
 
-
-def check_event(event: dict[str, Any]) -> dict[str, int] | None:
-    """The usage of the last event. RuntimeError for a logprob that is no number up to 0."""
-    for choice in event.get("choices", ()):
-        for logprob in (choice.get("logprobs") or {}).get("token_logprobs") or ():
-            if logprob is None or not -1e4 < logprob <= 1e-3:
-                raise RuntimeError(f"logprob {logprob}")
-    usage: dict[str, int] | None = event.get("usage")
-    return usage
-
-
-def memory(server: Server) -> dict[str, float]:
-    """MiB of the server's processes and of the GPU."""
-    used = {"RSS": 0.0}
-    process = psutil.Process(server.pid)
-    for one in (process, *process.children(recursive=True)):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            used["RSS"] += one.memory_info().rss / 2**20
-    if smi := nvidia_smi("memory.used"):
-        used["GPU"] = float(smi[0][0])
-    return used
-
-
-async def watch(server: Server, samples: list[dict[str, float]]) -> None:
-    while True:
-        samples.append(memory(server))
-        await asyncio.sleep(1)
-
-
-def growth(samples: list[dict[str, float]]) -> dict[str, float]:
-    """Largest of the last third over largest of the second third, less 1, for each memory."""
-    third = len(samples) // 3
-    middle, last = samples[third : 2 * third], samples[2 * third :]
-    if not middle:
-        return {}
-    return {k: max(s[k] for s in last) / max(s[k] for s in middle) - 1 for k in samples[0]}
-
-
-async def soak(server: Server, args: argparse.Namespace, vocab: int) -> tuple[bool, str]:
-    """(passed, the verdict in one line)."""
-    run = Soak(server.url, args.max_len, vocab, args.seed)
-    samples: list[dict[str, float]] = []
-    async with run.client:
-        watching = asyncio.create_task(watch(server, samples))
-        await run.run(args.clients, 60 * args.minutes)
+async def soak(
+    server: Server, args: argparse.Namespace, scope: Scope
+) -> tuple[float, Ledger, End | None]:
+    """Load the server; returns the minutes it took, what was seen, and the state at the end."""
+    ledger = Ledger()
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=server.url, timeout=None, limits=limits) as http:
+        watch = Watch(http, server.pid, ledger)
+        client = Client(http, ledger, scope, args.tolerance)
+        client.references = await client.probe_idle("before")
+        before = await watch.metrics()
+        start = watch.start = time.monotonic()
+        watching = asyncio.create_task(watch.run(args.sample_seconds))
+        rngs = [random.Random(f"{args.seed}-{i}") for i in range(args.concurrency)]
+        deadline = start + 60 * args.minutes
+        await asyncio.gather(*(client.work(rng, deadline, pause=1.0) for rng in rngs))
+        minutes = (time.monotonic() - start) / 60
         watching.cancel()
-        seen = Counter(run.seen)
-        requests, blocks = await run.idle()
-        preempted = await run.preemptions()
-    grown = growth(samples)
-    passed = not run.errors and requests == blocks == 0
-    passed &= seen["finished"] > 0 and all(g < MEMORY_GROWTH for g in grown.values())
-    memories = ", ".join(f"{name} {g:+.1%}" for name, g in grown.items()) or "too short to tell"
-    for error in run.errors[:10]:
-        print(error)
-    return passed, (
-        f"soak: {'passed' if passed else 'FAILED'}: {args.minutes:g} min, {seen['requests']} "
-        f"requests, {seen['left']} left early, {preempted} preemptions, {len(run.errors)} "
-        f"errors, {requests} requests and {blocks} blocks left, memory {memories}"
+        await asyncio.gather(watching, return_exceptions=True)
+        try:
+            return minutes, ledger, await final_state(client, watch, before, server.log)
+        except (httpx.HTTPError, psutil.Error):
+            return minutes, ledger, None
+
+
+async def final_state(client: Client, watch: Watch, before: dict[str, float], log: Path) -> End:
+    """What the server says once the load is over; `before` are its metrics before the load."""
+    info = await watch.settle()
+    metrics = await watch.metrics()
+    same = await client.probe_idle("after") == client.references
+    await watch.sample()
+    corrupted = metrics.get("vllm:corrupted_requests_total")
+    return End(
+        blocks_used=info["cache"]["blocks_used"],
+        requests_in_engine=sum(info["requests"].values()),
+        kv_cache_usage=metrics["vllm:kv_cache_usage_perc"],
+        preemptions=int(metrics[PREEMPTED] - before[PREEMPTED]),
+        health=(await watch.http.get("/health")).status_code,
+        tracebacks=log.read_text().count("Traceback"),
+        corrupted=None if corrupted is None else int(corrupted),
+        same_probes=same,
     )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--minutes", type=float, default=30)
-    parser.add_argument("--model", type=Path, help="a directory (default: the demo model)")
-    parser.add_argument("--max-len", type=int, default=8192, help="prompt and answer together")
-    parser.add_argument("--cache", default="64M", help="KV cache; small, so that it runs out")
-    parser.add_argument("--clients", type=int, default=32)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--server-options", type=shlex.split, default=[], help="more, in quotes")
-    args = parser.parse_args()
-    model = args.model or demo_model_path("v3")
-    options = ["--served-model-name", NAME, "--max-model-len", str(args.max_len)]
-    options += ["--kv-cache-memory-bytes", args.cache, *args.server_options]
-    if not list(model.glob("*.safetensors")):
-        options += ["--load-format", "dummy", "--tokenizer", str(demo_model_path("v3"))]
-    vocab = json.loads((model / "config.json").read_text())["vocab_size"]
-    with tempfile.TemporaryDirectory() as logs:
-        log = Path(logs) / "server.log"
-        with Server("ours", model, options, log) as server:
-            server.wait_ready()
-            passed, verdict = asyncio.run(soak(server, args, vocab))
-        if not passed:
-            print(*log.read_text().splitlines()[-30:], sep="\n")
-    print(verdict)
-    return 0 if passed else 1
+def complaints(log: Path) -> str:
+    """The first errors in the server's log."""
+    lines = [line[:300] for line in log.read_text().splitlines() if "Error" in line]
+    return "\n".join(lines[:20])
+
+
+def public(words: list[str]) -> str:
+    """The command without where its results went."""
+    kept = [w for i, w in enumerate(words) if not (w == "--results" or words[i - 1] == "--results")]
+    return shlex.join(["python", "benchmarks/soak.py", *kept])
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_arguments(argv)
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_COMPUTE_NANS_IN_LOGITS", "1")  # of every token, asked for or not
+    with tempfile.TemporaryDirectory() as scratch:
+        model = args.model or make_model(args, Path(scratch))
+        config = json.loads((model / "config.json").read_text())
+        scope = Scope(args.max_model_len, args.longest_answer, config["vocab_size"])
+        log = Path(scratch) / "server.log"
+        try:
+            with Server("ours", model, server_options(args, model), log) as server:
+                server.wait_ready()
+                minutes, ledger, end = asyncio.run(soak(server, args, scope))
+        except RuntimeError:
+            print(log.read_text()[-4000:], file=sys.stderr)
+            raise
+        wrong = verdict(ledger, end)
+        if wrong:
+            print(complaints(log), file=sys.stderr)
+    line = summary_line(minutes, ledger, end, wrong)
+    counts = {k: v for k, v in vars(ledger).items() if k not in ("samples", "faults")}
+    settings = {k: v for k, v in vars(args).items() if k not in ("results", "model")}
+    heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
+    report = {
+        "line": line,
+        "wrong": wrong,
+        "command": public(sys.argv[1:] if argv is None else argv),
+        "machine": describe_machine(),
+        "model": f"{args.model.name if args.model else 'demo v3'}, {layers} layers, {heads} heads",
+        "settings": settings,
+        "counts": counts,
+        "end": asdict(end) if end else None,
+        "samples": ledger.samples,
+    }
+    args.results.mkdir(parents=True, exist_ok=True)
+    (args.results / "soak.json").write_text(json.dumps(report, indent=1) + "\n")
+    (args.results / "soak.md").write_text(markdown(report))
+    for text in wrong:
+        print(f"  {text}")
+    print(line)
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a soak saw, and whether it is well: faults, leaks of blocks and memory, one line of it."""
+
+import statistics
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+KEPT_FAULTS = 20
+GROWTH_MIB = 64.0  # that memory may seem to grow by in the second half
+MIN_SAMPLES = 8
+# A soak in which one of these never happened has not tried it.
+OUTCOMES = {
+    "done": "answered",
+    "left": "left by the client",
+    "refused": "bad and refused",
+    "probes": "probes",
+}
+MEMORY = {"server_mib": "API server", "engine_mib": "engine", "gpu_mib": "GPU"}
+Row = dict[str, Any]
+
+
+@dataclass
+class Ledger:
+    """Counts of one soak. `samples` are rows of time_s, kv_cache_usage and what MEMORY names."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    samples: list[Row] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+    fault_count: int = 0
+    answer_tokens: int = 0
+    prompt_tokens: int = 0
+    longest_prompt: int = 0
+    other_tokens: int = 0
+    widest_gap: float = 0.0
+    widest_drift: float = 0.0
+
+    def fault(self, text: str) -> None:
+        """Something went wrong; the first KEPT_FAULTS are kept word for word."""
+        self.fault_count += 1
+        if len(self.faults) < KEPT_FAULTS:
+            self.faults.append(text)
+
+    def saw_prompt(self, tokens: int) -> None:
+        self.prompt_tokens += tokens
+        self.longest_prompt = max(self.longest_prompt, tokens)
+
+    def saw_probe(self, drift: float, gap: float | None) -> None:
+        """As `soak_load.compare` returns them."""
+        self.widest_drift = max(self.widest_drift, drift)
+        if gap is not None:
+            self.other_tokens += 1
+            self.widest_gap = max(self.widest_gap, gap)
+
+    @property
+    def requests(self) -> int:
+        return sum(self.outcomes.values()) + self.fault_count
+
+
+@dataclass(frozen=True)
+class End:
+    """The server after the load: numbers that must be 0 in an idle, sound server, and others."""
+
+    blocks_used: int
+    requests_in_engine: int
+    kv_cache_usage: float
+    preemptions: int
+    health: int
+    tracebacks: int  # in the server's log
+    corrupted: int | None  # requests with NaN logits, where vLLM was told to count them
+    same_probes: bool  # idle at the begin and at the end, bit for bit
+
+
+def growth_mib(samples: list[Row], name: str) -> float:
+    """MiB by which `name` grew over the second half of `samples`, by a least-squares line."""
+    half = [row for row in samples if name in row]
+    half = half[len(half) // 2 :]
+    times = [row["time_s"] for row in half]
+    slope = statistics.linear_regression(times, [row[name] for row in half]).slope
+    return slope * (times[-1] - times[0])
+
+
+def verdict(ledger: Ledger, end: End | None) -> list[str]:
+    """All that is wrong; empty when the soak passed. `end` is None when the server was gone."""
+    wrong = list(ledger.faults)
+    if ledger.fault_count > len(wrong):
+        wrong.append(f"and {ledger.fault_count - len(wrong)} more faults")
+    wrong += [f"no request was {OUTCOMES[o]}" for o in OUTCOMES if not ledger.outcomes[o]]
+    wrong += ["the server is gone"] if end is None else _wrong_at_end(end)
+    if len(ledger.samples) < MIN_SAMPLES:
+        return [*wrong, f"{len(ledger.samples)} samples of memory tell nothing"]
+    for name, label in MEMORY.items():
+        if name in ledger.samples[-1] and growth_mib(ledger.samples, name) > GROWTH_MIB:
+            grown = growth_mib(ledger.samples, name)
+            wrong.append(f"memory of the {label} grew by {grown:.0f} MiB in the second half")
+    return wrong
+
+
+def _wrong_at_end(end: End) -> list[str]:
+    wrong = []
+    if end.blocks_used or end.kv_cache_usage:
+        wrong.append(
+            f"{end.blocks_used} cache blocks leaked (usage {end.kv_cache_usage:.3f} when idle)"
+        )
+    if end.requests_in_engine:
+        wrong.append(f"{end.requests_in_engine} requests are still in the engine")
+    if end.preemptions == 0:
+        wrong.append("no request was preempted: the cache is too large for this load")
+    if end.health != 200:
+        wrong.append(f"/health says {end.health}")
+    if end.tracebacks:
+        wrong.append(f"{end.tracebacks} tracebacks in the server's log")
+    if end.corrupted:
+        wrong.append(f"{end.corrupted} requests had NaN in their logits")
+    if not end.same_probes:
+        wrong.append("the idle server answers the probes otherwise than before the load")
+    return wrong
+
+
+def summary_line(minutes: float, ledger: Ledger, end: End | None, wrong: list[str]) -> str:
+    """The soak in one line."""
+    counts = ", ".join(f"{ledger.outcomes[o]} {OUTCOMES[o]}" for o in OUTCOMES)
+    text = f"soak: {minutes:.1f} min, {ledger.requests} requests ({counts}), "
+    text += f"{end.preemptions if end else '?'} preemptions, "
+    if wrong:
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        return f"{text}FAILED: {wrong[0]}{more}"
+    return text + "no error, no leak, no NaN"
+
+
+def markdown(report: Row) -> str:
+    """The page of a report as soak.py writes it."""
+    machine, settings, end = report["machine"], report["settings"], report["end"] or {}
+    counts, samples = report["counts"], report["samples"]
+    lines = [
+        "# Soak",
+        "",
+        f"    {report['line']}",
+        "",
+        f"Written by `{report['command']}`. {machine.get('gpu', machine['cpu'])}, vLLM "
+        f"{machine['vllm']}, torch {machine['torch']}. {report['model']}; {settings['dtype']}, "
+        f"context {settings['max_model_len']}, {settings['blocks']} cache blocks of 64 tokens, "
+        f"{settings['concurrency']} clients.",
+        "",
+        *(f"* WRONG: {text}" for text in report["wrong"]),
+        f"* {counts['prompt_tokens']} prompt tokens, {counts['longest_prompt']} in the longest; "
+        f"{counts['answer_tokens']} answer tokens checked.",
+        f"* The cache was at most {max((row['kv_cache_usage'] for row in samples), default=0):.0%} "
+        f"full; at the end {end.get('blocks_used', '?')} blocks are in use.",
+        "* Probes are the same bit for bit on the idle server before and after: "
+        f"{'yes' if end.get('same_probes') else 'no'}. Under load logprobs moved by at most "
+        f"{counts['widest_drift']:.2g} nats, and {counts['other_tokens']} of "
+        f"{counts['outcomes'].get('probes', 0)} answers had another token, held at most "
+        f"{counts['widest_gap']:.2g} nats below (allowed: {settings['tolerance']:g}, and twice).",
+        "",
+        "| memory, MiB | begin | middle | end | most | growth in the second half |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
+    for name, label in MEMORY.items():
+        values = [row[name] for row in samples if name in row]
+        if len(values) >= MIN_SAMPLES:
+            marks = (values[0], values[len(values) // 2], values[-1], max(values))
+            cells = " | ".join(f"{value:.0f}" for value in marks)
+            lines.append(f"| {label} | {cells} | {growth_mib(samples, name):+.1f} |")
+    lines += ["", f"Growth: least-squares line; more than {GROWTH_MIB:.0f} MiB fails the soak."]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The requests of a soak: drawn at random, sent over HTTP, their answers checked."""
+
+import asyncio
+import json
+import math
+import random
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from soak_ledger import Ledger
+
+NAME = "soak"  # the served model
+PATH = "/v1/completions"
+REQUEST_SECONDS = 300.0  # a request that takes longer hangs
+ALTERNATIVES = 5  # of each token of a probe
+PROBE_TOKENS = 32
+FIRST_TOKEN = 10  # below are special tokens
+MOST_FAULTS = 100  # the soak is over
+KINDS = {"whole": 30, "stream": 30, "leave": 20, "cut": 8, "bad": 6, "probe": 6}
+Body = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What may be asked for: tokens of prompt and answer together, of an answer, and ids."""
+
+    context: int
+    longest_answer: int
+    vocabulary: int
+
+
+@dataclass(frozen=True)
+class Case:
+    """One request. `patience` is when the client leaves: chunks of a stream, else seconds."""
+
+    kind: str
+    request: dict[str, Any]  # of httpx
+    patience: float = math.inf
+    probe: int = -1
+
+    @property
+    def body(self) -> Body:
+        return self.request["json"]
+
+
+@dataclass
+class Answer:
+    """Token by token; None stands for what JSON cannot hold, which is NaN."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float | None] = field(default_factory=list)
+    alternatives: list[dict[str, float | None]] = field(default_factory=list)
+    finish: str | None = None
+    counted: int | None = None  # completion tokens, as the server says
+
+    def add(self, event: Body) -> None:
+        """Take in a whole answer, or one event of a stream."""
+        if "error" in event:
+            raise ValueError(f"an error instead of an answer: {event['error']}")
+        for choice in event["choices"]:
+            self.tokens += choice["token_ids"] or []
+            if choice.get("logprobs"):
+                self.logprobs += choice["logprobs"]["token_logprobs"]
+                self.alternatives += choice["logprobs"]["top_logprobs"]
+            self.finish = choice["finish_reason"] or self.finish
+        if event.get("usage"):
+            self.counted = event["usage"]["completion_tokens"]
+
+
+def log_uniform(rng: random.Random, most: int) -> int:
+    """From 1 to `most`, every power of two as likely as any other."""
+    return min(most, int(math.exp(rng.uniform(0, math.log(most + 1)))))
+
+
+def draw(rng: random.Random, scope: Scope, probes: list[list[int]]) -> Case:
+    """A request of any kind."""
+    (kind,) = rng.choices(list(KINDS), list(KINDS.values()))
+    if kind == "bad":
+        return Case(kind, rng.choice(bad_requests(scope)))
+    if kind == "probe":
+        number = rng.randrange(len(probes))
+        return Case(kind, {"json": probe_body(probes[number])}, probe=number)
+    length = log_uniform(rng, scope.context - 1)
+    prompt = [rng.randrange(FIRST_TOKEN, scope.vocabulary) for _ in range(length)]
+    if rng.random() < 0.3:  # shares its beginning with others: prefix hits
+        common = random.Random(rng.randrange(4))
+        shared = [common.randrange(FIRST_TOKEN, scope.vocabulary) for _ in range(length // 2)]
+        prompt[: len(shared)] = shared
+    new_tokens = log_uniform(rng, min(scope.longest_answer, scope.context - length))
+    body: Body = {
+        "model": NAME,
+        "prompt": prompt,
+        "max_tokens": new_tokens,
+        "temperature": rng.choice([0, 1]),
+        "seed": rng.randrange(1000),
+        "ignore_eos": rng.random() < 0.7,
+        "return_token_ids": True,
+    }
+    if rng.random() < 0.5:
+        body["logprobs"] = rng.randrange(4)
+    if kind in ("stream", "leave"):
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+    patience = {"leave": rng.randrange(new_tokens), "cut": rng.uniform(0, 3)}
+    return Case(kind, {"json": body}, patience.get(kind, math.inf))
+
+
+def bad_requests(scope: Scope) -> list[dict[str, Any]]:
+    """Each to be refused with 4xx."""
+    good = {"model": NAME, "prompt": [FIRST_TOKEN], "max_tokens": 4}
+    header = {"content-type": "application/json"}
+    wrong: list[Body] = [
+        {"model": "none"},
+        {"max_tokens": -1},
+        {"max_tokens": "many"},
+        {"max_tokens": scope.context},
+        {"temperature": -1},
+        {"top_p": 2},
+        {"prompt": [10**6]},
+        {"prompt": [FIRST_TOKEN] * (scope.context + 1)},
+        {"prompt": "x" * 10_000_000},
+    ]
+    raw = [b"", b'{"model": ', b"\xff\xfe", b"[]"]
+    return [{"json": good | change} for change in wrong] + [
+        {"content": content, "headers": header} for content in raw
+    ]
+
+
+def probe_prompts(scope: Scope) -> list[list[int]]:
+    """Prompts that are asked again and again: one token, the edge of a block, half the context."""
+    lengths = (1, 7, 64, 65, 700, scope.context // 2)
+    rngs = [random.Random(length) for length in lengths]
+    return [
+        [rng.randrange(FIRST_TOKEN, scope.vocabulary) for _ in range(length)]
+        for rng, length in zip(rngs, lengths, strict=True)
+    ]
+
+
+def probe_body(prompt: list[int], salt: str | None = None) -> Body:
+    """Greedy; with a `salt` of its own it never hits the prefix cache."""
+    body: Body = {"model": NAME, "prompt": prompt, "max_tokens": PROBE_TOKENS, "temperature": 0}
+    body |= {"ignore_eos": True, "logprobs": ALTERNATIVES, "return_tokens_as_token_ids": True}
+    return body | {"return_token_ids": True} | ({"cache_salt": salt} if salt else {})
+
+
+def complaint(answer: Answer, body: Body, vocabulary: int) -> str | None:
+    """What is wrong with an answer that came to its end, if anything is."""
+    count, asked = len(answer.tokens), body["max_tokens"]
+    if count == 0:
+        return "an empty answer"
+    if count > asked or (body["ignore_eos"] and count < asked):
+        return f"{count} tokens where {asked} were asked for"
+    if answer.counted != count:
+        return f"{count} tokens, but usage counts {answer.counted}"
+    if answer.finish not in ("length",) + (() if body["ignore_eos"] else ("stop",)):
+        return f"finish_reason {answer.finish}"
+    if any(not 0 <= token < vocabulary for token in answer.tokens):
+        return f"a token outside the vocabulary: {max(answer.tokens)}, {min(answer.tokens)}"
+    if "logprobs" not in body:
+        return None
+    if len(answer.logprobs) != count:
+        return f"{len(answer.logprobs)} logprobs for {count} tokens"
+    others = [p for position in answer.alternatives for p in position.values()]
+    if not all(isinstance(p, float | int) and math.isfinite(p) for p in answer.logprobs + others):
+        return "NaN in the logprobs"
+    # vLLM writes -9999 for minus infinity: such a token cannot have been sampled.
+    if not all(-9000 < p < 0.01 for p in answer.logprobs if p is not None):
+        return f"a logprob that cannot be: {min(answer.logprobs)} to {max(answer.logprobs)}"
+    return None
+
+
+def compare(reference: Answer, answer: Answer) -> tuple[float, float | None]:
+    """How far a probe's answer is from the one on the idle server, in nats.
+
+    Returns the largest change of a logprob up to the first other token, and how much less likely
+    than the reference's the reference held that token (None: all tokens are the same; inf: it was
+    not among its alternatives).
+    """
+    drift = 0.0
+    for i, (expected, token) in enumerate(zip(reference.tokens, answer.tokens, strict=True)):
+        if token != expected:
+            held = reference.alternatives[i]
+            other = held.get(f"token_id:{token}", -math.inf)
+            return drift, held[f"token_id:{expected}"] - other
+        drift = max(drift, abs(reference.logprobs[i] - answer.logprobs[i]))
+    return drift, None
+
+
+class Client:
+    """Sends cases and writes into the ledger what came of them.
+
+    tolerance  in nats: a probe's logprobs may move by it under load, and its token may be another
+    one only where the two were within twice of it
+    """
+
+    def __init__(
+        self, http: httpx.AsyncClient, ledger: Ledger, scope: Scope, tolerance: float
+    ) -> None:
+        self.http = http
+        self.ledger = ledger
+        self.scope = scope
+        self.tolerance = tolerance
+        self.probes = probe_prompts(scope)
+        self.references: list[Answer] = []
+
+    async def probe_idle(self, salt: str) -> list[Answer]:
+        """The answers to all probes, one after the other; call it while nothing else runs."""
+        answers = []
+        for i, prompt in enumerate(self.probes):
+            case = Case("probe", {"json": probe_body(prompt, f"{salt}-{i}")})
+            answers.append(await self._whole(case))
+        return answers
+
+    async def work(self, rng: random.Random, deadline: float, pause: float) -> None:
+        """One request after the other until `deadline` (monotonic), up to `pause` s between.
+
+        Ends early when nearly all is going wrong.
+        """
+        while time.monotonic() < deadline and self.ledger.fault_count < MOST_FAULTS:
+            await self.send(draw(rng, self.scope, self.probes))
+            await asyncio.sleep(rng.uniform(0, pause))
+
+    async def send(self, case: Case) -> None:
+        """Whatever happens is in the ledger afterwards; raises nothing of the server's."""
+        try:
+            async with asyncio.timeout(REQUEST_SECONDS):
+                outcome = await self._send(case)
+            self.ledger.outcomes[outcome] += 1
+        except TimeoutError:
+            self.ledger.fault(f"{case.kind}: no end after {REQUEST_SECONDS:.0f} s")
+        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+            self.ledger.fault(f"{case.kind}: {type(error).__name__}: {error}")
+
+    async def _send(self, case: Case) -> str:
+        if case.kind == "bad":
+            return await self._refused(case)
+        self.ledger.saw_prompt(len(case.body["prompt"]))
+        if case.kind == "cut":
+            try:
+                async with asyncio.timeout(case.patience):
+                    await self._whole(case)
+            except TimeoutError:
+                return "left"
+        elif "stream" in case.body:
+            if not await self._stream(case):
+                return "left"
+        else:
+            answer = await self._whole(case)
+            if case.kind == "probe":
+                self._judge_probe(case.probe, answer)
+                return "probes"
+        return "done"
+
+    async def _refused(self, case: Case) -> str:
+        answer = await self.http.post(PATH, **case.request)
+        if not 400 <= answer.status_code < 500:
+            raise ValueError(f"answered with {answer.status_code}: {answer.text[:200]}")
+        if not answer.json()["error"]["message"]:
+            raise ValueError("refused without a word")
+        return "refused"
+
+    async def _whole(self, case: Case) -> Answer:
+        response = await self.http.post(PATH, **case.request)
+        if response.status_code != 200:
+            raise ValueError(f"status {response.status_code}: {response.text[:200]}")
+        answer = Answer()
+        answer.add(response.json())
+        return self._checked(answer, case)
+
+    async def _stream(self, case: Case) -> bool:
+        """True at the end of the stream, False when the client left it."""
+        answer, chunks, ended = Answer(), 0, False
+        async with self.http.stream("POST", PATH, **case.request) as response:
+            if response.status_code != 200:
+                text = (await response.aread()).decode()
+                raise ValueError(f"status {response.status_code}: {text[:200]}")
+            async for line in response.aiter_lines():
+                if chunks >= case.patience:
+                    return False
+                if not line:
+                    continue
+                data = line.removeprefix("data: ")
+                if data == "[DONE]":
+                    ended = True
+                    continue
+                answer.add(json.loads(data))
+                chunks += 1
+        if not ended:
+            raise ValueError(f"the stream broke off after {chunks} events")
+        self._checked(answer, case)
+        return True
+
+    def _checked(self, answer: Answer, case: Case) -> Answer:
+        wrong = complaint(answer, case.body, self.scope.vocabulary)
+        if wrong:
+            raise ValueError(f"{wrong} (prompt of {len(case.body['prompt'])})")
+        self.ledger.answer_tokens += len(answer.tokens)
+        return answer
+
+    def _judge_probe(self, number: int, answer: Answer) -> None:
+        drift, gap = compare(self.references[number], answer)
+        self.ledger.saw_probe(drift, gap)
+        length = len(self.probes[number])
+        if drift > self.tolerance:
+            raise ValueError(f"a logprob moved by {drift:.3g} (prompt of {length})")
+        if gap is not None and gap > 2 * self.tolerance:
+            raise ValueError(f"another token that was {gap:.3g} below (prompt of {length})")
