@@ -33,7 +33,7 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | column -t -s '|'
 	@echo
-	@echo "  Variables of serve: MODEL=name-or-path (default: a demo model), FAMILY=v2-lite|v3|v3-default-rope,"
+	@echo "  Variables of serve: MODEL=name-or-path (default: a demo model), FAMILY=v2-lite|v3|v3.2|v3-default-rope,"
 	@echo "  HOST, PORT, DTYPE, ARGS='more options of mla-backend serve'. For all: PYTHON, DEVICE=cpu|cuda."
 
 setup: $(DEV) ## install everything, then check the installation

@@ -8,6 +8,7 @@ Import-light: vLLM is imported inside functions only, because the platform entry
 |---|---|---|---|
 | names for `--attention-backend` | CUSTOM | CUSTOM, own names | CUSTOM, own names |
 | MLA prefill backend on CPU | FLASH_ATTN's class, no choice | the platform's | the platform's |
+| DeepSeek-V3.2's indexer on CUDA | a module | a function in the model's file | as 0.32 |
 | chunked-context metadata on CPU | wants pinned memory | works | works |
 | `kv_b_proj.weight` on CPU | freed after packing | kept for MLA | kept for MLA |
 | `get_supported_kernel_block_sizes` | () | (kv_cache_spec=None) | (kv_cache_spec=None) |
@@ -19,8 +20,10 @@ The last four need no code here: the methods concerned take both forms (`**kwarg
 """
 
 import importlib.metadata
+import inspect
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,3 +158,76 @@ def keep_kv_b_weight(kv_b_proj: Any) -> None:
 
     if type(kv_b_proj.quant_method) is UnquantizedLinearMethod:
         kv_b_proj.quant_method = UnpackedLinearMethod()
+
+
+def select_class_by_layer(platform: Any, choose: Callable[[Any, Any, Any], str | None]) -> None:
+    """Let `choose(backend, layer, capability)` name the class of a layer before vLLM does.
+
+    One name of `--attention-backend` stands for one class in every version, so sparse layers of a
+    backend that has a class for dense ones cannot be selected otherwise. On a CPU the platform
+    class is ours and asks by itself.
+    """
+    stock = platform.get_attn_backend_cls.__func__
+    if hasattr(stock, "by_layer"):
+        return
+
+    def get_attn_backend_cls(
+        cls: Any, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
+    ) -> str:
+        capability = cls.get_device_capability()
+        path = choose(selected_backend, attn_selector_config, capability)
+        return path or stock(cls, selected_backend, attn_selector_config, num_heads)
+
+    get_attn_backend_cls.by_layer = True  # type: ignore[attr-defined]
+    platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
+
+
+def replace_indexer(
+    indexer: Any, forward: Callable[..., Any], backend: type, quantise: Callable[..., Any]
+) -> None:
+    """Make one `Indexer` of vLLM's compute with `forward` and describe its steps by `backend`.
+
+    `forward(hidden_states, q, k, weights)` takes the place of the kernels of vLLM's custom op;
+    other layers and other models keep theirs. vLLM has no CPU kernel to quantise the queries, and
+    runs no such model on a CPU: there `quantise` takes that function's place.
+    """
+    from vllm.model_executor.models import deepseek_v2
+    from vllm.platforms import current_platform
+
+    indexer.indexer_op._forward_method = forward
+    indexer.k_cache.get_attn_backend = lambda: backend
+    if current_platform.is_cpu():
+        deepseek_v2.per_token_group_quant_fp8 = quantise
+
+
+def split_graph_at(vllm_config: Any, op: str) -> None:
+    """Keep `op` out of piecewise CUDA graphs, as vLLM does with its own indexer."""
+    splitting = vllm_config.compilation_config.splitting_ops
+    if splitting and op not in splitting:
+        splitting.append(op)
+
+
+def route_fused_indexer(run: Callable[..., None], is_ours: Callable[[str], bool]) -> None:
+    """From 0.32 the CUDA model of DeepSeek-V3.2 calls a function for the indexer, not the op.
+
+    Its fused kernel has written the keys to the cache by then. `run(q, None, weights, topk,
+    layer_name)` is called for layers that are ours, vLLM's function for others.
+    """
+    module = sys.modules.get("vllm.models.deepseek_v32.attention")
+    stock = getattr(module, "sparse_attn_indexer", None)
+    if module is None or stock is None or hasattr(stock, "routed"):
+        return
+    names = list(inspect.signature(stock).parameters)
+    layer, q, weights, topk = (
+        names.index(name)
+        for name in ("k_cache_prefix", "q_quant", "weights", "topk_indices_buffer")
+    )
+
+    def sparse_attn_indexer(*args: Any, **kwargs: Any) -> Any:
+        if not is_ours(args[layer]):
+            return stock(*args, **kwargs)
+        run(args[q], None, args[weights], args[topk], args[layer])
+        return args[topk]
+
+    sparse_attn_indexer.routed = True  # type: ignore[attr-defined]
+    module.sparse_attn_indexer = sparse_attn_indexer  # type: ignore[attr-defined]

@@ -14,11 +14,13 @@ from vllm.platforms.cpu import CpuPlatform
 
 from mla_backend import compat, envs
 from mla_backend.attention import support
-from mla_backend.plugin import is_ours
+from mla_backend.plugin import is_ours, sparse_class_path
 
 logger = init_logger("vllm.mla_backend")
 
 _ROTARY_OP = "rotary_embedding"
+_VLLM_WORKER_CLASS = "vllm.v1.worker.cpu_worker.CPUWorker"
+_WORKER_CLASS = "mla_backend.cpu_worker.MlaCpuWorker"
 
 
 def _selected(vllm_config: Any) -> bool:
@@ -71,6 +73,12 @@ def _avoid_rotary_op(vllm_config: Any) -> None:
         ops.append(f"-{_ROTARY_OP}")
 
 
+def _mend_worker(vllm_config: Any) -> None:
+    """Take our worker for vLLM's, which dies when the prompt of a request with a seed is cut."""
+    if vllm_config.parallel_config.worker_cls == _VLLM_WORKER_CLASS:
+        vllm_config.parallel_config.worker_cls = _WORKER_CLASS
+
+
 class MlaCpuPlatform(CpuPlatform):
     """vLLM's CPU platform, plus this backend."""
 
@@ -97,6 +105,7 @@ class MlaCpuPlatform(CpuPlatform):
         super().check_and_update_config(vllm_config)
         asked.restore(vllm_config)
         _avoid_rotary_op(vllm_config)
+        _mend_worker(vllm_config)
         logger.info_once(
             "mla-backend serves MLA on CPU: block size %d, chunked prefill %s, prefix caching %s.",
             asked.block_size,
@@ -114,6 +123,10 @@ class MlaCpuPlatform(CpuPlatform):
         """Path of the attention class for one layer; ours after the same checks as on a GPU."""
         if not is_ours(selected_backend):
             return super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)
+        sparse = sparse_class_path(selected_backend, attn_selector_config, None)
+        if sparse is not None:
+            logger.info_once("Using %s (mla-backend, sparse) on CPU.", selected_backend.name)
+            return sparse
         backend = selected_backend.get_class()
         reasons = backend.validate_configuration(
             device_capability=None, **attn_selector_config._asdict()

@@ -11,6 +11,7 @@ PLATFORM_PLUGIN = "mla_backend_cpu"
 OWN_NAME = "MLA_BACKEND"
 
 BACKEND_CLASS = "mla_backend.attention.backend.MlaBackend"
+SPARSE_BACKEND_CLASS = "mla_backend.attention.sparse.backend.SparseMlaBackend"
 REFUSAL_CLASS = "mla_backend.refusal.MlaBackend"
 CPU_PLATFORM_CLASS = "mla_backend.platform.MlaCpuPlatform"
 CPU_PREFILL_CLASS = "mla_backend.attention.prefill_placeholder.CpuPrefillPlaceholder"
@@ -37,9 +38,29 @@ def register() -> None:
 
     from vllm.platforms import current_platform
 
-    if current_platform.is_cpu():
+    if not current_platform.is_cpu():
+        compat.select_class_by_layer(type(current_platform), sparse_class_path)
+    else:
         compat.register_cpu_prefill_backend(CPU_PREFILL_CLASS)
     logger.debug("Registered %s as %s", BACKEND_CLASS, ", ".join(names))
+
+
+def sparse_class_path(backend: Any, layer: Any, capability: Any) -> str | None:
+    """For vLLM's AttentionSelectorConfig `layer`: the class that takes its sparse attention.
+
+    None for a dense layer and for another backend than ours: vLLM's own selection stands.
+    ValueError, with every reason, for a sparse layer that cannot be served.
+    """
+    if not (is_ours(backend) and layer.use_sparse):
+        return None
+    from mla_backend.attention.sparse.backend import SparseMlaBackend
+
+    reasons = SparseMlaBackend.validate_configuration(
+        device_capability=capability, **layer._asdict()
+    )
+    if reasons:
+        raise ValueError(f"{backend.name} cannot serve this: {'; '.join(reasons)}")
+    return SPARSE_BACKEND_CLASS
 
 
 def cpu_platform() -> str | None:

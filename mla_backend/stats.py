@@ -15,13 +15,17 @@ class Stats:
     """Since the process started. Tokens: rows of q, summed over layers."""
 
     decode: dict[str, str] = field(default_factory=dict)
+    sparse: dict[str, str] = field(default_factory=dict)
     decode_steps: int = 0
     prefill_steps: int = 0
+    sparse_steps: int = 0
     checked_steps: int = 0
     forward_mqa_calls: int = 0
     forward_mqa_tokens: int = 0
     forward_mha_calls: int = 0
     forward_mha_tokens: int = 0
+    indexer_calls: int = 0
+    indexer_tokens: int = 0
     kv_cache_writes: int = 0
 
 
@@ -29,7 +33,8 @@ STATS = Stats()
 
 
 def snapshot() -> dict[str, Any]:
-    """All of it as a plain dict, with the process id. `decode` is empty until a layer exists;
+    """All of it as a plain dict, with the process id. `decode` is empty until a dense layer exists;
     then it names the implementation of mla_decode, the reason for it, and the rescale variant.
+    `sparse` is the same for layers with sparse attention.
     """
     return {"pid": os.getpid(), **asdict(STATS)}

@@ -9,9 +9,9 @@ from mla_kernels.cache.rows import rows_as_float
 from mla_kernels.layouts import MlaDims
 from vllm.model_executor.layers.attention.mla_attention import MLACommonImpl
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import AttentionType
 
 from mla_backend import compat
+from mla_backend.attention import support
 from mla_backend.attention.kernel import DecodeKernel
 from mla_backend.attention.metadata import MlaMetadata
 from mla_backend.attention.prefill import run_prefill
@@ -50,15 +50,7 @@ class MlaImpl(MLACommonImpl[MlaMetadata]):
             kv_sharing_target_layer_name,
             **mla_args,
         )
-        asked = {
-            "alibi_slopes": alibi_slopes,
-            "sliding_window": sliding_window,
-            "logits_soft_cap": logits_soft_cap,
-            "attn_type": None if attn_type == AttentionType.DECODER else attn_type,
-        }
-        refused = [f"{name}={value}" for name, value in asked.items() if value is not None]
-        if refused:
-            raise ValueError(f"mla-backend does not support {', '.join(refused)}")
+        support.refuse_layer_options(alibi_slopes, sliding_window, logits_soft_cap, attn_type)
         self.supports_quant_query_input = False
         self._on_cpu = current_platform.is_cpu()
         self.decode_kernel = DecodeKernel.choose(
@@ -111,7 +103,7 @@ class MlaImpl(MLACommonImpl[MlaMetadata]):
         [T, H, kv_lora_rank] and lse [T, H], fp32, natural log.
         """
         if self._on_cpu:
-            _lay_out_absorbed_weights(layer)
+            lay_out_absorbed_weights(layer)
         if isinstance(q, tuple):
             q = torch.cat(q, dim=-1)
         decode = attn_metadata.decode
@@ -183,7 +175,7 @@ class MlaImpl(MLACommonImpl[MlaMetadata]):
         return self._concat_k_nope_k_pe(k_nope, rope[:, None]), v
 
 
-def _lay_out_absorbed_weights(layer: Any) -> None:
+def lay_out_absorbed_weights(layer: Any) -> None:
     """Make W_UK and W_UV of an MLA layer contiguous, once.
 
     vLLM keeps them as permuted views. On a CPU torch copies such a bf16 matrix for every product,

@@ -19,6 +19,11 @@ _QUANTISED = {
 }
 
 
+def cache_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
+    """What vLLM's name for a KV cache means to the kernels, in a model of `dtype`."""
+    return _QUANTISED.get(kv_cache_dtype, dtype)
+
+
 @dataclass(frozen=True)
 class DecodeKernel:
     """Arguments of `mla_decode` that do not change while an engine runs."""
@@ -38,18 +43,17 @@ class DecodeKernel:
         kv_cache_dtype is vLLM's name. ValueError if what is asked for cannot run here.
         """
         rescale = envs.get("MLA_BACKEND_RESCALE")
-        cache_dtype = _QUANTISED.get(kv_cache_dtype, dtype)
         choice = choose_decode_impl(
             envs.get("MLA_BACKEND_IMPL"),
             device,
             dims=dims,
             dtype=dtype,
-            kv_cache_dtype=cache_dtype,
+            kv_cache_dtype=cache_dtype(kv_cache_dtype, dtype),
             block_size=support.BLOCK_SIZE,
             rescale=rescale,
         )
         STATS.decode = {"impl": choice.impl, "reason": choice.reason, "rescale": rescale}
-        return cls(choice.impl, rescale, dims, dtype, cache_dtype)
+        return cls(choice.impl, rescale, dims, dtype, cache_dtype(kv_cache_dtype, dtype))
 
     def plan(self, seq_lens: torch.Tensor, num_heads: int, s_q: int) -> MlaDecodePlan:
         """The plan of a step for seq_lens [B] int32, with buffers of its own."""

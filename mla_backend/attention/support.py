@@ -17,6 +17,8 @@ KV_CACHE_DTYPES = ("auto", "float16", "bfloat16")
 CPU_KV_CACHE_DTYPES = (*KV_CACHE_DTYPES, "fp8", "fp8_e4m3", "fp8_ds_mla")
 # Width of a cache row in elements: kv_lora_rank + qk_rope_head_dim.
 HEAD_SIZES = {576: "512 + 64", 320: "256 + 64"}
+# Layers with sparse attention; the fp8 rows are those that its kernel was made for.
+SPARSE_HEAD_SIZES = (576,)
 # The GPU kernels take less than torch, which computes everything that is listed above.
 GPU_DTYPES = ("float16", "bfloat16")
 GPU_HEAD_SIZES = (576,)
@@ -37,9 +39,33 @@ def kv_cache_dtypes(on_cpu: bool) -> tuple[str, ...]:
     return CPU_KV_CACHE_DTYPES if on_cpu else KV_CACHE_DTYPES
 
 
-def kv_cache_dtype_reason(kv_cache_dtype: str, on_cpu: bool) -> str:
+def sparse_kv_cache_dtypes(on_cpu: bool) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((*kv_cache_dtypes(on_cpu), "fp8_ds_mla")))
+
+
+def dcp_reason() -> str:
+    return "decode context parallelism. Mend: --decode-context-parallel-size 1"
+
+
+def refuse_layer_options(
+    alibi_slopes: object, sliding_window: object, logits_soft_cap: object, attn_type: str
+) -> None:
+    """ValueError unless a layer is plain causal attention."""
+    asked = {
+        "alibi_slopes": alibi_slopes,
+        "sliding_window": sliding_window,
+        "logits_soft_cap": logits_soft_cap,
+        "attn_type": None if attn_type == "decoder" else attn_type,
+    }
+    refused = [f"{name}={value}" for name, value in asked.items() if value is not None]
+    if refused:
+        raise ValueError(f"mla-backend does not support {', '.join(refused)}")
+
+
+def kv_cache_dtype_reason(kv_cache_dtype: str, on_cpu: bool, sparse: bool = False) -> str:
+    allowed = (sparse_kv_cache_dtypes if sparse else kv_cache_dtypes)(on_cpu)
     return (
-        f"KV cache dtype {kv_cache_dtype}; supported: {', '.join(kv_cache_dtypes(on_cpu))}. "
+        f"KV cache dtype {kv_cache_dtype}; supported: {', '.join(allowed)}. "
         "Mend: --kv-cache-dtype auto"
     )
 
@@ -56,12 +82,16 @@ def _dtype_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def _head_sizes(sparse: bool) -> tuple[int, ...]:
+    return SPARSE_HEAD_SIZES if sparse else tuple(HEAD_SIZES)
+
+
 _ELSE = "Mend: leave out --attention-backend CUSTOM"
 
 _WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "head_size not supported": lambda c: (
         f"cache row of {c['head_size']} elements; the kernels take "
-        + " or ".join(f"{size} ({parts})" for size, parts in HEAD_SIZES.items())
+        + " or ".join(f"{size} ({HEAD_SIZES[size]})" for size in _head_sizes(c["use_sparse"]))
         + f". {_ELSE}"
     ),
     "dtype not supported": lambda c: (
@@ -69,7 +99,7 @@ _WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
         "Mend: --dtype bfloat16"
     ),
     "kv_cache_dtype not supported": lambda c: kv_cache_dtype_reason(
-        c["kv_cache_dtype"], c["device_capability"] is None
+        c["kv_cache_dtype"], c["device_capability"] is None, c["use_sparse"]
     ),
     "block_size not supported": lambda c: block_size_reason(c["block_size"]),
     "non-MLA not supported": lambda c: not_mla_reason(),
@@ -85,9 +115,7 @@ _WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
         f"compute capability {'.'.join(map(str, c['device_capability']))}; "
         f"{'.'.join(map(str, MIN_COMPUTE_CAPABILITY))} or newer is needed. {_ELSE}"
     ),
-    "DCP not supported": lambda c: (
-        "decode context parallelism. Mend: --decode-context-parallel-size 1"
-    ),
+    "DCP not supported": lambda c: dcp_reason(),
     "PCP not supported": lambda c: (
         "prefill context parallelism. Mend: --prefill-context-parallel-size 1"
     ),

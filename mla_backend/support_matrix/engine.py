@@ -12,6 +12,7 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 from mla_backend import compat
 from mla_backend.attention import support
 from mla_backend.attention.backend import MlaBackend
+from mla_backend.attention.sparse.backend import SparseMlaBackend
 from mla_backend.support_matrix.table import table, yes
 
 _GPU = DeviceCapability(9, 0)
@@ -34,7 +35,11 @@ def _features() -> list[Asked]:
         Asked("KV cache dtype fp8_e5m2, or any other", _cache("fp8_e5m2")),
         *(Asked(f"cache row of {n} elements ({parts})", {"head_size": n}) for n, parts in rows),
         *(Asked(f"block size {size}", {"block_size": size}) for size in (16, 64, 128)),
-        Asked("DeepSeek Sparse Attention", {"use_sparse": True}),
+        Asked("DeepSeek Sparse Attention (V3.2)", {"use_sparse": True}),
+        *(
+            Asked(f"sparse attention, KV cache dtype {name}", {"use_sparse": True} | _cache(name))
+            for name in support.sparse_kv_cache_dtypes(True)
+        ),
         Asked("decode context parallelism", {"use_dcp": True}),
         Asked("prefill context parallelism", {"use_pcp": True}),
         Asked("batch-invariant mode", {"use_batch_invariant": True}),
@@ -59,17 +64,21 @@ def _cache(name: str) -> dict[str, Any]:
 
 def _reasons(changes: dict[str, Any], capability: DeviceCapability | None) -> list[str]:
     """Why the backend refuses; empty if it does not."""
+    sparse = changes.get("use_sparse", False)
+    backend: type[MlaBackend] = SparseMlaBackend if sparse else MlaBackend
+    dtypes = support.sparse_kv_cache_dtypes if sparse else support.kv_cache_dtypes
 
-    class OnThisDevice(MlaBackend):
+    class OnThisDevice(backend):  # type: ignore[misc, valid-type]
         # The class itself has the list of the machine that it runs on.
-        supported_kv_cache_dtypes = list(support.kv_cache_dtypes(capability is None))  # noqa: RUF012
+        supported_kv_cache_dtypes = list(dtypes(capability is None))  # noqa: RUF012
 
     layer = AttentionSelectorConfig(
         head_size=576, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=64, use_mla=True
     )._asdict()
     known = inspect.signature(AttentionBackend.validate_configuration).parameters
     config = {k: v for k, v in (layer | changes).items() if k in known}
-    return OnThisDevice.validate_configuration(device_capability=capability, **config)
+    reasons: list[str] = OnThisDevice.validate_configuration(device_capability=capability, **config)
+    return reasons
 
 
 def section() -> str:

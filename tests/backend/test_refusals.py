@@ -75,7 +75,12 @@ REFUSED = [
     ({"kv_cache_dtype": "float16"}, r"float16 with model dtype bfloat16; they must agree"),
     ({"block_size": 16}, r"block size 16 is not a multiple of 64"),
     ({"use_mla": False}, r"does not use multi-head latent attention"),
-    ({"use_sparse": True}, r"sparse attention"),
+    (
+        {"use_sparse": True, "head_size": 320},
+        r"320 elements; the kernels take 576 \(512 \+ 64\)\. ",
+    ),
+    ({"use_sparse": True, "kv_cache_dtype": "fp8_e5m2"}, r"fp8_e5m2; supported: auto"),
+    ({"use_sparse": True, "use_dcp": True}, r"decode context parallelism"),
     ({"use_dcp": True}, r"decode context parallelism"),
     ({"use_batch_invariant": True}, r"batch-invariant mode"),
     ({"has_sliding_window": True}, r"a sliding window\. Mend"),
@@ -102,6 +107,19 @@ def test_layer_is_refused_with_the_reason(changes, reason):
         current_platform.get_attn_backend_cls(
             AttentionBackendEnum.CUSTOM, selector_config(**changes)
         )
+
+
+@pytest.mark.parametrize("changes", [{}, {"kv_cache_dtype": "fp8_ds_mla"}, {"block_size": 128}])
+def test_sparse_layer_gets_the_sparse_class(changes):
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from mla_backend.plugin import BACKEND_CLASS, SPARSE_BACKEND_CLASS, register
+
+    register()
+    for sparse, path in ((True, SPARSE_BACKEND_CLASS), (False, BACKEND_CLASS)):
+        layer = selector_config(use_sparse=sparse, **changes)
+        assert current_platform.get_attn_backend_cls(AttentionBackendEnum.CUSTOM, layer) == path
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,7 @@ def test_every_weight_is_its_own(demo_checkpoint):
         ("v2-lite", {"q_lora_rank": None, "scoring_func": "softmax", "topk_method": "greedy"}),
         ("v3", {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}),
         ("v3-default-rope", {"rope_scaling": None, "topk_method": "noaux_tc"}),
+        ("v3.2", {"index_topk": 512, "index_n_heads": 8, "index_head_dim": 128}),
     ],
 )
 def test_config_has_the_keys_vllm_reads(family, expected, demo_checkpoint):
@@ -138,7 +139,7 @@ def test_tokenizer_round_trip_and_chat_template(demo_checkpoint):
 
 
 def test_refusals(tmp_path):
-    with pytest.raises(ValueError, match=r"'v9'.*v2-lite, v3, v3-default-rope"):
+    with pytest.raises(ValueError, match=r"'v9'.*v2-lite, v3, v3-default-rope, v3\.2"):
         make_demo_model("v9", tmp_path / "m")
     with pytest.raises(ValueError, match=r"no such key.*: hiden_size"):
         make_demo_model("v3", tmp_path / "m", overrides={"hiden_size": 1})

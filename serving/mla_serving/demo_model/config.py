@@ -71,6 +71,15 @@ _V3: dict[str, Any] = {
     "topk_method": "noaux_tc",
 }
 
+_V32: dict[str, Any] = _V3 | {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "index_head_dim": 128,
+    "index_n_heads": 8,
+    # Fewer than the context has, so that long prompts are read sparsely.
+    "index_topk": 512,
+}
+
 
 def _yarn(mscale: float) -> dict[str, Any]:
     return {
@@ -88,6 +97,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "v2-lite": _COMMON | _V2_LITE | {"rope_scaling": _yarn(0.707)},
     "v3": _COMMON | _V3 | {"rope_scaling": _yarn(1.0)},
     "v3-default-rope": _COMMON | _V3,
+    "v3.2": _COMMON | _V32 | {"rope_scaling": _yarn(1.0)},
 }
 
 

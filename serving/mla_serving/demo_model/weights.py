@@ -30,7 +30,8 @@ def make_weights(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
 
 
 def _random(name: str, shape: tuple[int, ...], gain: float, seed: int) -> torch.Tensor:
-    """Uniform, of standard deviation gain / sqrt(fan in); norms 1 +- 0.1, router biases +- 0.02."""
+    """Uniform, of standard deviation gain / sqrt(fan in); norms 1 +- 0.1, their biases +- 0.1,
+    router biases +- 0.02."""
     count = int(np.prod(shape))
     stream = np.random.PCG64(np.random.SeedSequence([seed, zlib.crc32(name.encode())]))
     words = stream.random_raw(-(-count // 4)).astype("<u8").view("<i2")[:count]
@@ -39,6 +40,8 @@ def _random(name: str, shape: tuple[int, ...], gain: float, seed: int) -> torch.
         return torch.from_numpy(unit * np.float32(0.02))
     if name.endswith("norm.weight"):
         return torch.from_numpy(1 + unit * np.float32(0.1)).to(torch.bfloat16)
+    if name.endswith("norm.bias"):
+        return torch.from_numpy(unit * np.float32(0.1)).to(torch.bfloat16)
     return torch.from_numpy(unit * np.float32(gain * (3 / shape[-1]) ** 0.5)).to(torch.bfloat16)
 
 
@@ -73,6 +76,17 @@ def _attention(prefix: str, config: dict[str, Any]) -> Iterator[tuple[str, tuple
     yield f"{prefix}.kv_a_layernorm.weight", (latent,), 1.0
     yield f"{prefix}.kv_b_proj.weight", (H * (nope + v_dim), latent), 1.0
     yield f"{prefix}.o_proj.weight", (hidden, H * v_dim), 1.0
+    if "index_topk" in config:
+        yield from _indexer(f"{prefix}.indexer", config)
+
+
+def _indexer(prefix: str, config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...], float]]:
+    hidden, width, heads = config["hidden_size"], config["index_head_dim"], config["index_n_heads"]
+    yield f"{prefix}.wq_b.weight", (heads * width, config["q_lora_rank"]), 1.0
+    yield f"{prefix}.wk.weight", (width, hidden), 1.0
+    yield f"{prefix}.k_norm.weight", (width,), 1.0
+    yield f"{prefix}.k_norm.bias", (width,), 1.0
+    yield f"{prefix}.weights_proj.weight", (heads, hidden), 1.0
 
 
 def _moe(prefix: str, config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...], float]]:

@@ -86,6 +86,8 @@ def parse(layers: Layers) -> Namespace:
         defaults += ["--model", args.model]
         if args.served_model_name is None:
             defaults += ["--served-model-name", SERVED_NAME]
+        # Else vLLM takes the prompt format of DeepSeek-V3.2's release from the model's type.
+        defaults += ["--tokenizer-mode", "hf"]
     if args.host is None and args.uds is None:
         defaults += ["--host", DEFAULT_HOST]
     if args.worker_extension_cls == "":

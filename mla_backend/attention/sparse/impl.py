@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one sparse MLA layer calls: the cache write, and attention over the chosen tokens."""
+
+from typing import Any
+
+import torch
+from mla_kernels import mla_sparse_attention, positions_to_slots, write_kv_cache
+from vllm.config import get_current_vllm_config
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import MLAAttentionImpl
+
+from mla_backend import compat
+from mla_backend.attention import support
+from mla_backend.attention.impl import lay_out_absorbed_weights
+from mla_backend.attention.kernel import cache_dtype
+from mla_backend.attention.sparse.indexer import take_over
+from mla_backend.attention.sparse.kernel import SparseKernel, attention_workspace
+from mla_backend.attention.sparse.metadata import SparseMetadata, max_tokens
+from mla_backend.stats import STATS
+
+
+class SparseMlaImpl(MLAAttentionImpl[SparseMetadata]):
+    """Sparse MLA through `mla_kernels`; prefill tokens take the same path as decode tokens."""
+
+    is_sparse = True
+    supports_dense_mha_prefill = False
+    supports_quant_query_input = False
+    can_return_lse_for_decode: bool = True
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        kv_sharing_target_layer_name: str | None,
+        *,
+        topk_indices_buffer: torch.Tensor | None = None,
+        indexer: Any = None,
+        **mla_args: Any,
+    ) -> None:
+        support.refuse_layer_options(alibi_slopes, sliding_window, logits_soft_cap, attn_type)
+        vllm_config = get_current_vllm_config()
+        dcp = vllm_config.parallel_config.decode_context_parallel_size
+        if dcp > 1:  # vLLM 0.26 does not ask the backend
+            raise ValueError(support.dcp_reason())
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.kv_cache_dtype = kv_cache_dtype
+        self.kv_lora_rank: int = mla_args["kv_lora_rank"]
+        self._on_cpu = current_platform.is_cpu()
+        if self._on_cpu:
+            compat.keep_kv_b_weight(mla_args["kv_b_proj"])
+        # A layer without an indexer reads what the last one before it chose.
+        buffer = topk_indices_buffer if indexer is None else indexer.topk_indices_buffer
+        if buffer is None:
+            raise ValueError("a sparse layer without an indexer and without a top-k buffer")
+        self.topk_indices_buffer = buffer
+        device, dtype = buffer.device, cache_dtype(kv_cache_dtype, torch.get_default_dtype())
+        self._fp8_cache = dtype == torch.float8_e4m3fn
+        self._kernel = SparseKernel.choose(device)
+        self._workspace = attention_workspace(
+            max_tokens(vllm_config),
+            num_heads,
+            buffer.shape[1],
+            self.kv_lora_rank,
+            dtype,
+            device,
+            self._kernel.attention,
+        )
+        if indexer is not None:
+            from mla_backend.attention.sparse.backend import IndexerBackend
+
+            take_over(indexer, self._kernel.indexer, IndexerBackend, vllm_config, device)
+
+    def prepare_for_batch(self, attn_metadata: Any) -> None:
+        """vLLM 0.32 on a GPU asks before each batch; nothing needs to be prepared."""
+
+    def record_logical_topk_ready(self) -> None:
+        """vLLM 0.32 says that the indexer is done; everything is in one stream, so it is."""
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_cache_dtype: str,
+        k_scale: torch.Tensor,
+        skip_scale: bool = False,
+    ) -> None:
+        """Write the new tokens' latent [T, kv_lora_rank] and rope [T, 1, rope] rows."""
+        if kv_cache.numel() == 0:
+            return
+        STATS.kv_cache_writes += 1
+        if self._fp8_cache:
+            kv_cache = kv_cache.view(torch.float8_e4m3fn)
+        write_kv_cache(
+            kv_c_normed,
+            k_pe.squeeze(1),
+            kv_cache,
+            slot_mapping.flatten(),
+            kv_scale=k_scale if self._fp8_cache else None,
+        )
+
+    def forward_mqa(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: SparseMetadata,
+        layer: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Absorbed attention of q [T, H, Dk], or its latent and rope parts, T all tokens.
+
+        Returns out [T, H, kv_lora_rank] and lse [T, H], fp32, natural log.
+        """
+        if self._on_cpu:
+            lay_out_absorbed_weights(layer)
+        if isinstance(q, tuple):
+            q = torch.cat(q, dim=-1)
+        T = q.shape[0]
+        STATS.forward_mqa_calls += 1
+        STATS.forward_mqa_tokens += T
+        rows = attn_metadata.rows
+        slots = positions_to_slots(
+            self.topk_indices_buffer[:T],
+            rows.block_table,
+            request_ids=rows.request_ids,
+            block_size=support.BLOCK_SIZE,
+            impl=self._kernel.indexer,
+        )
+        return mla_sparse_attention(
+            q,
+            kv_c_and_k_pe_cache,
+            slots,
+            scale=self.scale,
+            kv_lora_rank=self.kv_lora_rank,
+            kv_scale=layer._k_scale if self._fp8_cache else None,
+            impl=self._kernel.attention,
+            workspace=self._workspace,
+        )

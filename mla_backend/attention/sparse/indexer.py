@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Lightning Indexer of one layer: writes the new keys, scores, and picks the tokens to read.
+
+vLLM computes its q, keys and weights; this takes over from there. The work is a torch op of its
+own, so that torch.compile sees one opaque call and vLLM can split its graph there.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from mla_kernels import indexer_topk, write_indexer_cache
+from mla_kernels.indexer.api import HEAD_DIM, MAX_HEADS
+from mla_kernels.topk.api import MAX_K
+from vllm.forward_context import get_forward_context
+from vllm.utils.torch_utils import direct_register_custom_op
+
+from mla_backend import compat
+from mla_backend.attention import support
+from mla_backend.attention.sparse.kernel import topk_workspace
+from mla_backend.attention.sparse.metadata import IndexerMetadata, max_tokens
+from mla_backend.stats import STATS
+
+OP_NAME = "mla_backend_sparse_indexer"
+
+
+@dataclass
+class _Layer:
+    """What does not change between the steps of one indexer."""
+
+    scale_format: str
+    impl: str
+    workspace: torch.Tensor | None
+
+
+# By the name of the indexer's cache, which is how an op finds its layer.
+_LAYERS: dict[str, _Layer] = {}
+
+
+def take_over(indexer: Any, impl: str, backend: type, vllm_config: Any, device: Any) -> None:
+    """Make the `Indexer` of one of vLLM's layers compute with our kernels, and nothing else.
+
+    ValueError for an indexer that the kernels do not take.
+    """
+    limits = {
+        "index_head_dim": (indexer.head_dim, HEAD_DIM, HEAD_DIM),
+        "index_n_heads": (indexer.n_head, 1, MAX_HEADS),
+        "index_topk": (indexer.topk_tokens, 1, MAX_K),
+    }
+    for name, (value, low, high) in limits.items():
+        if not low <= value <= high:
+            allowed = f"{low}" if low == high else f"{low}..{high}"
+            raise ValueError(f"{name} is {value}; the indexer's kernels take {allowed}")
+    name = indexer.k_cache.prefix
+    max_blocks = -(-vllm_config.model_config.max_model_len // support.BLOCK_SIZE)
+    _LAYERS[name] = _Layer(
+        "fp32" if indexer.scale_fmt is None else indexer.scale_fmt,
+        impl,
+        topk_workspace(max_tokens(vllm_config), max_blocks, device, impl),
+    )
+
+    def forward(
+        hidden_states: torch.Tensor, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        topk_indices = indexer.topk_indices_buffer
+        getattr(torch.ops.vllm, OP_NAME)(q, k, weights, topk_indices, name)
+        return topk_indices
+
+    compat.replace_indexer(indexer, forward, backend, quantise_queries)
+    compat.split_graph_at(vllm_config, f"vllm::{OP_NAME}")
+    compat.route_fused_indexer(run_indexer, _LAYERS.__contains__)
+
+
+def run_indexer(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    weights: torch.Tensor,
+    topk_indices: torch.Tensor,
+    layer_name: str,
+) -> None:
+    """Write `topk_indices` [>= T, index_topk] int32: ascending positions, -1 after the last.
+
+    q           [>= T, heads, 128] float8_e4m3fn; the rows past T are padding
+    k           [>= T, 128], RoPE applied; None: already in the cache
+    weights     [>= T, heads], scale of q and softmax scale folded in
+    layer_name  of the indexer's cache
+    """
+    context = get_forward_context()
+    if not isinstance(context.attn_metadata, dict):  # profiling: there is no cache yet
+        return
+    metadata: IndexerMetadata = context.attn_metadata[layer_name]
+    layer, rows = _LAYERS[layer_name], metadata.rows
+    k_cache = context.no_compile_layers[layer_name].kv_cache
+    T = rows.lengths.shape[0]
+    STATS.indexer_calls += 1
+    STATS.indexer_tokens += T
+    if k is not None:
+        write_indexer_cache(
+            k, k_cache, metadata.slot_mapping, scale_format=layer.scale_format, impl=layer.impl
+        )
+    indexer_topk(
+        q[:T],
+        k_cache,
+        weights[:T].float(),
+        rows.block_table,
+        rows.seq_lens,
+        topk_indices.shape[1],
+        request_ids=rows.request_ids,
+        lengths=rows.lengths,
+        out=topk_indices[:T],
+        workspace=layer.workspace,
+        impl=layer.impl,
+    )
+
+
+def _op(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    weights: torch.Tensor,
+    topk_indices: torch.Tensor,
+    layer_name: str,
+) -> None:
+    run_indexer(q, k, weights, topk_indices, layer_name)
+
+
+def _traced(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    weights: torch.Tensor,
+    topk_indices: torch.Tensor,
+    layer_name: str,
+) -> None:
+    """What tracing needs to know: nothing is returned."""
+
+
+direct_register_custom_op(
+    op_name=OP_NAME, op_func=_op, mutates_args=["topk_indices"], fake_impl=_traced
+)
+
+
+def quantise_queries(
+    x: torch.Tensor,
+    group_size: int,
+    eps: float = 1e-10,
+    *,
+    use_ue8m0: bool | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """vLLM's `per_token_group_quant_fp8` in torch, for a CPU, which has no kernel for it.
+
+    x [T, D], D a multiple of group_size -> codes [T, D] float8_e4m3fn, scales [T, D / group_size].
+    """
+    limit = torch.finfo(torch.float8_e4m3fn).max
+    groups = x.float().unflatten(-1, (-1, group_size))
+    scales = groups.abs().amax(-1).clamp(min=eps) / limit
+    if use_ue8m0:
+        scales = torch.exp2(torch.ceil(torch.log2(scales)))
+    codes = (groups / scales[..., None]).clamp(-limit, limit)
+    return codes.flatten(-2).to(torch.float8_e4m3fn), scales

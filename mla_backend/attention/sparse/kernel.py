@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which sparse kernels an engine uses, and the scratch that its layers share."""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from mla_kernels import indexer_topk_workspace, mla_sparse_workspace
+from mla_kernels.dispatch import choose_impl
+from mla_kernels.sparse.api import AVAILABLE
+
+from mla_backend import envs
+from mla_backend.stats import STATS
+
+
+@dataclass(frozen=True)
+class SparseKernel:
+    """Implementations, settled at start-up. `indexer` is what was asked for: each of its ops has
+    its own best one."""
+
+    attention: str
+    indexer: str
+
+    @classmethod
+    def choose(cls, device: torch.device) -> "SparseKernel":
+        """By MLA_BACKEND_IMPL; the choice and its reason go to STATS.
+
+        ValueError if what is asked for cannot run here, or for an MLA_BACKEND_RESCALE that the
+        sparse kernels do not have.
+        """
+        rescale = envs.get("MLA_BACKEND_RESCALE")
+        if rescale != "pow2":
+            raise ValueError(
+                f"MLA_BACKEND_RESCALE={rescale} with a sparse model, whose attention rescales by "
+                "powers of two only. Mend: unset MLA_BACKEND_RESCALE"
+            )
+        asked = envs.get("MLA_BACKEND_IMPL")
+        choice = choose_impl("mla_sparse_attention", asked, device, available=AVAILABLE)
+        STATS.sparse = {"impl": choice.impl, "reason": choice.reason}
+        return cls(choice.impl, asked)
+
+
+# Made while the model is built, so that vLLM counts them when it sizes the KV cache; every layer
+# that asks for the same gets the same one.
+@functools.cache
+def attention_workspace(
+    tokens: int,
+    heads: int,
+    topk: int,
+    kv_lora_rank: int,
+    kv_cache_dtype: torch.dtype,
+    device: torch.device,
+    impl: str,
+) -> torch.Tensor:
+    """See `mla_kernels.mla_sparse_workspace`."""
+    return mla_sparse_workspace(
+        tokens,
+        heads,
+        topk,
+        device=device,
+        kv_lora_rank=kv_lora_rank,
+        kv_cache_dtype=kv_cache_dtype,
+        impl=impl,
+    )
+
+
+@functools.cache
+def topk_workspace(
+    rows: int, max_blocks: int, device: torch.device, impl: str
+) -> torch.Tensor | None:
+    """See `mla_kernels.indexer_topk_workspace`; None where the implementation takes none."""
+    if device.type == "cpu" or impl in ("torch", "reference"):
+        return None
+    return indexer_topk_workspace(rows, max_blocks, device)

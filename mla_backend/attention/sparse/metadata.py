@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Computed once per step: the rows of the tokens, for the attention and for the indexer."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from vllm.v1.attention.backend import (
+    AttentionCGSupport,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+)
+
+from mla_backend import envs
+from mla_backend.attention.sparse.rows import RowsBuilder, TokenRows
+from mla_backend.attention.step_check import StepCheck
+from mla_backend.stats import STATS
+
+
+@dataclass
+class SparseMetadata(AttentionMetadata):
+    """What vLLM's MLA layer and our attention read. All tokens go through `forward_mqa`, so all of
+    them count as decode tokens."""
+
+    num_actual_tokens: int
+    num_decodes: int
+    num_decode_tokens: int
+    rows: TokenRows
+    num_prefills: int = 0
+    prefill: None = None
+    decode: None = None
+
+
+@dataclass
+class IndexerMetadata(AttentionMetadata):
+    """`slot_mapping` [T] int64: where the keys of the new tokens go, -1 = nowhere."""
+
+    rows: TokenRows
+    slot_mapping: torch.Tensor
+
+
+class _Builder:
+    """Shared by both builders."""
+
+    # Nothing in `build` waits for the device and every tensor keeps its address.
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+
+    def _make_rows_builder(self, vllm_config: Any, device: torch.device) -> None:
+        self._rows = RowsBuilder(max_tokens(vllm_config), device)
+
+
+class SparseMetadataBuilder(_Builder, AttentionMetadataBuilder[SparseMetadata]):
+    """Builds `SparseMetadata`, once per step."""
+
+    def __init__(
+        self,
+        kv_cache_spec: Any,
+        layer_names: list[str],
+        vllm_config: Any,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._make_rows_builder(vllm_config, device)
+        self._step_check: StepCheck | None = None
+        if envs.get("MLA_BACKEND_CHECK"):
+            layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
+            self._step_check = StepCheck(layer, kv_cache_spec.block_size)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> SparseMetadata:
+        common = common_attn_metadata
+        if self._step_check is not None:
+            self._step_check(common)
+            STATS.checked_steps += 1
+        STATS.sparse_steps += 1
+        T = common.num_actual_tokens
+        return SparseMetadata(T, common.num_reqs, T, self._rows.build(common))
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> SparseMetadata:
+        """A step that is made up to capture a graph with: not checked."""
+        check, self._step_check = self._step_check, None
+        try:
+            return super().build_for_cudagraph_capture(common_attn_metadata)
+        finally:
+            self._step_check = check
+
+
+class IndexerMetadataBuilder(_Builder, AttentionMetadataBuilder[IndexerMetadata]):
+    """Builds `IndexerMetadata`, once per step."""
+
+    def __init__(
+        self,
+        kv_cache_spec: Any,
+        layer_names: list[str],
+        vllm_config: Any,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._make_rows_builder(vllm_config, device)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> IndexerMetadata:
+        common = common_attn_metadata
+        slots = common.slot_mapping[: common.num_actual_tokens]
+        return IndexerMetadata(self._rows.build(common), slots)
+
+
+def max_tokens(vllm_config: Any) -> int:
+    """Most tokens that a step can have."""
+    scheduler, speculative = vllm_config.scheduler_config, vllm_config.speculative_config
+    drafts = speculative.num_speculative_tokens if speculative is not None else 0
+    return int(max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * (1 + drafts)))
