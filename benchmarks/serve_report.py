@@ -79,8 +79,8 @@ def steps_lines(report: Report) -> list[str]:
         f"{'torch.compile' if settings['compile'] else 'no torch.compile'}. A cache filled with "
         "random values by vLLM's DecodeBenchConnector; every request has blocks of its own. "
         "`step`: median of wall times from step to step, scheduling and sampling included. `GPU`: "
-        "all kernels of a step by torch's profiler, `attn`: those of attention over the cache, "
-        "plan and merge included. Milliseconds. `best peer / ours` above 1: ours is faster.",
+        "when any kernel of a step runs, by torch's profiler; `attn`: when only attention over the "
+        "cache does, plan and merge included. Milliseconds. `best peer / ours` above 1: ours is faster.",
         "",
     ]
     for heads in dict.fromkeys(row["heads"] for row in report.rows if "batch" in row):

@@ -111,7 +111,8 @@ def run_case(llm: Any, case: Row) -> Row:
 
 
 def profile(steps: Steps) -> Row:
-    """Milliseconds of GPU kernels in a step, and of those that are attention; {} without a GPU."""
+    """Milliseconds in which the GPU works in a step, and in which attention alone keeps it busy;
+    {} without a GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -121,26 +122,44 @@ def profile(steps: Steps) -> Row:
     with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as seen:
         steps.run(PROFILED_STEPS)
         torch.cuda.synchronize()
+    kernels = [
+        (event.name, event.time_range.start, event.time_range.end)
+        for event in seen.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
     # `run` needs one step more than the intervals that it returns.
-    return kernel_times(
-        [(event.key, event.self_device_time_total) for event in seen.key_averages()],
-        PROFILED_STEPS + 1,
-    )
+    return kernel_times(kernels, PROFILED_STEPS + 1)
 
 
-def kernel_times(kernels: list[tuple[str, float]], steps: int) -> Row:
-    """Sums over (name, microseconds) of kernels, each given for all `steps` together."""
+def kernel_times(kernels: list[tuple[str, float, float]], steps: int) -> Row:
+    """Of (name, start, end in microseconds) of the kernels of `steps` steps.
+
+    Kernels overlap where one is launched before the one that it waits for has ended, so durations
+    do not add up: attention is the busy time that the other kernels leave.
+    """
     if not kernels:
         return {}
-    total = sum(us for _, us in kernels)
-    attention = sum(us for name, us in kernels if ATTENTION.search(name))
-    top = sorted(kernels, key=lambda kernel: -kernel[1])[:10]
+    busy = covered([(start, end) for _, start, end in kernels])
+    others = covered([(start, end) for name, start, end in kernels if not ATTENTION.search(name)])
+    times: dict[str, float] = {}
+    for name, start, end in kernels:
+        times[name] = times.get(name, 0.0) + end - start
+    top = sorted(times.items(), key=lambda item: -item[1])[:10]
     return {
-        "gpu_ms": total / steps / 1e3,
-        "attention_ms": attention / steps / 1e3,
-        "attention_share": attention / total if total else 0.0,
+        "gpu_ms": busy / steps / 1e3,
+        "attention_ms": (busy - others) / steps / 1e3,
+        "attention_share": (busy - others) / busy,
         "top_kernels_us": {name[:80]: round(us / steps, 2) for name, us in top},
     }
+
+
+def covered(intervals: list[tuple[float, float]]) -> float:
+    """Length of the union of (start, end)."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
 
 
 def memory_gib() -> float | None:

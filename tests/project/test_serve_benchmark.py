@@ -49,22 +49,23 @@ def test_overrides_are_a_rank_of_v3():
     assert dense_overrides(6, 128)["intermediate_size"] == 18432
 
 
-def test_kernels_are_told_apart_by_name():
-    from step_worker import kernel_times
+def test_kernels_are_told_apart_by_name_and_overlaps_count_once():
+    from step_worker import covered, kernel_times
 
+    assert covered([(5, 6), (0, 2), (1, 3), (1, 2)]) == 4
     kernels = [
-        ("hopper_decode_kernel", 600.0),
-        ("merge_kernel", 50.0),
-        ("plan_kernel", 50.0),
-        ("void flash::FlashAttnFwdSm90<...>", 100.0),
-        ("_fwd_grouped_kernel_stage1", 100.0),
-        ("nvjet_sm90_tst_128x64", 900.0),
-        ("write_kv_cache_kernel", 200.0),
+        ("nvjet_sm90_tst_128x64", 0, 900),
+        ("plan_kernel", 850, 950),  # launched before the product has ended: 50 of its own
+        ("hopper_decode_kernel", 950, 1500),
+        ("merge_kernel", 1000, 1550),  # waits for the kernel before it
+        ("write_kv_cache_kernel", 1600, 1800),
+        ("void flash::FlashAttnFwdSm90<...>", 1800, 1900),
+        ("_fwd_grouped_kernel_stage1", 1900, 2000),
     ]
     row = kernel_times(kernels, 10)
-    assert row["gpu_ms"] == pytest.approx(0.2)
-    assert row["attention_ms"] == pytest.approx(0.09)
-    assert row["attention_share"] == pytest.approx(0.45)
+    assert row["gpu_ms"] == pytest.approx(0.195)
+    assert row["attention_ms"] == pytest.approx(0.085)
+    assert row["attention_share"] == pytest.approx(850 / 1950)
     assert next(iter(row["top_kernels_us"])) == "nvjet_sm90_tst_128x64"
 
 
