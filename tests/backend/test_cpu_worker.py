@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests with a seed under chunked prefill on a CPU: thrown-away draws leave no trace."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from mla_backend.cpu_worker import keep_generators
+
+
+class Runner:
+    """What vLLM's CPU model runner does with generators; a row is (generator, is a chunk)."""
+
+    def __init__(self, batch):
+        self.input_batch = SimpleNamespace(
+            generators={row: g for row, (g, _) in enumerate(batch) if g is not None}
+        )
+        # Rows past the batch keep what an earlier step left there.
+        mask = np.array([chunk for _, chunk in batch] + [True] * 3)
+        self.discard_request_mask = SimpleNamespace(np=mask)
+        self.rows = len(batch)
+
+    def _sample(self, scale):
+        generators = self.input_batch.generators
+        return [scale * torch.rand(1, generator=g).item() for g in generators.values()]
+
+    def _bookkeeping_sync(self, output, fail=False):
+        for row in np.nonzero(self.discard_request_mask.np[: self.rows])[0]:
+            generator = self.input_batch.generators.get(int(row))
+            if generator is not None:
+                generator.set_offset(generator.get_offset() - 4)
+        if fail:
+            raise ValueError("fail")
+        return output
+
+
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def test_vllm_alone_fails_on_a_chunk_of_a_seeded_request():
+    with pytest.raises(RuntimeError, match="does not use offset"):
+        Runner([(seeded(1), True)])._bookkeeping_sync(None)
+
+
+def test_only_kept_draws_move_a_generator():
+    whole, chunked = seeded(1), seeded(1)
+    runner = Runner([(None, True), (chunked, True), (whole, False)])
+    keep_generators(runner)
+    generators = dict(runner.input_batch.generators)
+    first = runner._bookkeeping_sync(runner._sample(1.0))
+    assert first[0] == first[1]  # both drew, one of them in vain
+    assert runner.input_batch.generators == generators
+    runner.discard_request_mask.np[:] = False
+    second = runner._bookkeeping_sync(runner._sample(1.0))
+    assert second[0] == first[1]
+    third = runner._sample(1.0)
+    assert third[0] == second[1] != second[0]
+
+
+def test_generators_are_back_after_a_failure():
+    runner = Runner([(seeded(1), True)])
+    keep_generators(runner)
+    with pytest.raises(ValueError, match="fail"):
+        runner._bookkeeping_sync(None, fail=True)
+    assert list(runner.input_batch.generators) == [0]
+
+
+def test_our_platform_takes_this_worker_only_where_vllm_takes_its_own(monkeypatch):
+    from mla_backend import platform
+
+    parallel = SimpleNamespace(worker_cls="vllm.v1.worker.cpu_worker.CPUWorker")
+    platform._mend_worker(SimpleNamespace(parallel_config=parallel))
+    assert parallel.worker_cls == "mla_backend.cpu_worker.MlaCpuWorker"
+    parallel.worker_cls = "someone.Else"
+    platform._mend_worker(SimpleNamespace(parallel_config=parallel))
+    assert parallel.worker_cls == "someone.Else"
