@@ -47,8 +47,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--overrides", type=json.loads, default={}, help="of its config.json")
     parser.add_argument("--dtype", choices=TOLERANCE, default="bfloat16" if gpu else "float32")
     parser.add_argument("--max-model-len", type=int, default=8192)
-    parser.add_argument("--concurrency", type=int, default=32 if gpu else 12)
+    parser.add_argument("--concurrency", type=int, default=32 if gpu else 16)
     parser.add_argument("--longest-answer", type=int, default=1024 if gpu else 256)
+    step = parser.add_argument("--max-num-batched-tokens", type=int, default=8192 if gpu else 512)
+    step.help = "of a step; few cut long prompts, and answers go on meanwhile"
     parser.add_argument("--eager", action="store_true", default=not gpu, help="default on a CPU")
     parser.add_argument("--blocks", type=int, help="of cache; default: 1.25 contexts")
     parser.add_argument("--tolerance", type=float, help="of probes under load, nats")
@@ -78,6 +80,7 @@ def server_options(args: argparse.Namespace, model: Path) -> list[str]:
     options = ["--served-model-name", NAME, "--dtype", args.dtype]
     options += ["--max-model-len", str(args.max_model_len)]
     options += ["--num-gpu-blocks-override", str(args.blocks)]
+    options += ["--max-num-batched-tokens", str(args.max_num_batched_tokens)]
     options += ["--enforce-eager"] if args.eager else []
     if not list(model.glob("*.safetensors")):
         options += ["--load-format", "dummy", "--tokenizer", str(demo_model_path("v3"))]
