@@ -80,7 +80,8 @@ def steps_lines(report: Report) -> list[str]:
         "random values by vLLM's DecodeBenchConnector; every request has blocks of its own. "
         "`step`: median of wall times from step to step, scheduling and sampling included. `GPU`: "
         "when any kernel of a step runs, by torch's profiler; `attn`: when only attention over the "
-        "cache does, plan and merge included. Milliseconds. `best peer / ours` above 1: ours is faster.",
+        "cache does, plan and merge included. Milliseconds. `best peer / ours` above 1: ours is "
+        "faster.",
         "",
     ]
     for heads in dict.fromkeys(row["heads"] for row in report.rows if "batch" in row):
