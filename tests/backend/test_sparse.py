@@ -1,0 +1,354 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sparse backend piece by piece, without an engine."""
+
+import types
+
+import pytest
+import torch
+
+BLOCK, H, RANK, ROPE = 64, 4, 512, 64
+SCALE = 1 / 24
+
+
+def common_metadata(query_lens, seq_lens, *, tokens=None, max_blocks=6):
+    """vLLM's CommonAttentionMetadata of these requests; `tokens` counts padding too."""
+    starts = torch.tensor([0, *query_lens]).cumsum(0).int()
+    tables = torch.randperm(len(seq_lens) * max_blocks, generator=torch.Generator().manual_seed(1))
+    return types.SimpleNamespace(
+        num_reqs=len(seq_lens),
+        num_actual_tokens=int(starts[-1]) if tokens is None else tokens,
+        max_query_len=max(query_lens),
+        query_start_loc=starts,
+        query_start_loc_cpu=starts.clone(),
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+        block_table_tensor=tables.view(len(seq_lens), max_blocks).int(),
+    )
+
+
+def build_rows(*args, **kwargs):
+    from mla_backend.attention.sparse.rows import RowsBuilder
+
+    return RowsBuilder(64, torch.device("cpu")).build(common_metadata(*args, **kwargs))
+
+
+def expected_rows(query_lens, seq_lens, tokens):
+    ids, lengths = [], []
+    for r, (new, total) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        ids += [r] * new
+        lengths += range(total - new + 1, total + 1)
+    padding = tokens - len(ids)
+    return ids + [-1] * padding, lengths + [0] * padding
+
+
+@pytest.mark.parametrize(
+    "query_lens, seq_lens, tokens",
+    [
+        ([1, 5, 1, 17], [70, 5, 1, 200], 24),
+        ([3, 0, 2], [3, 9, 300], 5),
+        ([2, 1, 0], [65, 64, 0], 8),
+        ([1], [1], 1),
+    ],
+)
+def test_rows_of_a_mixed_step(query_lens, seq_lens, tokens):
+    rows = build_rows(query_lens, seq_lens, tokens=tokens)
+    ids, lengths = expected_rows(query_lens, seq_lens, tokens)
+    assert rows.lengths.tolist() == lengths
+    if rows.request_ids is None:  # then they must follow from the order alone
+        runs = tokens // len(seq_lens)
+        assert [t // runs for t in range(tokens)] == ids
+    else:
+        assert rows.request_ids.tolist() == ids
+
+
+@pytest.mark.parametrize("run", [1, 4])
+@pytest.mark.parametrize("padded", [0, 2])
+def test_rows_of_a_decode_step_need_no_ids(run, padded):
+    """Padding requests of a captured graph have no tokens; their rows see nothing."""
+    query_lens, seq_lens = [run, run, run, *[0] * padded], [70, 5, 64, *[0] * padded]
+    rows = build_rows(query_lens, seq_lens, tokens=run * len(seq_lens))
+    assert rows.request_ids is None
+    assert rows.lengths.tolist() == expected_rows(query_lens, seq_lens, run * len(seq_lens))[1]
+
+
+def test_rows_keep_their_addresses():
+    """What a captured graph has read must be where the next step writes."""
+    from mla_backend.attention.sparse.rows import RowsBuilder
+
+    builder = RowsBuilder(64, torch.device("cpu"))
+    first = builder.build(common_metadata([1, 3], [9, 3]))
+    second = builder.build(common_metadata([3, 1], [4, 8]))
+    assert first.lengths.data_ptr() == second.lengths.data_ptr()
+    assert first.request_ids.data_ptr() == second.request_ids.data_ptr()
+    with pytest.raises(ValueError, match="at most 64 tokens in a step, got 65"):
+        builder.build(common_metadata([65], [65]))
+
+
+def fake_config(topk_rows=64, dcp=1, drafts=0):
+    speculative = types.SimpleNamespace(num_speculative_tokens=drafts) if drafts else None
+    return types.SimpleNamespace(
+        parallel_config=types.SimpleNamespace(decode_context_parallel_size=dcp),
+        scheduler_config=types.SimpleNamespace(max_num_batched_tokens=topk_rows, max_num_seqs=4),
+        speculative_config=speculative,
+        model_config=types.SimpleNamespace(max_model_len=384),
+        compilation_config=types.SimpleNamespace(splitting_ops=["vllm::sparse_attn_indexer"]),
+    )
+
+
+def make_impl(monkeypatch, kv_cache_dtype="auto", dtype=torch.float32, config=None, **changes):
+    from mla_backend.attention.sparse import impl as module
+
+    monkeypatch.setattr(module, "get_current_vllm_config", lambda: config or fake_config())
+    args = {
+        "num_heads": H,
+        "head_size": RANK + ROPE,
+        "scale": SCALE,
+        "num_kv_heads": 1,
+        "alibi_slopes": None,
+        "sliding_window": None,
+        "kv_cache_dtype": kv_cache_dtype,
+        "logits_soft_cap": None,
+        "attn_type": "decoder",
+        "kv_sharing_target_layer_name": None,
+        "topk_indices_buffer": torch.full((64, 96), -1, dtype=torch.int32),
+        "kv_lora_rank": RANK,
+        "kv_b_proj": types.SimpleNamespace(quant_method=None),
+    }
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        return module.SparseMlaImpl(**args | changes)
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize(
+    "kv_cache_dtype, dtype, tolerance",
+    [
+        ("auto", torch.float32, 1e-5),
+        ("auto", torch.bfloat16, 6e-3),
+        ("fp8", torch.float32, 1e-5),
+        ("fp8_ds_mla", torch.bfloat16, 8e-3),
+    ],
+)
+def test_attention_reads_the_chosen_tokens(monkeypatch, kv_cache_dtype, dtype, tolerance):
+    """A chunk of a prompt, a decode token and a draft in one step; the cache around is NaN."""
+    from mla_kernels.cache.rows import rows_as_float
+
+    from mla_backend.attention.sparse.rows import RowsBuilder
+
+    impl = make_impl(monkeypatch, kv_cache_dtype, dtype)
+    query_lens, seq_lens = [6, 1, 4], [150, 64, 70]
+    common = common_metadata(query_lens, seq_lens)
+    rows = RowsBuilder(64, torch.device("cpu")).build(common)
+    width = 656 if kv_cache_dtype == "fp8_ds_mla" else RANK + ROPE
+    quantised = kv_cache_dtype != "auto"
+    shape = (common.block_table_tensor.numel(), BLOCK, width)
+    cache = torch.full(shape, 0x7F, dtype=torch.uint8)  # NaN in e4m3
+    if not quantised:
+        cache = torch.full(shape, float("nan"), dtype=dtype)
+    layer = types.SimpleNamespace(_k_scale=torch.tensor(0.05))
+    g = torch.Generator().manual_seed(0)
+    new = [torch.randn(n, RANK + ROPE, generator=g).to(dtype) for n in seq_lens]
+    slots_of = []
+    for table, kv in zip(common.block_table_tensor, new, strict=True):
+        position = torch.arange(len(kv))
+        slots = table[position // BLOCK].long() * BLOCK + position % BLOCK
+        slots_of.append(slots)
+        impl.do_kv_cache_update(
+            kv[:, :RANK], kv[:, None, RANK:], cache, slots, kv_cache_dtype, layer._k_scale
+        )
+    T = sum(query_lens)
+    q = torch.randn(T, H, RANK + ROPE, generator=g).to(dtype)
+    choices = [torch.randperm(n, generator=g)[:40].sort().values for n in rows.lengths.tolist()]
+    for row, choice in enumerate(choices):
+        impl.topk_indices_buffer[row, : len(choice)] = choice.int()
+    kv_scale = None
+    if kv_cache_dtype == "fp8":
+        cache, kv_scale = cache.view(torch.float8_e4m3fn), layer._k_scale  # as vLLM passes it
+    out, lse = impl.forward_mqa(
+        q.split([RANK, ROPE], -1), cache, types.SimpleNamespace(rows=rows), layer
+    )
+    owner = torch.repeat_interleave(torch.arange(3), torch.tensor(query_lens)).tolist()
+    for row, choice in enumerate(choices):
+        kept = cache.view(-1, width)[slots_of[owner[row]][choice]]
+        kv = rows_as_float(kept, dtype, RANK, RANK + ROPE, kv_scale).double()
+        assert (kv - new[owner[row]][choice]).abs().max() < (0.3 if quantised else 1e-6)
+        scores = q[row].double() @ kv.T * SCALE
+        expected = scores.softmax(-1) @ kv[:, :RANK]
+        assert (out[row].double() - expected).norm() < tolerance * expected.norm()
+        assert (lse[row] - scores.logsumexp(-1)).abs().max() < max(tolerance, 1e-5)
+
+
+def fake_indexer(**changes):
+    op = types.SimpleNamespace(_forward_method=None)
+    cache = types.SimpleNamespace(prefix="layers.0.indexer.k_cache", get_attn_backend=None)
+    values = {"head_dim": 128, "n_head": 8, "topk_tokens": 96, "scale_fmt": "ue8m0"}
+    buffer = torch.full((64, 96), -1, dtype=torch.int32)
+    indexer = {"indexer_op": op, "k_cache": cache, "topk_indices_buffer": buffer}
+    return types.SimpleNamespace(**indexer | values | changes)
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"head_dim": 64}, "index_head_dim is 64; the indexer's kernels take 128"),
+        ({"n_head": 65}, r"index_n_heads is 65; .* 1\.\.64"),
+        ({"topk_tokens": 4096}, r"index_topk is 4096; .* 1\.\.2048"),
+    ],
+)
+def test_indexer_that_the_kernels_do_not_take(monkeypatch, changes, words):
+    with pytest.raises(ValueError, match=words):
+        make_impl(monkeypatch, indexer=fake_indexer(**changes))
+
+
+def test_context_parallelism_is_refused(monkeypatch):
+    with pytest.raises(ValueError, match="decode context parallelism"):
+        make_impl(monkeypatch, config=fake_config(dcp=2))
+
+
+@pytest.mark.parametrize("name, value", [("sliding_window", 4), ("attn_type", "encoder_only")])
+def test_layer_options_are_refused(monkeypatch, name, value):
+    with pytest.raises(ValueError, match=f"{name}={value}"):
+        make_impl(monkeypatch, **{name: value})
+
+
+@pytest.mark.parametrize("rescale", ["amla", "flash"])
+def test_other_rescales_are_refused(monkeypatch, rescale):
+    monkeypatch.setenv("MLA_BACKEND_RESCALE", rescale)
+    with pytest.raises(ValueError, match=f"MLA_BACKEND_RESCALE={rescale} with a sparse model"):
+        make_impl(monkeypatch)
+
+
+def test_indexer_is_taken_over_and_others_are_not(monkeypatch):
+    """The step of a taken-over indexer: keys written, top-k found, both for the real rows only."""
+    from mla_kernels.indexer.cache import quantise_keys
+    from vllm.model_executor.models import deepseek_v2
+
+    from mla_backend.attention.sparse import indexer as module
+    from mla_backend.attention.sparse.backend import IndexerBackend
+    from mla_backend.attention.sparse.metadata import IndexerMetadata
+    from mla_backend.attention.sparse.rows import RowsBuilder
+
+    monkeypatch.setattr(deepseek_v2, "per_token_group_quant_fp8", None)
+    config, indexer = fake_config(), fake_indexer()
+    make_impl(monkeypatch, indexer=indexer, config=config)
+    assert config.compilation_config.splitting_ops[1:] == [f"vllm::{module.OP_NAME}"]
+    assert indexer.k_cache.get_attn_backend() is IndexerBackend
+    assert deepseek_v2.per_token_group_quant_fp8 is module.quantise_queries
+
+    common = common_metadata([130], [130], max_blocks=3)
+    rows = RowsBuilder(130, torch.device("cpu")).build(common)
+    indexer.topk_indices_buffer = torch.full((131, 96), 7, dtype=torch.int32)
+    position = torch.arange(130)
+    slots = common.block_table_tensor[0][position // 64].long() * 64 + position % 64
+    cache = torch.full((3, 64, 132), 0x7F, dtype=torch.uint8)
+    name = indexer.k_cache.prefix
+    context = types.SimpleNamespace(
+        attn_metadata={name: IndexerMetadata(rows, slots)},
+        no_compile_layers={name: types.SimpleNamespace(kv_cache=cache)},
+    )
+    monkeypatch.setattr(module, "get_forward_context", lambda: context)
+    g = torch.Generator().manual_seed(3)
+    k, q = torch.randn(131, 128, generator=g), torch.randn(131 * 8, 128, generator=g)
+    codes, scales = module.quantise_queries(q, 128, use_ue8m0=True)
+    weights = torch.randn(131, 8, generator=g) * scales.view(131, 8)
+    indexer.indexer_op._forward_method(None, codes.view(131, 8, 128), k, weights)
+
+    key_codes, key_scales = quantise_keys(k[:130], "ue8m0")
+    keys = key_codes.view(torch.float8_e4m3fn).double() * key_scales[:, None]
+    dots = torch.einsum("thd,sd->ths", codes.view(131, 8, 128)[:130].double(), keys).relu()
+    scores = torch.einsum("ths,th->ts", dots, weights[:130].double())
+    for t in range(130):
+        best = scores[t, : t + 1].topk(min(96, t + 1)).indices.sort().values.tolist()
+        assert indexer.topk_indices_buffer[t].tolist() == best + [-1] * (96 - len(best))
+    assert (indexer.topk_indices_buffer[130] == 7).all()
+
+
+def test_queries_are_quantised_as_the_report_says():
+    from mla_backend.attention.sparse.indexer import quantise_queries
+
+    x = torch.randn(5, 256, generator=torch.Generator().manual_seed(0)) * 30
+    x[0, :128] = 0
+    for ue8m0 in (True, False):
+        codes, scales = quantise_queries(x, 128, column_major_scales=False, use_ue8m0=ue8m0)
+        assert codes.shape == (5, 256) and codes.dtype == torch.float8_e4m3fn
+        assert scales.shape == (5, 2)
+        amax = x.view(5, 2, 128).abs().amax(-1)
+        assert (amax <= 448 * scales * 1.0001).all()
+        if ue8m0:
+            assert (scales.log2() == scales.log2().round()).all()
+            assert (amax[1:] > 224 * scales[1:]).all()
+        back = codes.float().view(5, 2, 128) * scales[..., None]
+        assert ((back - x.view(5, 2, 128)).abs() <= amax[..., None] / 14).all()
+
+
+def selector_config(**changes):
+    """vLLM's AttentionSelectorConfig for one MLA layer of DeepSeek-V3, with `changes`."""
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    config = AttentionSelectorConfig(
+        head_size=576, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=64, use_mla=True
+    )
+    return config._replace(**changes)
+
+
+def test_class_by_layer_on_an_accelerator():
+    """vLLM's CUDA platform resolves one class a name; sparse layers of ours are caught before."""
+    from vllm.platforms.interface import DeviceCapability
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from mla_backend import compat, plugin
+
+    class Platform:
+        @classmethod
+        def get_device_capability(cls):
+            return DeviceCapability(9, 0)
+
+        @classmethod
+        def get_attn_backend_cls(cls, selected_backend, attn_selector_config, num_heads=None):
+            return f"stock of {cls.__name__}, {num_heads} heads"
+
+    class Cuda(Platform):
+        pass
+
+    plugin.register()
+    for _ in range(2):
+        compat.select_class_by_layer(Cuda, plugin.sparse_class_path)
+    stock = "stock of Cuda, 8 heads"
+    cases = [
+        (AttentionBackendEnum.CUSTOM, True, plugin.SPARSE_BACKEND_CLASS),
+        (AttentionBackendEnum.CUSTOM, False, stock),
+        (AttentionBackendEnum.FLASHMLA_SPARSE, True, stock),
+        (None, True, stock),
+    ]
+    for backend, sparse, path in cases:
+        layer = selector_config(use_sparse=sparse)
+        assert Cuda.get_attn_backend_cls(backend, layer, num_heads=8) == path
+    with pytest.raises(ValueError, match=r"KV cache dtype fp8_e5m2; supported: .*fp8_ds_mla"):
+        layer = selector_config(use_sparse=True, kv_cache_dtype="fp8_e5m2")
+        Cuda.get_attn_backend_cls(AttentionBackendEnum.CUSTOM, layer)
+
+
+def test_fused_model_calls_our_indexer(monkeypatch):
+    """From vLLM 0.32 the CUDA model calls a function of its module."""
+    import sys
+
+    from mla_backend import compat
+
+    module = types.ModuleType("vllm.models.deepseek_v32.attention")
+
+    def sparse_attn_indexer(
+        hidden_states, k_cache_prefix, kv_cache, q_quant, q_scale, k, weights, topk_indices_buffer
+    ):
+        return "stock"
+
+    module.sparse_attn_indexer = sparse_attn_indexer
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    calls = []
+    for _ in range(2):
+        compat.route_fused_indexer(lambda *args: calls.append(args), lambda name: name == "ours")
+    arguments = ("hidden", "ours", "cache", "q", None, None, "weights", "topk")
+    assert module.sparse_attn_indexer(*arguments) == "topk"
+    assert calls == [("q", None, "weights", "topk", "ours")]
+    assert module.sparse_attn_indexer("hidden", "theirs", *arguments[2:]) == "stock"
+    assert len(calls) == 1
