@@ -49,7 +49,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument("--concurrency", type=int, default=32 if gpu else 16)
     parser.add_argument("--longest-answer", type=int, default=1024 if gpu else 256)
-    step = parser.add_argument("--max-num-batched-tokens", type=int, default=8192 if gpu else 512)
+    step = parser.add_argument("--max-num-batched-tokens", type=int, default=8192 if gpu else 1024)
     step.help = "of a step; few cut long prompts, and answers go on meanwhile"
     parser.add_argument("--eager", action="store_true", default=not gpu, help="default on a CPU")
     parser.add_argument("--blocks", type=int, help="of cache; default: 1.25 contexts")
