@@ -22,6 +22,7 @@ class MlaImpl(MLACommonImpl[MlaMetadata]):
     """Dense MLA through `mla_kernels`; on a GPU, prefill is vLLM's common path."""
 
     can_return_lse_for_decode: bool = True
+    supports_dcp: bool = True  # asked from 0.32 on; the LSE is a natural logarithm
 
     def __init__(
         self,
@@ -122,6 +123,7 @@ class MlaImpl(MLACommonImpl[MlaMetadata]):
             rescale=self.decode_kernel.rescale,
             impl=self.decode_kernel.impl,
             plan=decode.plan,
+            deterministic=self.decode_kernel.deterministic,
         )
         return out.view(T, H, -1), lse.view(T, H)
 

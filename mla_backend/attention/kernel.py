@@ -7,6 +7,7 @@ import torch
 from mla_kernels import MlaDecodePlan, plan_mla_decode
 from mla_kernels.decode.choice import choose_decode_impl
 from mla_kernels.layouts import MlaDims
+from vllm import envs as vllm_envs
 
 from mla_backend import envs
 from mla_backend.attention import support
@@ -33,6 +34,7 @@ class DecodeKernel:
     dims: MlaDims
     dtype: torch.dtype
     kv_cache_dtype: torch.dtype
+    deterministic: bool  # vLLM's batch-invariant mode
 
     @classmethod
     def choose(
@@ -53,14 +55,28 @@ class DecodeKernel:
             rescale=rescale,
         )
         STATS.decode = {"impl": choice.impl, "reason": choice.reason, "rescale": rescale}
-        return cls(choice.impl, rescale, dims, dtype, cache_dtype(kv_cache_dtype, dtype))
+        return cls(
+            choice.impl,
+            rescale,
+            dims,
+            dtype,
+            cache_dtype(kv_cache_dtype, dtype),
+            deterministic=bool(vllm_envs.VLLM_BATCH_INVARIANT),
+        )
 
-    def plan(self, seq_lens: torch.Tensor, num_heads: int, s_q: int) -> MlaDecodePlan:
-        """The plan of a step for seq_lens [B] int32, with buffers of its own."""
+    def plan(
+        self, seq_lens: torch.Tensor, num_heads: int, s_q: int, max_seq_len: int | None = None
+    ) -> MlaDecodePlan:
+        """The plan of a step for seq_lens [B] int32, with buffers of its own.
+
+        max_seq_len bounds its workspace.
+        """
         return plan_mla_decode(
             seq_lens,
             num_heads=num_heads,
             s_q=s_q,
+            max_seq_len=max_seq_len,
+            deterministic=self.deterministic,
             kv_lora_rank=self.dims.kv_lora_rank,
             rope_dim=self.dims.rope_dim,
             impl=self.impl,

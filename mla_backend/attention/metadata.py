@@ -16,9 +16,9 @@ from vllm.v1.attention.backend import AttentionCGSupport
 
 from mla_backend import compat, envs
 from mla_backend.attention import support
-from mla_backend.attention.kernel import DecodeKernel
 from mla_backend.attention.prefill import PrefillTile, plan_prefill
 from mla_backend.attention.step_check import StepCheck
+from mla_backend.attention.step_plans import StepPlans
 from mla_backend.stats import STATS
 
 
@@ -39,8 +39,8 @@ class MlaMetadata(MLACommonMetadata[MlaDecodeMetadata]):
 class MlaMetadataBuilder(MLACommonMetadataBuilder[MlaMetadata]):
     """Builds `MlaMetadata`, once per step."""
 
-    # Neither has run in a captured graph yet, so neither is claimed.
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+    # Whole steps in one graph where all requests have as many new tokens.
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.UNIFORM
 
     def __init__(
@@ -61,12 +61,25 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MlaMetadata]):
         if self._on_cpu:
             compat.skip_chunked_context_metadata()
         layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
-        self._kernel: DecodeKernel = layer.impl.decode_kernel
         self._step_check: StepCheck | None = None
         if envs.get("MLA_BACKEND_CHECK"):
             self._step_check = StepCheck(layer, kv_cache_spec.block_size, self.dcp_world_size)
-        # One plan per shape of a step: it owns the device buffers that its kernels read.
-        self._plans: dict[tuple[int, int], MlaDecodePlan] = {}
+        max_requests = max(
+            vllm_config.scheduler_config.max_num_seqs,
+            vllm_config.compilation_config.max_cudagraph_capture_size or 0,
+        )
+        # Under DCP the ranks of a group gather their heads.
+        heads = self.num_heads * self.dcp_world_size
+        self._plans = StepPlans(
+            layer.impl.decode_kernel,
+            heads,
+            max_requests,
+            vllm_config.model_config.max_model_len,
+            self.device,
+        )
+        # Drafts may be shorter than the most that is allowed.
+        for s_q in range(1, self.reorder_batch_threshold + 1):
+            self._plans.reserve(s_q)
 
     def _build_decode(
         self,
@@ -77,21 +90,13 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MlaMetadata]):
         **_: Any,
     ) -> MlaDecodeMetadata:
         STATS.decode_steps += 1
-        plan = self._plan(seq_lens_device, num_decode_tokens // seq_lens_device.shape[0])
+        s_q = num_decode_tokens // seq_lens_device.shape[0]
         return MlaDecodeMetadata(
             block_table=block_table_tensor,
             seq_lens=seq_lens_device,
             dcp_tot_seq_lens=dcp_tot_seq_lens_device,
-            plan=plan,
+            plan=self._plans.for_step(seq_lens_device, s_q),
         )
-
-    def _plan(self, seq_lens: torch.Tensor, s_q: int) -> MlaDecodePlan:
-        shape = (seq_lens.shape[0], s_q)
-        if shape in self._plans:
-            self._plans[shape].update(seq_lens)
-        else:
-            self._plans[shape] = self._kernel.plan(seq_lens, self.num_heads, s_q)
-        return self._plans[shape]
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False

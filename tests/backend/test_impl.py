@@ -60,11 +60,10 @@ def make_impl(rank, dtype, kv_cache_dtype="auto"):
 def make_builder(impl):
     """The builder without vLLM's constructor, which wants a loaded model."""
     from mla_backend.attention.metadata import MlaMetadataBuilder
+    from mla_backend.attention.step_plans import StepPlans
 
     builder = object.__new__(MlaMetadataBuilder)
-    builder.num_heads = H
-    builder._kernel = impl.decode_kernel
-    builder._plans = {}
+    builder._plans = StepPlans(impl.decode_kernel, H, 16, 4096, torch.device("cpu"))
     return builder
 
 
@@ -224,11 +223,11 @@ def test_implementation_that_cannot_run_here_is_refused_at_start(vllm_config, mo
 
 
 def test_plan_is_made_once_for_a_shape(vllm_config):
-    builder = make_builder(make_impl(512, torch.float32))
-    plan = builder._plan(torch.tensor([3, 4], dtype=torch.int32), 1)
-    assert builder._plan(torch.tensor([5, 6], dtype=torch.int32), 1) is plan
-    assert builder._plan(torch.tensor([5, 6, 7], dtype=torch.int32), 1) is not plan
-    assert builder._plan(torch.tensor([5, 6], dtype=torch.int32), 2) is not plan
+    plans = make_builder(make_impl(512, torch.float32))._plans
+    plan = plans.for_step(torch.tensor([3, 4], dtype=torch.int32), 1)
+    assert plans.for_step(torch.tensor([5, 6], dtype=torch.int32), 1) is plan
+    assert plans.for_step(torch.tensor([5, 6, 7], dtype=torch.int32), 1) is not plan
+    assert plans.for_step(torch.tensor([5, 6], dtype=torch.int32), 2) is not plan
 
 
 def test_absorbed_weights_are_laid_out_once_on_a_cpu(vllm_config):

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,6 +31,18 @@ class MlaDecodePlan:
         """
         if self.device_plan is not None:
             self.device_plan.update(seq_lens)
+
+    def narrow(self, num_requests: int) -> MlaDecodePlan:
+        """A plan for fewer requests in the same buffers, to be updated before use. Only the one
+        updated last is valid: engines keep one plan for their largest batch and narrow it.
+        """
+        if not 1 <= num_requests <= self.num_requests:
+            raise ValueError(f"Expected 1 to {self.num_requests} requests, got {num_requests}")
+        device_plan = self.device_plan
+        if device_plan is not None:
+            requests = device_plan.requests[:num_requests]
+            device_plan = replace(device_plan, requests=requests)
+        return replace(self, num_requests=num_requests, device_plan=device_plan)
 
     def check_fits(self, num_requests: int, s_q: int, num_heads: int, deterministic: bool) -> None:
         """ValueError if the plan was made for a batch of another shape or in the other mode."""

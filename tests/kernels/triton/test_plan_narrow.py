@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plan for fewer requests in the buffers of a larger one."""
+
+import pytest
+import torch
+from mla_kernels import mla_decode, plan_mla_decode
+from mla_kernels.testing.cases import decode_case
+
+
+@pytest.mark.parametrize("lengths", [[700], [1200, 64, 0]])
+def test_a_narrowed_plan_serves_the_smaller_batch(lengths):
+    zeros = torch.zeros(5, dtype=torch.int32)
+    largest = plan_mla_decode(zeros, num_heads=16, s_q=1, impl="triton")
+    case = decode_case(lengths)
+    plan = largest.narrow(len(lengths))
+    plan.update(case.seq_lens)
+    assert plan.device_plan.acc.data_ptr() == largest.device_plan.acc.data_ptr()
+    expected = mla_decode(*case.args, **case.options, impl="triton")
+    out = case.poisoned_out()
+    _, lse = mla_decode(*case.args, **case.options, impl="triton", plan=plan, out=out)
+    assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+
+
+@pytest.mark.parametrize("num_requests", [0, 6])
+def test_a_plan_is_not_narrowed_to_none_or_to_more(num_requests):
+    plan = plan_mla_decode(torch.zeros(5, dtype=torch.int32), num_heads=16, s_q=1)
+    with pytest.raises(ValueError, match=f"1 to 5 requests, got {num_requests}"):
+        plan.narrow(num_requests)
