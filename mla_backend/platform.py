@@ -97,8 +97,8 @@ class MlaCpuPlatform(CpuPlatform):
         if not model.use_mla:
             raise ValueError(support.not_mla_reason(model.architecture))
         kv_cache_dtype = vllm_config.cache_config.cache_dtype
-        if kv_cache_dtype not in support.kv_cache_dtypes(on_cpu=True):
-            raise ValueError(support.kv_cache_dtype_reason(kv_cache_dtype, on_cpu=True))
+        if kv_cache_dtype not in support.KV_CACHE_DTYPES:
+            raise ValueError(support.kv_cache_dtype_reason(kv_cache_dtype))
         asked = _Asked.read(vllm_config)
         # Else vLLM warns that it overrides the block size, which is put back right after.
         vllm_config.cache_config.user_specified_block_size = False

@@ -4,8 +4,8 @@
 from typing import Any, ClassVar
 
 import torch
+from mla_kernels.layouts import Fp8DsMlaLayout, MlaDims
 from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
-from vllm.platforms import current_platform
 
 from mla_backend.attention import support
 from mla_backend.attention.impl import MlaImpl
@@ -16,9 +16,7 @@ class MlaBackend(MLACommonBackend):
     """Dense multi-head latent attention over 64-token pages, computed by `mla_kernels`."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [getattr(torch, n) for n in support.DTYPES]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = list(
-        support.kv_cache_dtypes(current_platform.is_cpu())
-    )
+    supported_kv_cache_dtypes: ClassVar[list[str]] = list(support.KV_CACHE_DTYPES)
 
     @staticmethod
     def get_name() -> str:
@@ -38,6 +36,19 @@ class MlaBackend(MLACommonBackend):
         return list(support.HEAD_SIZES)
 
     @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        cache_dtype_str: str = "auto",
+    ) -> tuple[int, ...]:
+        """Asked by vLLM 0.26 only; later versions take the row's bytes from the cache spec."""
+        if cache_dtype_str == "fp8_ds_mla":
+            head_size = Fp8DsMlaLayout(MlaDims()).row_bytes
+        return (num_blocks, block_size, head_size)
+
+    @staticmethod
     def get_supported_kernel_block_sizes(*_: Any, **__: Any) -> list[int]:
         return [support.BLOCK_SIZE]
 
@@ -49,6 +60,10 @@ class MlaBackend(MLACommonBackend):
     def supports_compute_capability(cls, capability: Any) -> bool:
         # None: a device without one, that is a CPU.
         return capability is None or capability >= support.MIN_COMPUTE_CAPABILITY
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True  # plans are deterministic then (`DecodeKernel`)
 
     @classmethod
     def supports_pcp(cls) -> bool:

@@ -12,9 +12,7 @@ from mla_backend import envs
 
 BLOCK_SIZE = 64
 DTYPES = ("float16", "bfloat16", "float32")
-# fp8 caches are tested on the CPU only so far.
-KV_CACHE_DTYPES = ("auto", "float16", "bfloat16")
-CPU_KV_CACHE_DTYPES = (*KV_CACHE_DTYPES, "fp8", "fp8_e4m3", "fp8_ds_mla")
+KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_ds_mla")
 # Width of a cache row in elements: kv_lora_rank + qk_rope_head_dim.
 HEAD_SIZES = {576: "512 + 64", 320: "256 + 64"}
 # Layers with sparse attention; the fp8 rows are those that its kernel was made for.
@@ -33,14 +31,6 @@ def block_size_reason(block_size: int) -> str:
         f"block size {block_size} is not a multiple of {BLOCK_SIZE}. "
         f"Mend: --block-size {BLOCK_SIZE}, or leave the flag out"
     )
-
-
-def kv_cache_dtypes(on_cpu: bool) -> tuple[str, ...]:
-    return CPU_KV_CACHE_DTYPES if on_cpu else KV_CACHE_DTYPES
-
-
-def sparse_kv_cache_dtypes(on_cpu: bool) -> tuple[str, ...]:
-    return tuple(dict.fromkeys((*kv_cache_dtypes(on_cpu), "fp8_ds_mla")))
 
 
 def dcp_reason() -> str:
@@ -62,10 +52,9 @@ def refuse_layer_options(
         raise ValueError(f"mla-backend does not support {', '.join(refused)}")
 
 
-def kv_cache_dtype_reason(kv_cache_dtype: str, on_cpu: bool, sparse: bool = False) -> str:
-    allowed = (sparse_kv_cache_dtypes if sparse else kv_cache_dtypes)(on_cpu)
+def kv_cache_dtype_reason(kv_cache_dtype: str) -> str:
     return (
-        f"KV cache dtype {kv_cache_dtype}; supported: {', '.join(allowed)}. "
+        f"KV cache dtype {kv_cache_dtype}; supported: {', '.join(KV_CACHE_DTYPES)}. "
         "Mend: --kv-cache-dtype auto"
     )
 
@@ -98,9 +87,7 @@ _WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
         f"model dtype {_dtype_name(c['dtype'])}; supported: {', '.join(DTYPES)}. "
         "Mend: --dtype bfloat16"
     ),
-    "kv_cache_dtype not supported": lambda c: kv_cache_dtype_reason(
-        c["kv_cache_dtype"], c["device_capability"] is None, c["use_sparse"]
-    ),
+    "kv_cache_dtype not supported": lambda c: kv_cache_dtype_reason(c["kv_cache_dtype"]),
     "block_size not supported": lambda c: block_size_reason(c["block_size"]),
     "non-MLA not supported": lambda c: not_mla_reason(),
     "MLA not supported": lambda c: f"multi-head latent attention (MLA). {_ELSE}",
@@ -165,6 +152,8 @@ def combination_reasons(config: dict[str, Any]) -> list[str]:
     """What is supported one by one but not together."""
     kv_cache_dtype, dtype = config["kv_cache_dtype"], _dtype_name(config["dtype"])
     reasons = []
+    if config["device_capability"] is None and config.get("use_dcp"):
+        reasons.append(f"on a CPU, {dcp_reason()}")
     if config["device_capability"] is not None and envs.get("MLA_BACKEND_IMPL") not in _SLOW:
         reasons += _gpu_reasons(dtype, config["head_size"])
     if kv_cache_dtype in ("float16", "bfloat16") and kv_cache_dtype != dtype:

@@ -28,21 +28,24 @@ class Asked(NamedTuple):
 
 def _features() -> list[Asked]:
     rows = [*support.HEAD_SIZES.items(), (512, "another size")]
-    caches = dict.fromkeys((*support.kv_cache_dtypes(True), *support.kv_cache_dtypes(False)))
     return [
         *(Asked(f"model dtype {name}", {"dtype": getattr(torch, name)}) for name in support.DTYPES),
-        *(Asked(f"KV cache dtype {name}", _cache(name)) for name in caches),
+        *(Asked(f"KV cache dtype {name}", _cache(name)) for name in support.KV_CACHE_DTYPES),
         Asked("KV cache dtype fp8_e5m2, or any other", _cache("fp8_e5m2")),
         *(Asked(f"cache row of {n} elements ({parts})", {"head_size": n}) for n, parts in rows),
         *(Asked(f"block size {size}", {"block_size": size}) for size in (16, 64, 128)),
         Asked("DeepSeek Sparse Attention (V3.2)", {"use_sparse": True}),
         *(
             Asked(f"sparse attention, KV cache dtype {name}", {"use_sparse": True} | _cache(name))
-            for name in support.sparse_kv_cache_dtypes(True)
+            for name in support.KV_CACHE_DTYPES
         ),
         Asked("decode context parallelism", {"use_dcp": True}),
         Asked("prefill context parallelism", {"use_pcp": True}),
         Asked("batch-invariant mode", {"use_batch_invariant": True}),
+        Asked(
+            "sparse attention, batch-invariant mode",
+            {"use_sparse": True, "use_batch_invariant": True},
+        ),
         Asked("KV connectors", {"use_kv_connector": True}),
         Asked("adaptive verification of drafts", {"use_adaptive_verification": True}),
         Asked("non-causal attention", {"use_non_causal": True}),
@@ -66,18 +69,12 @@ def _reasons(changes: dict[str, Any], capability: DeviceCapability | None) -> li
     """Why the backend refuses; empty if it does not."""
     sparse = changes.get("use_sparse", False)
     backend: type[MlaBackend] = SparseMlaBackend if sparse else MlaBackend
-    dtypes = support.sparse_kv_cache_dtypes if sparse else support.kv_cache_dtypes
-
-    class OnThisDevice(backend):  # type: ignore[misc, valid-type]
-        # The class itself has the list of the machine that it runs on.
-        supported_kv_cache_dtypes = list(dtypes(capability is None))  # noqa: RUF012
-
     layer = AttentionSelectorConfig(
         head_size=576, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=64, use_mla=True
     )._asdict()
     known = inspect.signature(AttentionBackend.validate_configuration).parameters
     config = {k: v for k, v in (layer | changes).items() if k in known}
-    reasons: list[str] = OnThisDevice.validate_configuration(device_capability=capability, **config)
+    reasons: list[str] = backend.validate_configuration(device_capability=capability, **config)
     return reasons
 
 

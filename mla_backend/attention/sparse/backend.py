@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The class behind CUSTOM for layers with sparse attention, and the one of their indexer."""
 
-from typing import Any, ClassVar
+from typing import Any
 
-from mla_kernels.layouts import Fp8DsMlaLayout, MlaDims
-from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend
 
 from mla_backend.attention import support
@@ -15,10 +13,6 @@ from mla_backend.attention.sparse.metadata import IndexerMetadataBuilder, Sparse
 
 class SparseMlaBackend(MlaBackend):
     """Multi-head latent attention over the tokens that the indexer chose."""
-
-    supported_kv_cache_dtypes: ClassVar[list[str]] = list(
-        support.sparse_kv_cache_dtypes(current_platform.is_cpu())
-    )
 
     @classmethod
     def is_sparse(cls) -> bool:
@@ -36,18 +30,9 @@ class SparseMlaBackend(MlaBackend):
     def get_supported_head_sizes(cls) -> list[int]:
         return list(support.SPARSE_HEAD_SIZES)
 
-    @staticmethod
-    def get_kv_cache_shape(
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_size: int,
-        cache_dtype_str: str = "auto",
-    ) -> tuple[int, ...]:
-        """Asked by vLLM 0.26 only; later versions take the row's bytes from the cache spec."""
-        if cache_dtype_str == "fp8_ds_mla":
-            head_size = Fp8DsMlaLayout(MlaDims()).row_bytes
-        return (num_blocks, block_size, head_size)
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return False  # how a row is split depends on the batch
 
 
 class IndexerBackend(AttentionBackend):
