@@ -312,8 +312,10 @@ def test_class_by_layer_on_an_accelerator():
         pass
 
     plugin.register()
-    for _ in range(2):
-        compat.select_class_by_layer(Cuda, plugin.sparse_class_path)
+    compat.select_class_by_layer(Cuda, plugin.sparse_class_path)
+    once = Cuda.get_attn_backend_cls.__func__
+    compat.select_class_by_layer(Cuda, plugin.sparse_class_path)
+    assert Cuda.get_attn_backend_cls.__func__ is once
     stock = "stock of Cuda, 8 heads"
     cases = [
         (AttentionBackendEnum.CUSTOM, True, plugin.SPARSE_BACKEND_CLASS),

@@ -49,17 +49,30 @@ def _tensors(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...], flo
     """(name, shape, gain) of every tensor; a weight is [out features, in features]."""
     hidden, vocab = config["hidden_size"], config["vocab_size"]
     yield "model.embed_tokens.weight", (vocab, hidden), 1.0
-    for layer in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}"
-        yield f"{prefix}.input_layernorm.weight", (hidden,), 1.0
-        yield from _attention(f"{prefix}.self_attn", config)
-        yield f"{prefix}.post_attention_layernorm.weight", (hidden,), 1.0
-        if layer < config["first_k_dense_replace"]:
-            yield from _mlp(f"{prefix}.mlp", hidden, config["intermediate_size"])
-        else:
-            yield from _moe(f"{prefix}.mlp", config)
+    layers = config["num_hidden_layers"]
+    for layer in range(layers):
+        yield from _layer(layer, config)
     yield "model.norm.weight", (hidden,), 1.0
     yield "lm_head.weight", (vocab, hidden), _LOGIT_GAIN
+    for layer in range(layers, layers + config.get("num_nextn_predict_layers", 0)):
+        yield from _layer(layer, config)
+        prefix = f"model.layers.{layer}"  # a draft layer: multi-token prediction (MTP)
+        yield f"{prefix}.embed_tokens.weight", (vocab, hidden), 1.0
+        for norm in ("enorm", "hnorm", "shared_head.norm"):
+            yield f"{prefix}.{norm}.weight", (hidden,), 1.0
+        yield f"{prefix}.eh_proj.weight", (hidden, 2 * hidden), 1.0
+        yield f"{prefix}.shared_head.head.weight", (vocab, hidden), _LOGIT_GAIN
+
+
+def _layer(layer: int, config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...], float]]:
+    hidden, prefix = config["hidden_size"], f"model.layers.{layer}"
+    yield f"{prefix}.input_layernorm.weight", (hidden,), 1.0
+    yield from _attention(f"{prefix}.self_attn", config)
+    yield f"{prefix}.post_attention_layernorm.weight", (hidden,), 1.0
+    if layer < config["first_k_dense_replace"]:
+        yield from _mlp(f"{prefix}.mlp", hidden, config["intermediate_size"])
+    else:
+        yield from _moe(f"{prefix}.mlp", config)
 
 
 def _attention(prefix: str, config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...], float]]:
