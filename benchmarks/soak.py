@@ -47,12 +47,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--overrides", type=json.loads, default={}, help="of its config.json")
     parser.add_argument("--dtype", choices=TOLERANCE, default="bfloat16" if gpu else "float32")
     parser.add_argument("--max-model-len", type=int, default=8192)
-    parser.add_argument("--concurrency", type=int, default=32 if gpu else 16)
-    parser.add_argument("--longest-answer", type=int, default=1024 if gpu else 256)
+    parser.add_argument("--concurrency", type=int, default=32)
+    parser.add_argument("--longest-answer", type=int, default=1024 if gpu else 512)
     step = parser.add_argument("--max-num-batched-tokens", type=int, default=8192 if gpu else 1024)
     step.help = "of a step; few cut long prompts, and answers go on meanwhile"
     parser.add_argument("--eager", action="store_true", default=not gpu, help="default on a CPU")
-    parser.add_argument("--blocks", type=int, help="of cache; default: 1.25 contexts")
+    parser.add_argument("--blocks", type=int, help="of cache; default: 1.1 contexts")
     parser.add_argument("--tolerance", type=float, help="of probes under load, nats")
     parser.add_argument("--sample-seconds", type=float, default=5)
     parser.add_argument("--seed", type=int, default=0)
@@ -61,7 +61,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--results", type=Path, default=default)
     args = parser.parse_args(argv)
     args.tolerance = args.tolerance or TOLERANCE[args.dtype]
-    args.blocks = args.blocks or 1 + -(-args.max_model_len * 5 // (4 * BLOCK))  # 1 is padding
+    args.blocks = args.blocks or 1 + -(-args.max_model_len * 11 // (10 * BLOCK))  # 1 is padding
     return args
 
 
@@ -199,12 +199,6 @@ async def final_state(client: Client, watch: Watch, before: dict[str, float], lo
     )
 
 
-def complaints(log: Path) -> str:
-    """The first errors in the server's log."""
-    lines = [line[:300] for line in log.read_text().splitlines() if "Error" in line]
-    return "\n".join(lines[:20])
-
-
 def public(words: list[str]) -> str:
     """The command without where its results went."""
     kept = [w for i, w in enumerate(words) if not (w == "--results" or words[i - 1] == "--results")]
@@ -229,7 +223,8 @@ def main(argv: list[str] | None = None) -> int:
             raise
         wrong = verdict(ledger, end)
         if wrong:
-            print(complaints(log), file=sys.stderr)
+            args.results.mkdir(parents=True, exist_ok=True)
+            (args.results / "soak-server.log").write_bytes(log.read_bytes())
     line = summary_line(minutes, ledger, end, wrong)
     counts = {k: v for k, v in vars(ledger).items() if k not in ("samples", "faults")}
     settings = {k: v for k, v in vars(args).items() if k not in ("results", "model")}

@@ -89,7 +89,8 @@ def draw(rng: random.Random, scope: Scope, probes: list[list[int]]) -> Case:
         common = random.Random(rng.randrange(4))
         shared = [common.randrange(FIRST_TOKEN, scope.vocabulary) for _ in range(length // 2)]
         prompt[: len(shared)] = shared
-    new_tokens = log_uniform(rng, min(scope.longest_answer, scope.context - length))
+    # Not as many short ones: answers that grow are what fills the cache.
+    new_tokens = rng.randint(1, min(scope.longest_answer, scope.context - length))
     body: Body = {
         "model": NAME,
         "prompt": prompt,

@@ -343,7 +343,7 @@ def test_the_page(alive):
     from soak_ledger import markdown
 
     args = vars(parse_arguments(["--minutes", "1", "--dtype", "float32"]))
-    assert args["blocks"] == 1 + 160
+    assert args["blocks"] == 1 + 141
     page = markdown(
         {
             "line": "soak: all well",
