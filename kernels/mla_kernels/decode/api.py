@@ -94,6 +94,7 @@ def mla_decode(
                 scale=scale,
                 kv_scale=kv_scale,
                 causal=causal,
+                rescale=rescale,
                 plan=plan,
                 out=out,
                 lse=lse,

@@ -23,6 +23,7 @@ _BF16 |= {"SLOTS_CA": 0, "SLOTS_CB": 0}
 # An fp8 cache: two bf16 tiles a ring, and rings of codes.
 _FP8 = _BF16 | {"SLOTS_A": 2, "SLOTS_CA": 1, "SLOTS_CB": 1}
 CONFIGS = {"bf16": _BF16, "fp8": _FP8, "fp8_ds_mla": _FP8}
+RESCALES = ("pow2", "amla")
 FORMATS = {torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8", torch.uint8: "fp8_ds_mla"}
 
 
@@ -35,6 +36,7 @@ def mla_decode_hopper(
     scale: float,
     kv_scale: float | torch.Tensor | None,
     causal: bool,
+    rescale: str,
     plan: MlaDecodePlan | None,
     out: torch.Tensor,
     lse: torch.Tensor,
@@ -54,7 +56,7 @@ def mla_decode_hopper(
         )
     launch_decode(
         q, kv_cache, block_table, seq_lens, device_plan, out, lse,
-        scale=scale, kv_scale=kv_scale, causal=causal,
+        scale=scale, kv_scale=kv_scale, causal=causal, rescale=rescale,
     )  # fmt: skip
     launch_merge(device_plan, out, lse, device_arch(q.device))
 
@@ -71,6 +73,7 @@ def launch_decode(
     scale: float,
     kv_scale: float | torch.Tensor | None,
     causal: bool,
+    rescale: str,
 ) -> None:
     """One CTA a tile of 64 query rows and part of the plan; split requests are left to the merge.
 
@@ -98,6 +101,7 @@ def launch_decode(
         s_q,
         **CONFIGS[kv_format],
         FORMAT=kv_format,
+        RESCALE=rescale,
         LOAD_SCALE=isinstance(kv_scale, torch.Tensor),
         CAUSAL=causal and s_q > 1,
         CHUNKED=plan.chunk > 0,
@@ -143,8 +147,8 @@ def refusal(
         return f"it needs a cache of {list(FORMATS.values())}, got {kv_cache_dtype}"
     if block_size != layouts.BLOCK.value:
         return f"it needs blocks of {layouts.BLOCK.value} tokens, got {block_size}"
-    if rescale != "pow2":
-        return f"it rescales by pow2 only, got {rescale!r}"
+    if rescale not in RESCALES:
+        return f"it rescales by {list(RESCALES)}, got {rescale!r}"
     return None
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warpgroup 0: S = Q K^T, the pow2-grid softmax, and P handed to the two PV warpgroups."""
+"""Warpgroup 0: S = Q K^T, the softmax, and P handed to the two PV warpgroups."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -19,8 +19,8 @@ from mla_kernels.decode.hopper.layouts import (
     SCORES_COL,
     SCORES_ROW,
     SUMS,
-    SUMS_ROW,
 )
+from mla_kernels.decode.hopper.softmax import EXPONENT_FLOOR, o_factor, softmax_step
 from mla_kernels.decode.hopper.stream import (
     first_segment,
     next_segment,
@@ -28,26 +28,7 @@ from mla_kernels.decode.hopper.stream import (
     ring_previous,
 )
 
-GRID_OFFSET = gl.constexpr(numerics.GRID_OFFSET)
-EXPONENT_FLOOR = gl.constexpr(numerics.EXPONENT_FLOOR)
-TAU = gl.constexpr(numerics.TAU)
 LN2 = gl.constexpr(numerics.LN2)
-
-
-@gluon.jit
-def pow2_int(e):
-    """2^e for integer-valued e <= 0, exactly; 0 for e < -126."""
-    bits = (gl.maximum(e, -127.0).to(gl.int32) + 127) << 23
-    return bits.to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def round_bf16(x):
-    """fp32 -> bf16, two at a time. Written as asm because the compiler, seeing the result used as
-    fp32 again, converts one by one with an instruction that runs at a quarter of the rate."""
-    return gl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2
-    )
 
 
 @gluon.jit
@@ -75,27 +56,13 @@ def issue_scores(
 
 
 @gluon.jit
-def softmax_step(s, k, l, scale_log2):
-    """(P, factor, k', l') of one tile: numerics.py, with k moved only past 2^TAU."""
-    row_max = gl.fma(gl.max(s, 1), scale_log2, GRID_OFFSET) - GRID_OFFSET
-    row_max = gl.maximum(gl.ceil(row_max), EXPONENT_FLOOR)
-    k_new = gl.where(row_max > k + TAU, row_max, k)
-    factor = pow2_int(k - k_new)
-    t = gl.fma(s, scale_log2, GRID_OFFSET)
-    p = round_bf16(gl.exp2(t - (k_new + GRID_OFFSET)[:, None]))
-    sums = gl.sum(gl.reshape(p.to(gl.float32), [BLOCK, 8, 8]), 1)
-    l = l * gl.convert_layout(factor, SUMS_ROW)[:, None] + gl.convert_layout(sums, SUMS)
-    return p, factor, k_new, l
-
-
-@gluon.jit
 def scores_warpgroup(
     parts, requests, seq_lens, table, table_stride, lse, part_sums, scale_log2,
     q_shared, ring_a, ring_b, ring_r, full_a, full_b, full_r,
     p_ring, full_p_a, full_p_b, empty_p, full_q, factors, inverse, full_out, empty_out,
     num_rows, num_heads, s_q,
     SLOTS_A: gl.constexpr, SLOTS_B: gl.constexpr, SLOTS_R: gl.constexpr, SLOTS_P: gl.constexpr,
-    A_LAST: gl.constexpr, CAUSAL: gl.constexpr, CHUNKED: gl.constexpr,
+    A_LAST: gl.constexpr, RESCALE: gl.constexpr, CAUSAL: gl.constexpr, CHUNKED: gl.constexpr,
 ):  # fmt: skip
     first_row = gl.program_id(0) * BLOCK
     ia = gl.to_tensor(0)
@@ -153,8 +120,8 @@ def scores_warpgroup(
             ib, pb = ring_next(ib, pb, SLOTS_B)
             ir, pr = ring_next(ir, pr, SLOTS_R)
             if n >= unmasked:
-                s = gl.where(col[None, :] < (limit - n * BLOCK)[:, None], s, -float("inf"))
-            p, factor, k, l = softmax_step(s, k, l, scale_log2)
+                s = gl.where((n * BLOCK + col)[None, :] < limit[:, None], s, -float("inf"))
+            p, factor, k, l = softmax_step(s, k, l, scale_log2, RESCALE)
             mbarrier.wait(empty_p.index(ip), pp)
             p_ring.index(ip).store(p)
             factors.index(ip).store(factor)
@@ -168,11 +135,11 @@ def scores_warpgroup(
         mbarrier.wait(empty_out, po)
         at = first_row + row
         if splits == 1:
-            inverse.store(gl.where(seen, 1.0 / total, 0.0))
+            inverse.store(gl.where(seen, 1.0 / (total * o_factor(k, RESCALE)), 0.0))
             value = gl.where(seen, (k + gl.log2(total)) * LN2, -float("inf"))
             gl.store(lse + request * num_rows + at, value, mask=row_ok)
         else:
-            inverse.store(gl.full([BLOCK], 1.0, gl.float32, SCORES_ROW))
+            inverse.store(1.0 / o_factor(k, RESCALE))
             at = ((slot + split) * num_rows + at) * 2
             gl.store(part_sums + at, total, mask=row_ok)
             gl.store(part_sums + at + 1, k, mask=row_ok)

@@ -4,7 +4,7 @@
 from mla_kernels.arch import Arch
 from mla_kernels.decode.hopper import layouts
 from mla_kernels.decode.hopper.kernel import hopper_decode_kernel
-from mla_kernels.decode.hopper.launcher import CONFIGS
+from mla_kernels.decode.hopper.launcher import CONFIGS, RESCALES
 from mla_kernels.offline.spec import KernelSpec
 
 POINTERS = {
@@ -27,7 +27,7 @@ def specialisations(arch: Arch) -> list[KernelSpec]:
     )
     return [
         KernelSpec(
-            name=f"decode/hopper/{kv_format}{'_causal' if causal else ''}"
+            name=f"decode/hopper/{kv_format}_{rescale}{'_causal' if causal else ''}"
             f"{'_chunked' if chunked else ''}",
             fn=hopper_decode_kernel,
             signature=descriptors(kv_format) | POINTERS | scalars | {"kv_scale": "*fp32"},
@@ -35,14 +35,16 @@ def specialisations(arch: Arch) -> list[KernelSpec]:
                 **CONFIGS[kv_format],
                 "FORMAT": kv_format,
                 "LOAD_SCALE": kv_format == "fp8",
+                "RESCALE": rescale,
                 "CAUSAL": causal,
                 "CHUNKED": chunked,
             },
             aligned=tuple(POINTERS),
             options={"num_warps": 4},
             tensor_core="native",
-            quick=not causal and not chunked,
+            quick=rescale == "pow2" and not causal and not chunked,
         )
+        for rescale in RESCALES
         for kv_format in ("bf16", "fp8", "fp8_ds_mla")
         for causal in (False, True)
         for chunked in (False, True)

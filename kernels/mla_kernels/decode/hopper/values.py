@@ -14,7 +14,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from mla_kernels.decode.hopper.gluon_compat import cta_barrier
 from mla_kernels.decode.hopper.layouts import (
     BLOCK,
-    FACTORS,
     HALF,
     OUTPUT,
     OUTPUT_COL,
@@ -23,6 +22,7 @@ from mla_kernels.decode.hopper.layouts import (
     PASS_64_ROW,
     ROPE,
 )
+from mla_kernels.decode.hopper.softmax import rescale
 from mla_kernels.decode.hopper.stream import (
     first_segment,
     load_next,
@@ -31,13 +31,6 @@ from mla_kernels.decode.hopper.stream import (
     ring_step,
     stream_start,
 )
-
-
-@gluon.jit
-def rescale(acc, factors, ip):
-    if gl.min(factors.index(ip).load(FACTORS), 0) < 1.0:
-        acc = acc * factors.index(ip).load(OUTPUT_ROW)[:, None]
-    return acc
 
 
 @gluon.jit
@@ -83,7 +76,7 @@ def values_warpgroup(
     parts, requests, seq_lens, ring, full, ring_r, full_r,
     p_ring, full_p, empty_p, full_q, factors, inverse, full_out, empty_out, num_rows,
     COL: gl.constexpr, SLOTS: gl.constexpr, SLOTS_R: gl.constexpr, SLOTS_P: gl.constexpr,
-    CHUNKED: gl.constexpr,
+    RESCALE: gl.constexpr, CHUNKED: gl.constexpr,
 ):  # fmt: skip
     LATENT: gl.constexpr = 2 * HALF
     iv = gl.to_tensor(0)
@@ -157,7 +150,7 @@ def values_warpgroup(
                     ir,
                 )
                 ir = ring_step(ir, SLOTS_R)
-            acc = rescale(acc, factors, ip)
+            acc = rescale(acc, factors.index(ip), RESCALE)
             token = warpgroup_mma(p_ring.index(ip), ring.index(iv), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(token,))
             mbarrier.arrive(empty_p.index(ip), count=1)
@@ -184,7 +177,7 @@ def values_warpgroup(
             ir = ring_step(ir, SLOTS_R)
         if hi * BLOCK > length:
             clear_rows_past(ring, iv, length - (hi - 1) * BLOCK)
-        acc = rescale(acc, factors, ip)
+        acc = rescale(acc, factors.index(ip), RESCALE)
         token = warpgroup_mma(p_ring.index(ip), ring.index(iv), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(token,))
         mbarrier.arrive(empty_p.index(ip), count=1)

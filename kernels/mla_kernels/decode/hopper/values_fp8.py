@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from mla_kernels.decode.hopper.convert import Codes, code_stream, convert_next, load_codes
 from mla_kernels.decode.hopper.gluon_compat import tma_load
 from mla_kernels.decode.hopper.layouts import BLOCK, HALF, OUTPUT, ROPE
+from mla_kernels.decode.hopper.softmax import rescale
 from mla_kernels.decode.hopper.stream import (
     first_segment,
     load_next,
@@ -25,7 +26,7 @@ from mla_kernels.decode.hopper.stream import (
     ring_step,
     stream_start,
 )
-from mla_kernels.decode.hopper.values import clear_rows_past, rescale, store_segment
+from mla_kernels.decode.hopper.values import clear_rows_past, store_segment
 from mla_kernels.layouts import Fp8DsMlaLayout
 
 # The rope part of an fp8_ds_mla row, in bf16 columns.
@@ -46,7 +47,8 @@ def values_fp8_warpgroup(
     tiles, full, codes, landed, scales, rope_tiles, full_r, rope_codes, landed_r,
     p_ring, full_p, empty_p, full_q, factors, inverse, full_out, empty_out, num_rows,
     COL: gl.constexpr, SLOTS: gl.constexpr, SLOTS_R: gl.constexpr, SLOTS_P: gl.constexpr,
-    FORMAT: gl.constexpr, LOAD_SCALE: gl.constexpr, CHUNKED: gl.constexpr,
+    FORMAT: gl.constexpr, LOAD_SCALE: gl.constexpr, RESCALE: gl.constexpr,
+    CHUNKED: gl.constexpr,
 ):  # fmt: skip
     LATENT: gl.constexpr = 2 * HALF
     GROUPED: gl.constexpr = FORMAT == "fp8_ds_mla"
@@ -126,7 +128,7 @@ def values_fp8_warpgroup(
                     rope_tiles, full_r, ir,
                 )  # fmt: skip
                 ir = ring_step(ir, SLOTS_R)
-            acc = rescale(acc, factors, ip)
+            acc = rescale(acc, factors.index(ip), RESCALE)
             token = warpgroup_mma(p_ring.index(ip), tiles.index(iv), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(token,))
             mbarrier.arrive(empty_p.index(ip), count=1)
@@ -146,7 +148,7 @@ def values_fp8_warpgroup(
             ir = ring_step(ir, SLOTS_R)
         if hi * BLOCK > length:
             clear_rows_past(tiles, iv, length - (hi - 1) * BLOCK)
-        acc = rescale(acc, factors, ip)
+        acc = rescale(acc, factors.index(ip), RESCALE)
         token = warpgroup_mma(p_ring.index(ip), tiles.index(iv), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(token,))
         mbarrier.arrive(empty_p.index(ip), count=1)

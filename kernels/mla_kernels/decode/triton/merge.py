@@ -26,7 +26,8 @@ LN2 = tl.constexpr(numerics.LN2)
 
 # fp32 numbers that a program of 4 warps holds in flight: 32 registers a thread.
 IN_FLIGHT = 4096
-MAX_SPLITS = 256
+# Programs that keep the device busy; fewer rows get narrower columns.
+MIN_PROGRAMS = 256
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -116,14 +117,19 @@ class MergeTile:
 
 def merge_tile(plan: DevicePlan) -> MergeTile:
     """Sized for the splits of an even batch; an uneven one only loops more often."""
+    all_rows = plan.requests.shape[0] * plan.rows
     if plan.chunk:
-        splits = triton.next_power_of_2(min(plan.max_splits, 8))
-        rows = min(16 // splits, max(1, plan.requests.shape[0] * plan.rows // 512))
-        return MergeTile(rows=triton.next_power_of_2(rows), cols=256, splits=splits)
-    expected = plan.parts.shape[0] // max(plan.requests.shape[0], 1) + 2
-    splits = triton.next_power_of_2(min(expected, plan.max_splits, MAX_SPLITS))
-    # More splits come with fewer requests: narrow columns keep the device busy.
-    cols = min(plan.kv_lora_rank, max(32, IN_FLIGHT // splits))
+        splits = triton.next_power_of_2(min(plan.max_splits, 16))
+        cols = 256 if all_rows >= 1024 else 128 if all_rows >= 128 else 32
+        rows = min(16 // splits, max(1, all_rows // 512))
+        return MergeTile(rows=triton.next_power_of_2(rows), cols=cols, splits=splits)
+    # Many splits: half of them at a time, with wider columns, is faster than all at once.
+    expected = plan.parts.shape[0] // max(plan.requests.shape[0], 1)
+    few = min(8, triton.next_power_of_2(expected + 2)) if expected > 1 else 2
+    splits = max(few, triton.next_power_of_2(expected + 1) // 4)
+    cols = min(plan.kv_lora_rank, IN_FLIGHT // splits)
+    while cols > 32 and all_rows * plan.kv_lora_rank // cols < MIN_PROGRAMS:
+        cols, splits = cols // 2, splits * 2
     return MergeTile(rows=max(1, IN_FLIGHT // splits // cols), cols=cols, splits=splits)
 
 

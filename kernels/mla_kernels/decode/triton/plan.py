@@ -21,9 +21,9 @@ OVERHEAD = 2
 MIN_PAY = 4
 # Tiles that a part may do more to save cuts.
 SLACK = 2
-# Deterministic mode: tiles a chunk, and chunks of a request (longer ones get larger chunks).
-CHUNK = 32
-MAX_CHUNKS = 128
+# Deterministic mode: tiles a chunk (`chunk_tiles`), and chunks of a request at most.
+CHUNK = 16
+MAX_CHUNKS = 64
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,9 @@ def build_plan(
     max_chunks = MAX_CHUNKS
     if deterministic:
         if max_seq_len is not None:
-            max_chunks = min(MAX_CHUNKS, max(1, triton.cdiv(max_seq_len, CHUNK * PLAN_TILE)))
+            tiles = max(1, triton.cdiv(max_seq_len, PLAN_TILE))
+            chunk = CHUNK if tiles >= 8 * CHUNK else 2 * CHUNK
+            max_chunks = min(MAX_CHUNKS, triton.cdiv(tiles, chunk))
         slots = B * max_chunks
         max_splits = max_chunks
     else:

@@ -35,8 +35,13 @@ def request_costs(lens_ptr, i, B, TILE: tl.constexpr, OVERHEAD: tl.constexpr):
 
 @triton.jit
 def chunk_tiles(n, CHUNK: tl.constexpr, MAX_CHUNKS: tl.constexpr):
-    """Tiles a chunk for a request of n tiles: a function of its own length only."""
-    return tl.maximum(CHUNK, (n + MAX_CHUNKS - 1) // MAX_CHUNKS)
+    """Tiles a chunk for a request of n tiles: a function of its own length only.
+
+    Requests too short for 8 chunks get half as many: they come in batches that fill the device,
+    where each chunk costs its partial result.
+    """
+    long = tl.maximum(CHUNK, (n + MAX_CHUNKS - 1) // MAX_CHUNKS)
+    return tl.where(n < 8 * CHUNK, 2 * CHUNK, long)
 
 
 @triton.jit
