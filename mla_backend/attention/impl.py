@@ -7,6 +7,7 @@ import torch
 from mla_kernels import mla_decode, write_kv_cache
 from mla_kernels.cache.rows import rows_as_float
 from mla_kernels.layouts import MlaDims
+from mla_kernels.query.api import join_query
 from vllm.model_executor.layers.attention.mla_attention import MLACommonImpl
 from vllm.platforms import current_platform
 
@@ -106,7 +107,7 @@ class MlaImpl(MLACommonImpl[MlaMetadata]):
         if self._on_cpu:
             lay_out_absorbed_weights(layer)
         if isinstance(q, tuple):
-            q = torch.cat(q, dim=-1)
+            q = join_query(*q)
         decode = attn_metadata.decode
         assert decode is not None
         T, H, Dk = q.shape

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The public function `join_query`."""
+
+import torch
+
+from mla_kernels import checks
+from mla_kernels.triton_common.runtime import INTERPRET
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def join_query(q_latent: torch.Tensor, q_rope: torch.Tensor) -> torch.Tensor:
+    """Queries [T, H, R + P] of an absorbed MLA layer from their latent [T, H, R] and rope [T, H, P]
+    parts, as `mla_decode` wants them: torch.cat for parts of any strides at the speed of a copy.
+
+    The latent part comes out of a batched product over heads as a transposed view, which torch.cat
+    copies element by element. T up to any number, H 1 and more, bf16, fp16 or fp32; the last
+    dimension of both must be contiguous. ValueError for parts that do not fit each other.
+    """
+    checks.check_shape("q_latent", q_latent, ("T", "H", "R"))
+    T, H, R = q_latent.shape
+    checks.check_shape("q_rope", q_rope, (T, H, "P"))
+    checks.check_dtype("q_latent", q_latent, DTYPES)
+    checks.check_dtype("q_rope", q_rope, (q_latent.dtype,))
+    checks.check_device("q_rope", q_rope, q_latent.device)
+    if q_latent.device.type == "cpu" and not INTERPRET:
+        return torch.cat((q_latent, q_rope), dim=-1)
+    checks.check_last_contiguous("q_latent", q_latent)
+    checks.check_last_contiguous("q_rope", q_rope)
+    from mla_kernels.query.triton.launcher import launch_join_query
+
+    q = q_latent.new_empty(T, H, R + q_rope.shape[2])
+    launch_join_query(q_latent, q_rope, q)
+    return q
