@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from mla_kernels import mla_sparse_attention, positions_to_slots, write_kv_cache
+from mla_kernels.query.api import join_query
 from vllm.config import get_current_vllm_config
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import MLAAttentionImpl
@@ -123,7 +124,7 @@ class SparseMlaImpl(MLAAttentionImpl[SparseMetadata]):
         if self._on_cpu:
             lay_out_absorbed_weights(layer)
         if isinstance(q, tuple):
-            q = torch.cat(q, dim=-1)
+            q = join_query(*q)
         T = q.shape[0]
         STATS.forward_mqa_calls += 1
         STATS.forward_mqa_tokens += T
