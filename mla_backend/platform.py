@@ -79,6 +79,17 @@ def _mend_worker(vllm_config: Any) -> None:
         vllm_config.parallel_config.worker_cls = _WORKER_CLASS
 
 
+def _select_for_draft(vllm_config: Any) -> None:
+    """Give an MLA draft model (MTP) this backend too, unless the user named another for it.
+
+    vLLM would choose for itself, and its own MLA backends want other blocks, or refuse the model.
+    """
+    speculative = vllm_config.speculative_config
+    draft = getattr(speculative, "draft_model_config", None)
+    if draft is not None and draft.use_mla and speculative.attention_backend is None:
+        speculative.attention_backend = vllm_config.attention_config.backend
+
+
 class MlaCpuPlatform(CpuPlatform):
     """vLLM's CPU platform, plus this backend."""
 
@@ -104,6 +115,7 @@ class MlaCpuPlatform(CpuPlatform):
         vllm_config.cache_config.user_specified_block_size = False
         super().check_and_update_config(vllm_config)
         asked.restore(vllm_config)
+        _select_for_draft(vllm_config)
         _avoid_rotary_op(vllm_config)
         _mend_worker(vllm_config)
         logger.info_once(

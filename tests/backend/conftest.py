@@ -38,13 +38,14 @@ def tokens(rng, count):
 def run_engine(tmp_path_factory):
     """`run_engine(scenarios, env=..., in_process=..., **engine keywords)` -> result dict."""
 
-    def run(scenarios, *, env=None, in_process=True, ours=True, **engine):
+    def run(scenarios, *, env=None, in_process=True, ours=True, choices=False, **engine):
         folder = tmp_path_factory.mktemp("engine")
         spec = {
             "engine": {**ENGINE, **engine},
             "scenarios": scenarios,
             "in_process": in_process,
             "ours": ours,
+            "choices": choices,
         }
         if not ours:
             del spec["engine"]["attention_backend"]

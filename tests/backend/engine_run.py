@@ -6,13 +6,15 @@
 spec: {"engine": keywords of vllm.LLM, "scenarios": {name: [request, ...]}}, where a request is
 {"prompt": token ids, "max_tokens": n, "arrive": engine step at which it is added}. The result
 holds, per scenario, each request's tokens, logprobs and cached prompt tokens, the counters of the
-worker before and after, and what `watch_steps` saw (single-process engines).
+worker before and after, and what `watch_steps` saw (single-process engines). For a sparse model it
+also holds `choices`, see `watch_choices`.
 """
 
 import json
 import sys
 from pathlib import Path
 
+import torch
 from vllm import LLM, SamplingParams
 
 
@@ -35,6 +37,47 @@ def watch_steps():
 
     MlaMetadataBuilder.build = watching_build
     return seen
+
+
+def watch_choices(llm):
+    """{request id: {position: {layer: tokens that the indexer chose}}}, filled as the engine runs.
+
+    A draft token that was refused is overwritten by what took its place.
+    """
+    from mla_backend.attention.sparse import indexer
+
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    run, chosen = indexer.run_indexer, {}
+
+    def watching_run(q, k, weights, topk_indices, layer_name):
+        run(q, k, weights, topk_indices, layer_name)
+        metadata = indexer.get_forward_context().attn_metadata
+        if not isinstance(metadata, dict):
+            return
+        rows, layer = metadata[layer_name].rows, int(layer_name.split(".")[2])
+        T, names = len(rows.lengths), worker.model_runner.input_batch.req_ids
+        owner = rows.request_ids
+        if owner is None:
+            owner = torch.arange(T) // (T // len(rows.seq_lens))
+        indices = topk_indices[:T].tolist()
+        for row, (r, n) in enumerate(zip(owner.tolist(), rows.lengths.tolist(), strict=True)):
+            of_position = chosen.setdefault(names[r], {}).setdefault(n - 1, {})
+            of_position[layer] = [i for i in indices[row] if i >= 0]
+
+    indexer.run_indexer = watching_run
+    return chosen
+
+
+def by_prefix(chosen, outputs, name):
+    """`chosen` of a scenario by what it depends on: all tokens up to the position."""
+    found = {}
+    for i, output in enumerate(outputs):
+        tokens = output["prompt"] + output["tokens"]
+        (request,) = (r for r in chosen if r.startswith(f"{name}-{i}"))
+        for position, layers in chosen[request].items():
+            if position < len(tokens) - 1:  # what came after was a draft: the end is not fed back
+                found[" ".join(map(str, tokens[: position + 1]))] = layers
+    return found
 
 
 def run_scenario(llm, name, requests):
@@ -89,11 +132,16 @@ def main():
         "custom_ops": list(config.compilation_config.custom_ops),
         "scenarios": {},
     }
+    chosen = watch_choices(llm) if spec.get("choices") else {}
+    choices = result["choices"] = {}
     for name, requests in spec["scenarios"].items():
         seen |= {"disordered": False, "query_lens": set()}
         before = llm.collective_rpc("mla_backend_stats")[0]
         outputs = run_scenario(llm, name, requests)
         after = llm.collective_rpc("mla_backend_stats")[0]
+        if chosen:
+            choices |= by_prefix(chosen, outputs, name)
+            chosen.clear()
         result["scenarios"][name] = {
             "outputs": outputs,
             "before": before,
