@@ -33,6 +33,7 @@ from mla_kernels.testing.metrics import SHORT_BAR, measure
 CHECKED = 6  # requests compared with the definition, spread over the batch
 OURS = {
     "mla_kernels/hopper/pow2": {"impl": "hopper"},
+    "mla_kernels/hopper/amla": {"impl": "hopper", "rescale": "amla"},
     "mla_kernels/hopper/pow2/deterministic": {"impl": "hopper", "deterministic": True},
     "mla_kernels/triton/pow2": {"impl": "triton"},
     "mla_kernels/triton/amla": {"impl": "triton", "rescale": "amla"},
