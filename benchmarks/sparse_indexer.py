@@ -96,14 +96,19 @@ def bench(timer: Timer, B: int, n: int) -> list[dict[str, Any]]:
     name = f"b{B}x{n}"
     case = make_case(B, n)
     scores = torch.empty(B, n, device=DEVICE)
-    indexer_scores(*case.args, clean=False, out=scores)
-    error = score_error(case, scores)
     runs: dict[str, Run] = {}
-    extra = {"mla_kernels/triton": {"rel_err": error}}
-    if error < 1e-5:
-        runs["mla_kernels/triton"] = lambda: indexer_scores(*case.args, clean=False, out=scores)
-    else:
-        print(f"{name} scores: WRONG, relative error {error}", flush=True)
+    extra: dict[str, Any] = {}
+    for impl in ("triton", "hopper"):
+
+        def run(impl: str = impl) -> torch.Tensor:
+            return indexer_scores(*case.args, clean=False, out=scores, impl=impl)
+
+        error = score_error(case, run())
+        extra[f"mla_kernels/{impl}"] = {"rel_err": error}
+        if error < 1e-5:
+            runs[f"mla_kernels/{impl}"] = run
+        else:
+            print(f"{name} scores: WRONG, {impl}, relative error {error}", flush=True)
     try:
         peer = deepgemm_logits(case)
         extra["deepgemm"] = {"rel_err": score_error(case, peer()[:, :n])}

@@ -1,21 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """What Triton cannot say of an NVIDIA GPU: counters in shared memory, a store in any layout.
 
-The instructions run in program order, once for each element: a tensor must have at least as many
-elements as its program has threads.
+The instructions run in program order, once for each element: a tensor whose elements are counted
+or stored must have at least as many as its program has threads.
 """
 
 import triton
 import triton.language as tl
 
-# The last counter takes what is not counted.
+BINS = tl.constexpr(1024)
+ROW = tl.constexpr(32)
+# Two sets of 1024 counters, one for what is not counted, 32 sums of rows; in bytes, and between.
+SUMS = tl.constexpr(4 * 1056)
+SET = tl.constexpr(8192)
 COUNTERS = tl.constexpr(
     """{
-    .shared .align 16 .b32 topk_counters[1025];
+    .shared .align 16384 .b32 topk_counters[4096];
     mov.u32 $0, topk_counters;
     }"""
 )
-CLEAR = tl.constexpr("{ st.shared.b32 [$1], 0; mov.b32 $0, 0; }")
+WRITE = tl.constexpr("{ st.shared.b32 [$1], $2; mov.b32 $0, 0; }")
 COUNT = tl.constexpr("{ red.shared.add.u32 [$1], 1; mov.b32 $0, 0; }")
 READ = tl.constexpr("ld.shared.b32 $0, [$1];")
 STORE = tl.constexpr(
@@ -36,17 +40,43 @@ def run(code: tl.constexpr, constraints: tl.constexpr, args):
 
 
 @triton.jit
-def count_in_shared(digits, bins):
-    """int32, in the shape of `bins`: how many of the digits (0..1024) equal each bin (0..1023).
+def bins():
+    return tl.arange(0, BINS // ROW)[:, None] * ROW + tl.arange(0, ROW)[None, :]
 
-    Sums of integers do not depend on the order of the additions.
-    """
+
+@triton.jit
+def other_counters(counters):
+    return counters ^ SET
+
+
+@triton.jit
+def cleared_counters():
+    """Address of a set of counters, all zero."""
     counters = run(COUNTERS, "=r", [])
-    run(CLEAR, "=r,r", [counters + bins * 4])
+    run(WRITE, "=r,r,r", [counters + bins() * 4, 0])
     tl.debug_barrier()
+    return counters
+
+
+@triton.jit
+def count_in_shared(counters, digits):
+    """[32] sums of the counts of 32 digits each (0..1023; 1024 is not counted); clears the other
+    set. Sums of integers do not depend on the order of the additions.
+    """
     run(COUNT, "=r,r", [counters + digits * 4])
     tl.debug_barrier()
-    return run(READ, "=r,r", [counters + bins * 4])
+    counts = run(READ, "=r,r", [counters + bins() * 4])
+    sums = tl.sum(counts, axis=1)
+    run(WRITE, "=r,r,r", [counters + SUMS + tl.arange(0, ROW) * 4, sums])
+    run(WRITE, "=r,r,r", [other_counters(counters) + bins() * 4, 0])
+    tl.debug_barrier()
+    return run(READ, "=r,r", [counters + SUMS + tl.arange(0, ROW) * 4])
+
+
+@triton.jit
+def counts_of_row(counters, row):
+    """[32] counts of the digits 32 row .. 32 row + 31."""
+    return run(READ, "=r,r", [counters + (row * ROW + tl.arange(0, ROW)) * 4])
 
 
 @triton.jit

@@ -89,12 +89,14 @@ def children(group):
 
 
 @triton.jit
-def store_top(keys, floor, group, out_ptr, K: tl.constexpr, N: tl.constexpr, PTX: tl.constexpr):
+def store_top(
+    keys, floor, top, group, out_ptr, K: tl.constexpr, N: tl.constexpr, PTX: tl.constexpr
+):
     """Writes which of the N children of some groups have the K largest keys, in their order.
 
-    Returns how many, and a key that as many reach.
+    Returns how many, a key that as many reach, and the largest key.
     """
-    keys, threshold, bound, total = find_threshold(keys, floor, K, N, PTX)
+    keys, threshold, bound, top, total = find_threshold(keys, floor, top, K, N, PTX)
     taken = keys >= threshold
     # Rows of 128, which a warp holds side by side.
     ranks = scan_rows(tl.reshape(taken.to(tl.int32), (N // 128, 128)))
@@ -106,7 +108,7 @@ def store_top(keys, floor, group, out_ptr, K: tl.constexpr, N: tl.constexpr, PTX
         scatter(out_ptr, position, items)
     else:
         tl.store(out_ptr + position, items, mask=taken)
-    return total, bound
+    return total, bound, top
 
 
 @triton.jit
@@ -120,6 +122,7 @@ def select_children(
     group,  # [N / GROUP] int32: the groups whose children compete, the first `num_groups` of them
     num_groups,
     floor,
+    top,
     K: tl.constexpr,
     N: tl.constexpr,
     LEVELS: tl.constexpr,
@@ -140,7 +143,7 @@ def select_children(
         keys = tl.where(inside, load_stored_keys(level1_ptr + items, readable), UNSELECTABLE)
     else:
         keys = tl.where(inside, load_stored_keys(level2_ptr + items, readable), UNSELECTABLE)
-    return store_top(tl.reshape(keys, (N,)), floor, group, out_ptr, K, N, PTX)
+    return store_top(tl.reshape(keys, (N,)), floor, top, group, out_ptr, K, N, PTX)
 
 
 @triton.jit
@@ -184,12 +187,13 @@ def select_kernel(
     highest = level
     num_groups = tl.cdiv(size, GROUP)  # the highest level is taken whole
     floor = (n * 0 + 1).to(tl.uint32)  # the lowest selectable key
+    top = floor - 1  # the largest key of the row, which every level has: not known yet
     slot = tl.arange(0, TILE // GROUP)
     group = slot
     if TOP < TILE:
-        num_groups, floor = select_children(
+        num_groups, floor, top = select_children(
             scores_ptr, level1_ptr, level2_ptr, out_ptr, level, size, tl.arange(0, TOP // GROUP),
-            num_groups, floor, K, TOP, LEVELS, ALIGNED, PTX,
+            num_groups, floor, top, K, TOP, LEVELS, ALIGNED, PTX,
         )  # fmt: skip
         level -= 1
     while level >= 0:
@@ -200,9 +204,9 @@ def select_kernel(
                 slot = again(slot)
             group = tl.load(out_ptr + slot, mask=slot < num_groups, other=0)
         # K groups reach the floor, so at least K of their children do.
-        num_groups, floor = select_children(
+        num_groups, floor, top = select_children(
             scores_ptr, level1_ptr, level2_ptr, out_ptr, level, size, group,
-            num_groups, floor, K, TILE, LEVELS, ALIGNED, PTX,
+            num_groups, floor, top, K, TILE, LEVELS, ALIGNED, PTX,
         )  # fmt: skip
         level -= 1
     pad = tl.arange(0, K_POW2)

@@ -2,33 +2,21 @@
 """The K-th largest of one program's keys, by a radix search over digits of 10 bits.
 
 Each pass counts the digits of the keys still in question and keeps the bin that holds the K-th. The
-digits are taken of the range that is left, so two or three passes do for most rows. Where equal
-keys are left of which not all are taken, the search goes on over their places.
+digits are taken of the range that is left: two or three passes for most rows. Where equal keys are
+left of which not all are taken, the search goes on over their places.
 """
 
 import triton
 import triton.language as tl
 
-from mla_kernels.topk.triton.ptx import count_in_shared
+from mla_kernels.topk.triton import ptx
 
 BITS = tl.constexpr(10)
 BINS = tl.constexpr(1024)
-# A word that describes a bin: FOUND, 11 bits of keys above it, EXACT, its number.
+ROW = tl.constexpr(32)
+# A word that describes an entry: FOUND, 11 bits of keys above it, EXACT, its number.
 FOUND = tl.constexpr(1 << 24)
 EXACT = tl.constexpr(1 << 11)
-
-
-@triton.jit
-def bin_numbers():
-    return tl.arange(0, BINS // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
-
-
-@triton.jit
-def count_digits(digits, counted, PTX: tl.constexpr):
-    """[BINS / 32, 32] int32: how many of the `counted` digits have each value below BINS."""
-    if PTX:  # Triton's own histogram goes through every bin for every key
-        return count_in_shared(tl.where(counted, digits, BINS), bin_numbers())
-    return tl.reshape(tl.histogram(digits, BINS, mask=counted), (BINS // 32, 32))
 
 
 @triton.jit
@@ -40,6 +28,38 @@ def scan_rows(x):
 
 
 @triton.jit
+def find_entry(counts, wanted):
+    """The entry of [ROW] counts in which the running sum reaches `wanted`, as a word; 0: none."""
+    reach = tl.cumsum(counts, axis=0)
+    above = reach - counts
+    word = FOUND | (above << 12) | tl.where(reach == wanted, EXACT, 0) | tl.arange(0, ROW)
+    return tl.sum(tl.where((above < wanted) & (reach >= wanted), word, 0))
+
+
+@triton.jit
+def find_bin(digits, counted, wanted, counters, PTX: tl.constexpr):
+    """(keys above the bin in which `wanted` counted digits are reached, EXACT or 0, the bin, -1 if
+    fewer were counted; how many were counted). Two steps: which row of ROW bins, which of these.
+    """
+    if PTX:  # Triton's own histogram goes through every bin for every key
+        sums = ptx.count_in_shared(counters, tl.where(counted, digits, BINS))
+    else:
+        counts = tl.reshape(tl.histogram(digits, BINS, mask=counted), (ROW, ROW))
+        sums = tl.sum(counts, axis=1)
+    row = find_entry(sums, wanted)
+    above = (row >> 12) & 0x7FF
+    if PTX:
+        fine = ptx.counts_of_row(counters, row & (ROW - 1))
+    else:
+        chosen = (tl.arange(0, ROW) == (row & (ROW - 1)))[:, None]
+        fine = tl.sum(tl.where(chosen, counts, 0), axis=0)
+    word = find_entry(fine, wanted - above)
+    above += (word >> 12) & 0x7FF
+    number = tl.where(row > 0, (row & (ROW - 1)) * ROW + (word & (ROW - 1)), -1)
+    return above, word & EXACT, number, tl.sum(sums)
+
+
+@triton.jit
 def digit_shift(span):
     """Shift that leaves at most BITS bits of a number up to `span`."""
     # Its exponent as a float is the highest bit, or one more by rounding, which does no harm.
@@ -48,42 +68,49 @@ def digit_shift(span):
 
 
 @triton.jit
-def find_threshold(keys, floor, K: tl.constexpr, N: tl.constexpr, PTX: tl.constexpr):
-    """(keys, threshold, bound, total): the top K of the N keys are those that reach `threshold`
-    after the call, `total` of them. Keys below `floor` do not count, it is at least 1. At least
-    `total` keys reached `bound` before the call.
+def find_threshold(keys, floor, top, K: tl.constexpr, N: tl.constexpr, PTX: tl.constexpr):
+    """(keys, threshold, bound, top, total): the top K of the N keys are those that reach
+    `threshold` after the call, `total` of them; K reached `bound` before it, or it is 1.
+
+    floor   keys below it do not count; at least 1
+    top     the largest key; 0: not known
     """
+    if top == 0:
+        top = tl.max(keys)
+    counters = 0
+    if PTX:
+        counters = ptx.cleared_counters()
     lo = floor
-    hi = tl.maximum(tl.max(keys), floor)
+    hi = tl.maximum(top, floor)
     bound = floor
     shift = digit_shift(hi - lo)
     wanted = K
     total = K
-    by_place = False
-    searching = True
+    # Always true, but not a constant: the compiler would write the first pass out twice.
+    searching = hi < 0xFFFFFFFF
     while searching:
         rest = hi - keys  # bin 0 is the highest
-        counts = count_digits((rest >> shift).to(tl.int32), rest <= hi - lo, PTX)
-        reach = scan_rows(counts)
-        above = reach - counts
-        word = FOUND | (above << 12) | tl.where(reach == wanted, EXACT, 0) | bin_numbers()
-        word = tl.sum(tl.ravel(tl.where((above < wanted) & (reach >= wanted), word, 0)))
-        if word > 0:
-            wanted -= (word >> 12) & 0x7FF
-            hi -= (word & (BINS - 1)).to(tl.uint32) << shift
+        above, exact, number, count = find_bin(
+            (rest >> shift).to(tl.int32), rest <= hi - lo, wanted, counters, PTX
+        )
+        if PTX:
+            counters = ptx.other_counters(counters)
+        if number >= 0:
+            wanted -= above
+            hi -= number.to(tl.uint32) << shift
             lo = hi - tl.minimum(hi - lo, (tl.full((), 1, tl.uint32) << shift) - 1)
-            bound = bound if by_place else lo
-            searching = (word & EXACT) == 0
+            bound = tl.where(hi > N, lo, bound)  # no key is as small as a place
+            searching = exact == 0
             if searching & (shift == 0):  # equal keys: the first ones
                 place = N - tl.arange(0, N).to(tl.uint32)
                 keys = tl.where(keys > hi, 0xFFFFFFFF, tl.where(keys == hi, place, 0))
-                by_place = True
                 lo = (hi * 0 + 1).to(tl.uint32)
                 hi = lo + (N - 1)
                 shift = digit_shift(hi)
             else:
                 shift = tl.where(shift > BITS, shift - BITS, 0)
         else:  # fewer than K in all: every one of them
-            total = tl.max(tl.ravel(reach))
+            total = count
+            bound = (lo * 0 + 1).to(tl.uint32)
             searching = False
-    return keys, lo, bound, total
+    return keys, lo, bound, top, total
