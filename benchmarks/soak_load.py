@@ -6,6 +6,7 @@ import json
 import math
 import random
 import time
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -188,6 +189,17 @@ def compare(reference: Answer, answer: Answer) -> tuple[float, float | None]:
     return drift, None
 
 
+async def events(response: httpx.Response) -> AsyncIterator[bytes]:
+    """The data of server-sent events. httpx's own lines also end at U+2028 and its like, which
+    JSON need not escape."""
+    rest = b""
+    async for piece in response.aiter_bytes():
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            if line.strip():
+                yield line.strip().removeprefix(b"data: ")
+
+
 class Client:
     """Sends cases and writes into the ledger what came of them.
 
@@ -277,13 +289,10 @@ class Client:
             if response.status_code != 200:
                 text = (await response.aread()).decode()
                 raise ValueError(f"status {response.status_code}: {text[:200]}")
-            async for line in response.aiter_lines():
+            async for data in events(response):
                 if chunks >= case.patience:
                     return False
-                if not line:
-                    continue
-                data = line.removeprefix("data: ")
-                if data == "[DONE]":
+                if data == b"[DONE]":
                     ended = True
                     continue
                 answer.add(json.loads(data))

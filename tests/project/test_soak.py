@@ -133,7 +133,7 @@ class Server:
             events[0] = {"error": {"message": "died"}}
         if self.fault == "breaks off":
             events = events[:-1]
-        lines = [f"data: {json.dumps(event)}\n\n" for event in events]
+        lines = [f"data: {json.dumps(event, ensure_ascii=False)}\n\n" for event in events]
         lines += [] if self.fault == "breaks off" else ["data: [DONE]\n\n"]
         return httpx.Response(200, text="".join(lines))
 
@@ -156,6 +156,7 @@ class Server:
             "top_logprobs": [held for _ in places],
         }
         choice = {
+            "text": "a\u2028b\x85c",  # ends no line of a stream
             "token_ids": [token for _ in places],
             "logprobs": logprobs if "logprobs" in body else None,
             "finish_reason": "length" if last else None,
