@@ -40,7 +40,7 @@ class IndexerBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        return "MLA_BACKEND_INDEXER"
+        return "MLA_INDEXER"
 
     @staticmethod
     def get_impl_cls() -> Any:
