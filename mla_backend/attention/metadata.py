@@ -19,6 +19,7 @@ from mla_backend.attention import support
 from mla_backend.attention.prefill import PrefillTile, plan_prefill
 from mla_backend.attention.step_check import StepCheck
 from mla_backend.attention.step_plans import StepPlans
+from mla_backend.attention.warmup import warm_up
 from mla_backend.stats import STATS
 
 
@@ -80,6 +81,22 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MlaMetadata]):
         # Drafts may be shorter than the most that is allowed.
         for s_q in range(1, self.reorder_batch_threshold + 1):
             self._plans.reserve(s_q)
+        if layer.impl.decode_kernel.impl in support.GPU_IMPLS:
+            warm_up(
+                layer,
+                self._plans,
+                num_heads=heads,
+                max_requests=max_requests,
+                max_s_q=self.reorder_batch_threshold,
+                max_blocks=-(-vllm_config.model_config.max_model_len // support.BLOCK_SIZE),
+            )
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """None where torch computes on a GPU: it reads lengths on the host."""
+        if envs.get("MLA_BACKEND_IMPL") in support.SLOW_IMPLS:
+            return AttentionCGSupport.NEVER
+        return cls._cudagraph_support
 
     def _build_decode(
         self,

@@ -21,7 +21,8 @@ SPARSE_HEAD_SIZES = (576,)
 GPU_DTYPES = ("float16", "bfloat16")
 GPU_HEAD_SIZES = (576,)
 # Implementations that run everything everywhere.
-_SLOW = ("torch", "reference")
+SLOW_IMPLS = ("torch", "reference")
+GPU_IMPLS = ("hopper", "triton")
 MIN_COMPUTE_CAPABILITY = (8, 0)
 MAX_QUERY_LEN = 8
 
@@ -154,7 +155,7 @@ def combination_reasons(config: dict[str, Any]) -> list[str]:
     reasons = []
     if config["device_capability"] is None and config.get("use_dcp"):
         reasons.append(f"on a CPU, {dcp_reason()}")
-    if config["device_capability"] is not None and envs.get("MLA_BACKEND_IMPL") not in _SLOW:
+    if config["device_capability"] is not None and envs.get("MLA_BACKEND_IMPL") not in SLOW_IMPLS:
         reasons += _gpu_reasons(dtype, config["head_size"])
     if kv_cache_dtype in ("float16", "bfloat16") and kv_cache_dtype != dtype:
         reasons.append(

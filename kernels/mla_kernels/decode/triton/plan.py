@@ -49,6 +49,8 @@ class DevicePlan:
 
     def update(self, seq_lens: torch.Tensor) -> None:
         """Plan for new lengths in place: one small kernel, no allocation, no sync."""
+        # The decode kernel leaves zeros, but an engine that slept has lost the buffers' contents.
+        self.outgrown.zero_()
         num_parts = self.parts.shape[0]
         plan_kernel[(1,)](
             seq_lens,
