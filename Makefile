@@ -28,7 +28,7 @@ DEV := $(VENV)/.installed-dev
 TORCH_CPU := torch==$(shell sed -n 's/^cpu = \["torch==\([0-9.]*\)".*/\1/p' pyproject.toml)+cpu
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: help setup serve test test-fast bench lint lint-kernels clean distclean
+.PHONY: help setup serve test test-gpu test-fast bench lint lint-kernels clean distclean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | column -t -s '|'
@@ -46,6 +46,9 @@ serve: $(RUNTIME) ## serve a model on http://127.0.0.1:8000 (OpenAI-compatible)
 
 test: lint ## lint, then all tests
 	$(BIN)/python -m pytest --durations=10
+
+test-gpu: $(DEV) ## the tests that need a GPU: kernels, and engines beside vLLM's own MLA backends
+	$(BIN)/python -m pytest tests/gpu tests/kernels -m gpu $(ARGS)
 
 test-fast: $(DEV) ## the tests that start no engine
 	$(BIN)/python -m pytest -m "not engine"

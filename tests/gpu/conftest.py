@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All engines start at once, several at a time on one GPU; tests read what they generated."""
+
+import contextlib
+import functools
+import importlib.metadata
+import json
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+ENGINE_RUN = HERE.parent / "backend" / "engine_run.py"
+SLEEP_RUN = HERE / "sleep_run.py"
+OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+AT_ONCE = 8
+SECONDS = 300
+
+
+def pytest_addoption(parser):
+    parser.addoption("--results", help="folder for parity.json and parity.md")
+    parser.addoption("--logs", help="folder that keeps the engines' logs")
+    parser.addoption("--engines", help="start only engines whose name holds one of these, by ','")
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+            item.add_marker(pytest.mark.timeout(900))
+            if not torch.cuda.is_available():
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+def run_engine(folder, script, spec, env):
+    """The result of engine_run.py as a dict; AssertionError with the log's end if it failed."""
+    folder.mkdir()
+    (folder / "spec.json").write_text(json.dumps(spec, default=str))
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("MLA_BACKEND_")}
+    environ |= OFFLINE | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} | env
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, script, folder / "spec.json", folder / "result.json"],
+            cwd="/",
+            env=environ,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+        try:
+            failed = process.wait(timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            failed = "timeout"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    assert failed == 0, f"{failed}\n{(folder / 'log').read_text()[-6000:]}"
+    return json.loads((folder / "result.json").read_text())
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """`checkpoint(heads)`: directory of the model with so many heads."""
+    from checkpoint import make_checkpoint
+
+    @functools.cache
+    def make(heads):
+        return make_checkpoint(tmp_path_factory.mktemp("model") / f"h{heads}", heads)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def engines(request, tmp_path_factory, checkpoint):
+    """`engines(name)`: the result of an engine of engines.py. All start with the first call."""
+    from engines import all_engines
+
+    kept = request.config.getoption("--logs", default=None)
+    folder = Path(kept) if kept else tmp_path_factory.mktemp("engines")
+    folder.mkdir(parents=True, exist_ok=True)
+    only = (request.config.getoption("--engines", default=None) or "").split(",")
+    futures = {}
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for name, (heads, engine, env, scenarios) in all_engines().items():
+            if not any(part in name for part in only):
+                continue
+            spec = {
+                "engine": engine | {"model": checkpoint(heads)},
+                "scenarios": scenarios,
+                "in_process": False,
+            }
+            script = SLEEP_RUN if engine.get("enable_sleep_mode") else ENGINE_RUN
+            place = folder / name.replace(" ", "-").replace(",", "")
+            futures[name] = pool.submit(run_engine, place, script, spec, env)
+
+        def result(name):
+            if name not in futures:
+                pytest.skip(f"engine {name!r} is not among --engines")
+            return futures[name].result()
+
+        yield result
+
+
+@pytest.fixture(scope="session")
+def parity_table(request):
+    """`parity_table(name, distance, partings, requests)` collects rows, written with --results."""
+    rows = []
+
+    def add(name, d, partings=None, requests=None):
+        row = {"engine": name, **asdict(d)}
+        if partings is not None:
+            row |= {"requests": requests, "parted": len(partings)}
+            row["largest_gap"] = max(partings, default=0.0)
+        rows.append(row)
+
+    yield add
+    folder = request.config.getoption("--results", default=None)
+    if folder and rows:
+        write_parity(Path(folder), rows)
+
+
+def write_parity(folder, rows):
+    """parity.json and parity.md."""
+    head = {
+        "command": "python -m pytest tests/gpu -m gpu --results benchmarks/results/h200",
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "vllm": importlib.metadata.version("vllm"),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "parity.json").write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
+    lines = [
+        "# Parity in vLLM\n",
+        f"`{head['command']}` on {head['gpu']}, vLLM {head['vllm']}, torch {head['torch']}.\n",
+        "Greedy tokens of a 4-layer model with DeepSeek-V3's attention (latent 512, rope 64) and "
+        "their logprobs, against transformers in fp32. `own best`: tokens that are the oracle's "
+        "first choice. `parted`: requests whose tokens part from those of the engine compared "
+        "with (CUSTOM for vLLM's backends, CUDA graphs of the same model for our modes), and the "
+        "largest gap, by the oracle, between the two tokens at such a place.\n",
+        "| engine | tokens | own best | mean abs(dlogp) | p99 | max | parted | largest gap |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for r in rows:
+        parted = f"{r['parted']} of {r['requests']}" if "parted" in r else "-"
+        gap = f"{r['largest_gap']:.4f}" if r.get("parted") else "-"
+        lines.append(
+            f"| {r['engine']} | {r['tokens']} | {r['best']} | {r['mean']:.5f} | {r['p99']:.4f} | "
+            f"{r['max']:.4f} | {parted} | {gap} |"
+        )
+    (folder / "parity.md").write_text("\n".join(lines) + "\n")

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engines that the GPU tests start: keywords of vllm.LLM, environment and scenarios of each."""
+
+import random
+
+VOCAB = 2048
+DRAFTS = 3
+# Stock backends of vLLM that run on sm_90.
+STOCK = ("FLASHMLA", "FLASH_ATTN_MLA", "TRITON_MLA")
+
+GRAPHS = {
+    "mode": 0,
+    "cudagraph_mode": "FULL_DECODE_ONLY",
+    "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32],
+}
+# Prompts above 512 tokens are prefilled in chunks. Engines share the GPU: each has a small cache.
+ENGINE = {
+    "attention_backend": "CUSTOM",
+    "dtype": "bfloat16",
+    "block_size": 64,
+    "max_model_len": 4096,
+    "max_num_seqs": 32,
+    "max_num_batched_tokens": 512,
+    "gpu_memory_utilization": 0.05,
+    "kv_cache_memory_bytes": 2**30,
+    "compilation_config": GRAPHS,
+    "seed": 0,
+}
+EAGER = {"enforce_eager": True, "compilation_config": {}}
+COMPILED = {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]}}
+MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": DRAFTS}}
+# With drafts, 1 + DRAFTS tokens a request: whole batches of 1 to 32 requests.
+MTP_GRAPHS = GRAPHS | {"cudagraph_capture_sizes": [4, 8, 16, 32, 64, 128]}
+LONG = 160_000
+LONG_ENGINE = {
+    "max_model_len": LONG + 64,
+    "max_num_batched_tokens": 32768,
+    "hf_overrides": {"max_position_embeddings": 2 * LONG, "rope_scaling": None},
+}
+
+
+def tokens(rng, count):
+    return [0, *(rng.randrange(3, VOCAB) for _ in range(count - 1))]
+
+
+def parity_scenarios():
+    """plain: prompts around page boundaries and longer than a prefill chunk, together.
+    prefix: prompts that repeat the first 1024 tokens of one in `plain`."""
+    rng = random.Random(0)
+    lengths = (1, 2, 63, 64, 65, 127, 300, 511, 600, 1023, 1500, 2500)
+    plain = [{"prompt": tokens(rng, n), "max_tokens": 96} for n in lengths]
+    shared = plain[-1]["prompt"][:1024]
+    prefix = [{"prompt": shared + tokens(rng, n), "max_tokens": 96} for n in (1, 70, 700, 63)]
+    return {"plain": plain, "prefix": prefix}
+
+
+def churn():
+    """Requests of mixed lengths that join and leave."""
+    rng = random.Random(1)
+    return [
+        {
+            "prompt": tokens(rng, rng.choice((1, 30, 65, 400, 900))),
+            "max_tokens": rng.randrange(16, 200),
+            "arrive": rng.randrange(0, 60),
+        }
+        for _ in range(24)
+    ]
+
+
+def alone_and_together():
+    """The first request by itself, then among others."""
+    requests = parity_scenarios()["plain"]
+    return {"alone": [requests[7]], "together": [requests[7], *requests]}
+
+
+def long_prompt():
+    return {"long": [{"prompt": tokens(random.Random(2), LONG), "max_tokens": 24}]}
+
+
+def all_engines():
+    """{name: (heads, keywords of vllm.LLM, environment, scenarios)}"""
+    parity = parity_scenarios()
+    engines = {}
+
+    def add(name, heads=16, env=None, scenarios=parity, **engine):
+        engines[name] = (heads, {**ENGINE, **engine}, env or {}, scenarios)
+
+    for heads in (16, 128):
+        for backend in ("CUSTOM", *STOCK):
+            add(f"{backend} {heads}", heads, attention_backend=backend)
+    for backend in ("CUSTOM", "FLASHMLA", "TRITON_MLA"):
+        add(f"{backend} fp8", attention_backend=backend, kv_cache_dtype="fp8")
+    add("CUSTOM fp8_ds_mla", kv_cache_dtype="fp8_ds_mla")
+    add("eager", **EAGER)
+    add("compiled", **COMPILED)
+    add("portable kernel", env={"MLA_BACKEND_IMPL": "triton"})
+    add("mtp", compilation_config=MTP_GRAPHS, **MTP)
+    add("mtp 128", 128, compilation_config=MTP_GRAPHS, **MTP)
+    roomy, small = {"churn": churn()}, 40
+    add("roomy cache", scenarios=roomy)
+    add("small cache", scenarios=roomy, num_gpu_blocks_override=small)
+    add(
+        "batch-invariant",
+        env={"VLLM_BATCH_INVARIANT": "1"},
+        scenarios=alone_and_together(),
+        enable_prefix_caching=False,
+    )
+    asleep = {"before": parity["plain"], "after": parity["plain"]}
+    add("sleep", scenarios=asleep, enable_sleep_mode=True, enable_prefix_caching=False)
+    add("sleep, portable kernel", env={"MLA_BACKEND_IMPL": "triton"}, scenarios=asleep,
+        enable_sleep_mode=True, enable_prefix_caching=False)  # fmt: skip
+    for backend in ("CUSTOM", "FLASHMLA"):
+        add(f"{backend} long", attention_backend=backend, scenarios=long_prompt(), **LONG_ENGINE)
+    return engines

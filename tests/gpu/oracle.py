@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""transformers in fp32 as the judge of what an engine generated."""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+
+@functools.cache
+def model(checkpoint):
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    return loaded.eval().to("cuda")
+
+
+@torch.no_grad()
+def logprobs(checkpoint, prompt, generated):
+    """Of every token of the vocabulary, at the place of each generated one: [n, vocab] fp32."""
+    sequence = torch.tensor([prompt + generated], device="cuda")
+    rows = model(checkpoint)(sequence).logits[0, len(prompt) - 1 : -1]
+    return rows.float().log_softmax(-1)
+
+
+@dataclass
+class Distance:
+    """|logprob - oracle's logprob| over the tokens of all requests; `best`: tokens that are the
+    oracle's own choice."""
+
+    tokens: int
+    best: int
+    mean: float
+    p99: float
+    max: float
+
+
+def distance(checkpoint, outputs):
+    differences, best = [], 0
+    for output in outputs:
+        rows = logprobs(checkpoint, output["prompt"], output["tokens"])
+        generated = torch.tensor(output["tokens"], device="cuda")
+        best += int((rows.argmax(-1) == generated).sum())
+        theirs = rows.gather(1, generated[:, None])[:, 0]
+        differences.append((torch.tensor(output["logprobs"], device="cuda") - theirs).abs())
+    d = torch.cat(differences)
+    return Distance(len(d), best, float(d.mean()), float(d.quantile(0.99)), float(d.max()))
+
+
+def divergences(checkpoint, ours, theirs):
+    """Where two greedy outputs of a request first part: the oracle's logprob gap of the two tokens.
+
+    One entry a request that parts; after that place the two answer different prompts.
+    """
+    gaps = []
+    for a, b in zip(ours, theirs, strict=True):
+        assert a["prompt"] == b["prompt"]
+        pairs = enumerate(zip(a["tokens"], b["tokens"], strict=True))
+        at = next((i for i, (x, y) in pairs if x != y), None)
+        if at is not None:
+            row = logprobs(checkpoint, a["prompt"], a["tokens"][: at + 1])[at]
+            gaps.append(float((row[a["tokens"][at]] - row[b["tokens"][at]]).abs()))
+    return gaps

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an operator may switch on, each in an engine of its own."""
+
+import pytest
+from engines import DRAFTS
+from oracle import distance, divergences
+
+
+def scenario(result, name):
+    return result["scenarios"][name]
+
+
+def done(result, name):
+    part = scenario(result, name)
+    return {k: v - part["before"][k] for k, v in part["after"].items() if isinstance(v, int)}
+
+
+def tokens_of(outputs):
+    return [o["tokens"] for o in outputs]
+
+
+@pytest.mark.parametrize(
+    "name, impl",
+    [("CUSTOM 16", "hopper"), ("CUSTOM fp8", "hopper"), ("portable kernel", "triton")],
+)
+def test_the_kernel_is_the_one_expected(name, impl, engines):
+    result = engines(name)
+    assert scenario(result, "plain")["after"]["decode"]["impl"] == impl
+
+
+def test_graphs_replay_without_calls(engines):
+    # 12 requests of 96 tokens: in eager mode every step calls every layer.
+    eager, graphs = done(engines("eager"), "plain"), done(engines("CUSTOM 16"), "plain")
+    assert eager["decode_steps"] > 90 and graphs["decode_steps"] > 90
+    assert eager["forward_mqa_calls"] == 4 * eager["decode_steps"]
+    assert graphs["forward_mqa_calls"] < graphs["decode_steps"]
+
+
+def test_prompts_are_chunked_and_prefixes_hit(engines):
+    result = engines("CUSTOM 16")
+    assert done(result, "plain")["prefill_steps"] >= 12
+    assert [o["cached"] for o in scenario(result, "prefix")["outputs"]] == [1024] * 4
+
+
+def test_drafts_are_verified_inside_the_kernel(engines):
+    calls = done(engines("mtp"), "plain")
+    plain = done(engines("CUSTOM 16"), "plain")
+    # Graph replays are not counted, so only what ran outside them is: of uniform query length.
+    assert calls["decode_steps"] > plain["decode_steps"] / (1 + DRAFTS)
+    assert calls["forward_mqa_calls"] < 4 * calls["decode_steps"]
+
+
+def test_preempted_requests_answer_the_same(engines, checkpoint):
+    roomy = scenario(engines("roomy cache"), "churn")["outputs"]
+    small = scenario(engines("small cache"), "churn")["outputs"]
+    path = checkpoint(16)
+    noise = distance(path, roomy).max
+    assert all(gap <= 2 * noise for gap in divergences(path, small, roomy))
+
+
+def test_batch_invariant_bits(engines):
+    result = engines("batch-invariant")
+    alone = scenario(result, "alone")["outputs"][0]
+    together = scenario(result, "together")["outputs"]
+    for other in (together[0], together[8]):
+        assert other["prompt"] == alone["prompt"]
+        assert other["tokens"] == alone["tokens"]
+        assert other["logprobs"] == alone["logprobs"]
+
+
+@pytest.mark.parametrize("name", ["sleep", "sleep, portable kernel"])
+def test_sleep_and_wake(name, engines):
+    result = engines(name)
+    before, after = (scenario(result, n)["outputs"] for n in ("before", "after"))
+    assert tokens_of(before) == tokens_of(after)
+
+
+def test_context_beyond_128k(engines):
+    ours, theirs = (
+        scenario(engines(f"{b} long"), "long")["outputs"] for b in ("CUSTOM", "FLASHMLA")
+    )
+    same = sum(a == b for a, b in zip(ours[0]["tokens"], theirs[0]["tokens"], strict=True))
+    first = [abs(a - b) for a, b in zip(ours[0]["logprobs"], theirs[0]["logprobs"], strict=True)]
+    assert same >= 8
+    assert max(first[:8]) < 0.1

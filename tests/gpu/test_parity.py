@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Greedy tokens and their logprobs beside vLLM's own MLA backends, judged by an fp32 oracle.
+
+Two backends that round differently part where two tokens are nearly as likely. Such a parting is
+accepted only if the oracle says that they are: a gap below what a stock backend's rounding alone
+moves a logprob, twice, since both candidates move.
+"""
+
+import pytest
+from engines import STOCK
+from oracle import distance, divergences
+
+# Our mean distance to the oracle against the worst of theirs: trajectories differ after a parting.
+NOISE = 1.1
+
+
+def outputs_of(result):
+    return [o for scenario in result["scenarios"].values() for o in scenario["outputs"]]
+
+
+def stock_names(kind):
+    if kind == "fp8":
+        return ["FLASHMLA fp8", "TRITON_MLA fp8"]
+    return [f"{backend} {kind}" for backend in STOCK]
+
+
+@pytest.mark.parametrize("kind", ["16", "128", "fp8"])
+def test_tokens_and_logprobs_are_as_good_as_stock(kind, engines, checkpoint, parity_table):
+    path = checkpoint(128 if kind == "128" else 16)
+    ours = outputs_of(engines(f"CUSTOM {kind}"))
+    stock = {name: outputs_of(engines(name)) for name in stock_names(kind)}
+    mine = distance(path, ours)
+    theirs = {name: distance(path, outputs) for name, outputs in stock.items()}
+    partings = {name: divergences(path, ours, outputs) for name, outputs in stock.items()}
+    parity_table(f"CUSTOM {kind}", mine)
+    for name, d in theirs.items():
+        parity_table(name, d, partings[name], len(ours))
+    noise = max(d.max for d in theirs.values())
+    for name, gaps in partings.items():
+        assert all(gap <= 2 * noise for gap in gaps), (name, gaps, noise)
+    assert mine.mean <= NOISE * max(d.mean for d in theirs.values())
+    assert mine.p99 <= NOISE * max(d.p99 for d in theirs.values())
+
+
+MODES = ["eager", "compiled", "portable kernel", "mtp", "mtp 128", "CUSTOM fp8_ds_mla"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_are_as_good_as_graphs(mode, engines, checkpoint, parity_table):
+    heads = 128 if mode.endswith("128") else 16
+    path = checkpoint(heads)
+    plain = outputs_of(engines("TRITON_MLA fp8" if "fp8" in mode else f"CUSTOM {heads}"))
+    outputs = outputs_of(engines(mode))
+    bar, d = distance(path, plain), distance(path, outputs)
+    gaps = divergences(path, outputs, plain)
+    parity_table(mode, d, gaps, len(outputs))
+    assert all(gap <= 2 * max(bar.max, d.max) for gap in gaps), gaps
+    assert d.mean <= NOISE * bar.mean
+    assert d.p99 <= NOISE * bar.p99
