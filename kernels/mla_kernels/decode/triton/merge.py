@@ -125,7 +125,7 @@ def merge_tile(plan: DevicePlan) -> MergeTile:
         return MergeTile(rows=triton.next_power_of_2(rows), cols=cols, splits=splits)
     # Many splits: half of them at a time, with wider columns, is faster than all at once.
     expected = plan.parts.shape[0] // max(plan.requests.shape[0], 1)
-    few = min(8, triton.next_power_of_2(expected + 2)) if expected > 1 else 2
+    few = min(8, triton.next_power_of_2(expected + 2)) if expected > 2 else 2
     splits = max(few, triton.next_power_of_2(expected + 1) // 4)
     cols = min(plan.kv_lora_rank, IN_FLIGHT // splits)
     while cols > 32 and all_rows * plan.kv_lora_rank // cols < MIN_PROGRAMS:
