@@ -61,16 +61,16 @@ async def _serve(args: Namespace, sock: socket.socket, progress: Progress) -> in
         names = args.served_model_name or [args.model]
         info = Info(engine, gate, names, vllm_api.engine_gauges, vllm_api.VLLM_VERSION)
         keys = vllm_api.api_keys(args)
-        if "generate" in tasks and not args.mla_no_warmup:
-            with progress.waiting("computing a first answer"):
-                max_len = engine.model_config.max_model_len
-                await warmup.first_answer(vllm_app, names[0], max_len, keys)
         watchdog = Watchdog(engine, args.mla_hang_timeout)
         watching = asyncio.create_task(watchdog.run())
         stack.callback(watching.cancel)
         app = build_root_app(vllm_app, engine, gate, info, watchdog, args, keys)
         server = http.make_server(app, args, lambda: _say_ready(args, names[0], progress))
         vllm_app.state.server = server  # vLLM's handlers stop it when they find the engine dead
+        if "generate" in tasks and not args.mla_no_warmup:
+            with progress.waiting("computing a first answer"):
+                max_len = engine.model_config.max_model_len
+                await warmup.first_answer(vllm_app, names[0], max_len, keys)
         return await lifecycle.run_until_stopped(
             server, sock, engine, gate, args.mla_drain_timeout, progress
         )
