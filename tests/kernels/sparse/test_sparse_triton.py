@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The portable sparse kernel: every branch against the definition, exact cases to the bit."""
 
+import math
+
 import pytest
 import torch
 from mla_kernels import mla_sparse_attention, mla_sparse_workspace
@@ -88,10 +90,17 @@ def test_fp8_scales(device, heads, on_device):
 
 
 @pytest.mark.parametrize("cache", FORMATS)
-@pytest.mark.parametrize("order", ["rows", "tokens"])
-@pytest.mark.parametrize("carry", [False, True])
-def test_ways_to_compute_a_tile(device, cache, order, carry):
-    tile = tiles.Tile(16, 64, warps=4, stages=2, order=order, carry=carry)
+@pytest.mark.parametrize(
+    "tile",
+    [
+        tiles.Tile(32, 16, warps=8, stages=2),
+        tiles.Tile(16, 64, warps=4, stages=2, parts=1),
+        tiles.Tile(64, 64, warps=8, stages=2, parts=1, wgmma=True),
+    ],
+)
+def test_tiles(device, cache, tile):
+    if tile.wgmma and device == "cuda" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs sm_90")
     check(*sparse_case((200, 70), 200, heads=12, cache=cache, device=device), 1, tile=tile)
 
 
@@ -161,14 +170,14 @@ def test_sums_are_exact_and_every_slot_counts_once(device, splits):
     """q = 0 and integer values: all weights are 1, no rounding, any split gives the same bits."""
     g = torch.Generator().manual_seed(2)
     values = torch.randint(-8, 9, (256, 576), generator=g).float()
-    q = torch.zeros(1, 1, 6, 576)
-    case = decode_case([256], tokens=[values], q=q, device=device)
-    slot = torch.arange(256)[torch.randperm(256, generator=g)].to(device)
+    q = torch.zeros(1, 1, 6, 576, device=device)
+    case = decode_case([256], tokens=[values.to(device)], q=q, device=device)
+    slot = torch.randperm(256, generator=g).to(device)
     slots = (case.block_table[0, slot // 64] * 64 + slot % 64).int()[None]
     out, lse = attend(case.q[:, 0], case.kv_cache, slots, case.options, splits)
     exact = (values.sum(0)[:512] / 256).bfloat16().to(device)
     assert torch.equal(out, exact.expand_as(out))
-    assert (lse - torch.log(torch.tensor(256.0))).abs().max() < 1e-6
+    assert (lse - math.log(256)).abs().max() < 1e-6
 
 
 def test_a_slot_named_twice_counts_twice(device):

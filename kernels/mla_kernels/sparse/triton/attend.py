@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One range of a token's slots against one tile of its heads, as a Triton device function.
 
-Scores, weights and values of a tile are the dense kernel's (decode/triton).
+Weights and values of a tile are the dense kernel's (decode/triton). A row is cut into PARTS: with
+few heads what takes time is waiting, and four short chains of products wait less than one long one,
+and one part is converted while another is multiplied. Hopper's wgmma wants the row whole.
 """
 
 import triton
@@ -9,66 +11,20 @@ import triton.language as tl
 
 from mla_kernels.decode.triton.softmax import rescale, scaled_scores, token_sum
 from mla_kernels.decode.triton.tile_step import add_values, dot, scores, weights_of_scores
-from mla_kernels.sparse.triton.gather import dot_operands, gather_rows, load_slots
-
-
-@triton.jit
-def seen_scores(qk, row_scale, ok, ORDER: tl.constexpr, INTERPRET: tl.constexpr):
-    """Raw products -> scores in log2 units, -inf where the slot names no row."""
-    t = scaled_scores(qk, row_scale, "pow2", INTERPRET)
-    return tl.where(ok[:, None] if ORDER == "tokens" else ok[None, :], t, -float("inf"))
-
-
-@triton.jit
-def tile_weights(
-    q,
-    q_rope,
-    latent,
-    rope,
-    q_ptr,
-    row_scale,
-    k,
-    l,
-    ok,
-    new_reference,
-    num_heads,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    ORDER: tl.constexpr,
-    REFERENCE: tl.constexpr,
-    DTYPE: tl.constexpr,
-    WGMMA: tl.constexpr,
-    INTERPRET: tl.constexpr,
-):
-    """(P, k', l') of one tile."""
-    T0: tl.constexpr = BN if ORDER == "tokens" else BM
-    T1: tl.constexpr = BM if ORDER == "tokens" else BN
-    qk = scores(q, latent, tl.zeros([T0, T1], tl.float32), ORDER, INTERPRET)
-    if WGMMA and ORDER == "rows":
-        # Keeps Triton from computing the scores in both warpgroups, and P in the layouts of both
-        # dots: decode/triton/tile_step.py.
-        rope_qk = scores(q_rope, rope, tl.zeros([T0, T1], tl.float32), ORDER, INTERPRET)
-        qk = tl.fma(rope_qk, 1.0, qk)
-        if num_heads > 0:
-            t = seen_scores(qk, row_scale, ok, ORDER, INTERPRET)
-            p, k, l = weights_of_scores(
-                t, k, l, new_reference, ORDER, "pow2", REFERENCE, DTYPE, WGMMA, INTERPRET
-            )
-        else:
-            p = tl.load(q_ptr + tl.arange(0, T0)[:, None] * T1 + tl.arange(0, T1)[None, :])
-    else:
-        qk = scores(q_rope, rope, qk, ORDER, INTERPRET)
-        t = seen_scores(qk, row_scale, ok, ORDER, INTERPRET)
-        p, k, l = weights_of_scores(
-            t, k, l, new_reference, ORDER, "pow2", REFERENCE, DTYPE, WGMMA, INTERPRET
-        )
-    return p, k, l
+from mla_kernels.sparse.triton.gather import (
+    as_operand,
+    load_part,
+    load_rope,
+    load_slots,
+    scaled_groups,
+    slot_rows,
+)
 
 
 @triton.jit
 def attend_slots(
-    q,
-    q_rope,
+    q,  # PARTS times [BM, DV // PARTS]
+    q_rope,  # [BM, DR]
     q_ptr,
     row_scale,
     kv_ptr,
@@ -93,79 +49,83 @@ def attend_slots(
     GROUP: tl.constexpr,
     SCALE_OFFSET: tl.constexpr,
     ROPE_OFFSET: tl.constexpr,
+    PARTS: tl.constexpr,
     REFERENCE: tl.constexpr,
-    ORDER: tl.constexpr,
     DTYPE: tl.constexpr,
     FP16_DOTS: tl.constexpr,
     HW_FP8: tl.constexpr,
     WGMMA: tl.constexpr,
     STAGES: tl.constexpr,
-    CARRY: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """(O, k, l) over the slots [start, stop) of one token.
+    """(O, k, l) over the slots [start, stop) of one token; O is PARTS times [BM, DV // PARTS].
 
     k is the reference to start from; with REFERENCE "first" only tiles before `refresh` raise it.
-    CARRY: the bytes of the next tile wait in registers, not in shared memory.
     """
-    O0: tl.constexpr = DV if ORDER == "tokens" else BM
-    O1: tl.constexpr = BM if ORDER == "tokens" else DV
-    T0: tl.constexpr = BN if ORDER == "tokens" else BM
-    T1: tl.constexpr = BM if ORDER == "tokens" else BN
+    WIDTH: tl.constexpr = DV // PARTS
     # Row sums by a dot with ones, where they would take registers from O.
-    SUM_BY_DOT: tl.constexpr = WGMMA and ORDER == "rows" and REFERENCE == "first"
+    SUM_BY_DOT: tl.constexpr = WGMMA and REFERENCE == "first"
     l = tl.zeros([BM], tl.float32)
-    acc = tl.zeros([O0, O1], tl.float32)
-    if SUM_BY_DOT:
-        weight = tl.zeros([BM, 16], tl.float32)
-    elif REFERENCE == "first":
-        weight = tl.zeros([T0, T1], tl.float32)
-    # Slots are read a tile (with CARRY two) before the rows that they name.
+    weight = tl.zeros([BM, 16 if SUM_BY_DOT else BN], tl.float32)
+    acc = ()
+    for _ in tl.static_range(PARTS):
+        acc += (tl.zeros([BM, WIDTH], tl.float32),)
+    # Slots are read a tile before the rows that they name.
     slot = load_slots(slots_ptr, start, stop, BN)
-    if CARRY:
-        latent_c, rope_c, scale_c, ok_c = gather_rows(
-            kv_ptr, kv_scale_view_ptr, kv_rope_view_ptr, slot, page_stride, num_slots,
-            FORMAT, BN, DV, DR, PAGE, ROW, GROUP, SCALE_OFFSET, ROPE_OFFSET,
-        )  # fmt: skip
-        slot = load_slots(slots_ptr, start + BN, stop, BN)
     for i in tl.range(start, stop, BN, num_stages=STAGES):
-        if CARRY:
-            latent, rope, ok = latent_c, rope_c, ok_c
-            latent, rope = dot_operands(
-                latent, rope, scale_c, kv_scale,
-                FORMAT, DTYPE, FP16_DOTS, BN, DV, GROUP, HW_FP8,
-            )  # fmt: skip
-            latent_c, rope_c, scale_c, ok_c = gather_rows(
-                kv_ptr, kv_scale_view_ptr, kv_rope_view_ptr, slot, page_stride, num_slots,
-                FORMAT, BN, DV, DR, PAGE, ROW, GROUP, SCALE_OFFSET, ROPE_OFFSET,
-            )  # fmt: skip
-            slot = load_slots(slots_ptr, i + 2 * BN, stop, BN)
-        else:
-            latent, rope, scale, ok = gather_rows(
-                kv_ptr, kv_scale_view_ptr, kv_rope_view_ptr, slot, page_stride, num_slots,
-                FORMAT, BN, DV, DR, PAGE, ROW, GROUP, SCALE_OFFSET, ROPE_OFFSET,
-            )  # fmt: skip
-            slot = load_slots(slots_ptr, i + BN, stop, BN)
-            latent, rope = dot_operands(
-                latent, rope, scale, kv_scale,
-                FORMAT, DTYPE, FP16_DOTS, BN, DV, GROUP, HW_FP8,
-            )  # fmt: skip
+        row, ok = slot_rows(slot, page_stride, num_slots, PAGE, ROW)
+        slot = load_slots(slots_ptr, i + BN, stop, BN)
+        latent = ()
+        for j in tl.static_range(PARTS):
+            code, scale = load_part(
+                kv_ptr, kv_scale_view_ptr, row, ok, j, FORMAT, WIDTH, GROUP, SCALE_OFFSET
+            )
+            if FORMAT == "fp8_ds_mla":
+                latent += (scaled_groups(code, scale, DTYPE, BN, WIDTH, HW_FP8),)
+            else:
+                latent += (as_operand(code, kv_scale, FORMAT, DTYPE, FP16_DOTS, HW_FP8),)
+        rope = load_rope(kv_ptr, kv_rope_view_ptr, row, ok, FORMAT, DV, DR, ROPE_OFFSET)
+        rope = as_operand(rope, kv_scale, FORMAT, DTYPE, FP16_DOTS, HW_FP8)
+        # Sums that are no dot(acc=), and for wgmma a branch that is always taken, keep Triton from
+        # computing the scores in both warpgroups, and P twice: decode/triton/tile_step.py.
+        sums = (scores(q_rope, rope, tl.zeros([BM, BN], tl.float32), "rows", INTERPRET),)
+        for j in tl.static_range(PARTS):
+            zero = tl.zeros([BM, BN], tl.float32)
+            sums += (scores(q[j], latent[j], zero, "rows", INTERPRET),)
+        qk = sums[0]
+        for j in tl.static_range(PARTS):
+            qk = tl.fma(sums[j + 1], 1.0, qk)
         k_old = k
-        p, k, l = tile_weights(
-            q, q_rope, latent, rope, q_ptr, row_scale, k, l, ok, i < refresh, num_heads,
-            BM, BN, ORDER, REFERENCE, DTYPE, WGMMA, INTERPRET,
-        )  # fmt: skip
-        if REFERENCE == "lazy":
-            acc = rescale(acc, k_old, k, DTYPE, "pow2", ORDER)
-        elif SUM_BY_DOT:
+        if WGMMA:
+            if num_heads > 0:
+                t = scaled_scores(qk, row_scale, "pow2", INTERPRET)
+                t = tl.where(ok[None, :], t, -float("inf"))
+                p, k, l = weights_of_scores(
+                    t, k, l, i < refresh, "rows", "pow2", REFERENCE, DTYPE, True, INTERPRET
+                )
+            else:
+                p = tl.load(q_ptr + tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :])
+        else:
+            t = scaled_scores(qk, row_scale, "pow2", INTERPRET)
+            t = tl.where(ok[None, :], t, -float("inf"))
+            p, k, l = weights_of_scores(
+                t, k, l, i < refresh, "rows", "pow2", REFERENCE, DTYPE, False, INTERPRET
+            )
+        if SUM_BY_DOT:
             ones = tl.full([BN, 16], 1.0, tl.float32).to(DTYPE)
             weight = dot(p, ones, weight, INTERPRET)
-        else:
+        elif REFERENCE == "first":
             weight += p.to(tl.float32)
-        acc = add_values(p, latent, acc, ORDER, INTERPRET)
+        moved = ()
+        for j in tl.static_range(PARTS):
+            o = acc[j]
+            if REFERENCE == "lazy":
+                o = rescale(o, k_old, k, DTYPE, "pow2", "rows")
+            moved += (add_values(p, latent[j], o, "rows", INTERPRET),)
+        acc = moved
     if REFERENCE == "first":
         if SUM_BY_DOT:
             l = tl.max(weight, 1)
         else:
-            l = token_sum(weight, ORDER)
+            l = token_sum(weight, "rows")
     return acc, k, l

@@ -34,78 +34,96 @@ def last_slot(slots_ptr, start, stop, num_slots, SCAN: tl.constexpr):
 
 
 @triton.jit
-def gather_rows(
-    kv_ptr,
-    scale_ptr,
-    rope_ptr,
-    slot,
-    page_stride,
-    num_slots,
-    FORMAT: tl.constexpr,
-    BN: tl.constexpr,
-    DV: tl.constexpr,
-    DR: tl.constexpr,
-    PAGE: tl.constexpr,
-    ROW: tl.constexpr,
-    GROUP: tl.constexpr,
-    SCALE_OFFSET: tl.constexpr,
-    ROPE_OFFSET: tl.constexpr,
-):
-    """(latent [BN, DV], rope [BN, DR], scale [BN, DV // GROUP], ok [BN]) as they lie in the cache;
-    latent of fp8_ds_mla is [BN, DV // GROUP, GROUP], and scale is 0 for the other formats."""
+def slot_rows(slot, page_stride, num_slots, PAGE: tl.constexpr, ROW: tl.constexpr):
+    """(row, ok): the offset of each slot's row, int64, and whether it is in the cache."""
     ok = (slot >= 0) & (slot < num_slots)
     slot = tl.where(ok, slot, 0)
-    start = ((slot // PAGE).to(tl.int64) * page_stride + (slot % PAGE) * ROW)[:, None]
-    mask = ok[:, None]
-    dv = tl.arange(0, DV)[None, :]
-    dr = tl.arange(0, DR)[None, :]
-    if FORMAT == "fp8_ds_mla":
-        group = tl.arange(0, DV // GROUP)[None, :]
-        byte = (group * GROUP)[:, :, None] + tl.arange(0, GROUP)[None, None, :]
-        latent = tl.load(kv_ptr + start[:, :, None] + byte, mask=mask[:, :, None], other=0)
-        scale = tl.load(scale_ptr + start // 4 + (SCALE_OFFSET // 4 + group), mask=mask, other=0)
-        rope = tl.load(rope_ptr + start // 2 + (ROPE_OFFSET // 2 + dr), mask=mask, other=0)
-    else:
-        latent = tl.load(kv_ptr + start + dv, mask=mask, other=0)
-        scale = 0.0
-        rope = tl.load(kv_ptr + start + (DV + dr), mask=mask, other=0)
-    return latent, rope, scale, ok
+    return (slot // PAGE).to(tl.int64) * page_stride + (slot % PAGE) * ROW, ok
 
 
 @triton.jit
-def dot_operands(
-    latent,
-    rope,
-    scale,
+def load_part(
+    kv_ptr,
+    scale_ptr,
+    row,
+    ok,
+    part,
+    FORMAT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE_OFFSET: tl.constexpr,
+):
+    """(latent, scale): WIDTH dimensions from part * WIDTH on of each row, as they lie in the cache.
+
+    fp8_ds_mla in groups: [BN, WIDTH // GROUP, GROUP] and [BN, WIDTH // GROUP]; else [BN, WIDTH].
+    """
+    if FORMAT == "fp8_ds_mla":
+        group = part * (WIDTH // GROUP) + tl.arange(0, WIDTH // GROUP)[None, :]
+        byte = (group * GROUP)[:, :, None] + tl.arange(0, GROUP)[None, None, :]
+        latent_at = kv_ptr + row[:, None, None] + byte
+        latent = tl.load(latent_at, mask=ok[:, None, None], other=0)
+        scale_at = scale_ptr + row[:, None] // 4 + (SCALE_OFFSET // 4 + group)
+        return latent, tl.load(scale_at, mask=ok[:, None], other=0)
+    else:
+        column = part * WIDTH + tl.arange(0, WIDTH)[None, :]
+        return tl.load(kv_ptr + row[:, None] + column, mask=ok[:, None], other=0), 0.0
+
+
+@triton.jit
+def load_rope(
+    kv_ptr,
+    rope_ptr,
+    row,
+    ok,
+    FORMAT: tl.constexpr,
+    DV: tl.constexpr,
+    DR: tl.constexpr,
+    ROPE_OFFSET: tl.constexpr,
+):
+    """[BN, DR] as it lies in the cache."""
+    column = tl.arange(0, DR)[None, :]
+    if FORMAT == "fp8_ds_mla":
+        at = rope_ptr + row[:, None] // 2 + (ROPE_OFFSET // 2 + column)
+    else:
+        at = kv_ptr + row[:, None] + (DV + column)
+    return tl.load(at, mask=ok[:, None], other=0)
+
+
+@triton.jit
+def as_operand(
+    x,
     kv_scale,
     FORMAT: tl.constexpr,
     DTYPE: tl.constexpr,
     FP16_DOTS: tl.constexpr,
-    BN: tl.constexpr,
-    DV: tl.constexpr,
-    GROUP: tl.constexpr,
     HW_FP8: tl.constexpr,
 ):
-    """(latent [BN, DV], rope [BN, DR]) in DTYPE. fp8 with FP16_DOTS stays without its scale."""
-    if FORMAT == "fp8_ds_mla":
-        scale = tl.broadcast_to(scale[:, :, None], [BN, DV // GROUP, GROUP])
-        if HW_FP8 and DTYPE == tl.bfloat16:
-            latent = tl.inline_asm_elementwise(
-                SCALED_BF16, SCALED_REGS, [latent, scale], dtype=tl.bfloat16, is_pure=False, pack=4
-            )
-        elif HW_FP8:
-            latent = tl.inline_asm_elementwise(
-                SCALED_F16, SCALED_REGS, [latent, scale], dtype=tl.float16, is_pure=False, pack=4
-            )
-        else:
-            latent = round_to(e4m3_to_f32(latent, HW_FP8) * scale, DTYPE)
-        latent = tl.reshape(latent, [BN, DV])
-        rope = rope.to(DTYPE)
-    elif FORMAT == "fp8":
-        if FP16_DOTS:
-            latent = e4m3_to_f16(latent, HW_FP8)
-            rope = e4m3_to_f16(rope, HW_FP8)
-        else:
-            latent = round_to(e4m3_to_f32(latent, HW_FP8) * kv_scale, DTYPE)
-            rope = round_to(e4m3_to_f32(rope, HW_FP8) * kv_scale, DTYPE)
-    return latent, rope
+    """A tile in DTYPE. fp8 with FP16_DOTS stays without its scale."""
+    if FORMAT != "fp8":
+        return x.to(DTYPE)
+    elif FP16_DOTS:
+        return e4m3_to_f16(x, HW_FP8)
+    else:
+        return round_to(e4m3_to_f32(x, HW_FP8) * kv_scale, DTYPE)
+
+
+@triton.jit
+def scaled_groups(
+    code, scale, DTYPE: tl.constexpr, BN: tl.constexpr, WIDTH: tl.constexpr, HW_FP8: tl.constexpr
+):
+    """fp8_ds_mla's (latent, scale) of load_part -> [BN, WIDTH] in DTYPE, rounded once.
+
+    In assembly that Triton does not move: decode's dequantize.py says why.
+    """
+    scale = tl.broadcast_to(scale[:, :, None], code.shape)
+    if HW_FP8 and DTYPE == tl.bfloat16:
+        value = tl.inline_asm_elementwise(
+            SCALED_BF16, SCALED_REGS, [code, scale], dtype=tl.bfloat16, is_pure=False, pack=4
+        )
+    elif HW_FP8:
+        value = tl.inline_asm_elementwise(
+            SCALED_F16, SCALED_REGS, [code, scale], dtype=tl.float16, is_pure=False, pack=4
+        )
+    else:
+        value = round_to(e4m3_to_f32(code, HW_FP8) * scale, DTYPE)
+    return tl.reshape(value, [BN, WIDTH])

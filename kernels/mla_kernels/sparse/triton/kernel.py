@@ -8,13 +8,46 @@ A token that is one range is written to `out` and `lse`; of more ranges each lea
 import triton
 import triton.language as tl
 
-from mla_kernels.decode.triton.kernel import fp16_query
 from mla_kernels.decode.triton.softmax import EXPONENT_FLOOR, OUTGROWN
 from mla_kernels.sparse.triton.attend import attend_slots
 from mla_kernels.sparse.triton.gather import last_slot
 from mla_kernels.sparse.triton.results import write_program
 
 SCAN = tl.constexpr(1024)
+
+
+@triton.jit
+def load_query(
+    q_at,
+    row_ok,
+    row_scale,
+    DV: tl.constexpr,
+    DR: tl.constexpr,
+    PARTS: tl.constexpr,
+    FP16_DOTS: tl.constexpr,
+):
+    """(q in PARTS, q_rope, scale). FP16_DOTS: as fp16 below 2 in size, the power of two in the
+    scale; what fp16 cannot hold of a score is below 2^-24 of the tile's largest."""
+    mask = row_ok[:, None]
+    WIDTH: tl.constexpr = DV // PARTS
+    q_rope = tl.load(q_at + (DV + tl.arange(0, DR)[None, :]), mask=mask, other=0.0)
+    q = ()
+    for j in tl.static_range(PARTS):
+        column = j * WIDTH + tl.arange(0, WIDTH)[None, :]
+        q += (tl.load(q_at + column, mask=mask, other=0.0),)
+    if FP16_DOTS:
+        biggest = tl.max(tl.abs(q_rope.to(tl.float32)))
+        for j in tl.static_range(PARTS):
+            biggest = tl.maximum(biggest, tl.max(tl.abs(q[j].to(tl.float32))))
+        exponent = tl.maximum((biggest.to(tl.int32, bitcast=True) >> 23) - 127, -100)
+        down = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
+        row_scale = row_scale * ((127 + exponent) << 23).to(tl.float32, bitcast=True)
+        halves = ()
+        for j in tl.static_range(PARTS):
+            halves += ((q[j].to(tl.float32) * down).to(tl.float16),)
+        q = halves
+        q_rope = (q_rope.to(tl.float32) * down).to(tl.float16)
+    return q, q_rope, row_scale
 
 
 @triton.jit(do_not_specialize=["num_slots", "K", "num_heads", "span"])
@@ -54,13 +87,12 @@ def mla_sparse_kernel(
     HAS_LENGTHS: tl.constexpr,
     HAS_SINK: tl.constexpr,
     SPLIT: tl.constexpr,
+    PARTS: tl.constexpr,
     REFERENCE: tl.constexpr,
-    ORDER: tl.constexpr,
     FP16_DOTS: tl.constexpr,
     HW_FP8: tl.constexpr,
     WGMMA: tl.constexpr,
     STAGES: tl.constexpr,
-    CARRY: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
     row_tiles = tl.cdiv(num_heads, BM)
@@ -68,8 +100,6 @@ def mla_sparse_kernel(
     row = (tl.program_id(0) % row_tiles) * BM + tl.arange(0, BM)
     row_ok = row < num_heads
     DTYPE: tl.constexpr = tl.float16 if FP16_DOTS else q_ptr.dtype.element_ty
-    dv = tl.arange(0, DV)[None, :]
-    dr = tl.arange(0, DR)[None, :]
     v_scale = 1.0
     cache_scale = 1.0
     row_scale = scale_log2
@@ -101,18 +131,17 @@ def mla_sparse_kernel(
         tl.store(flag, 0.0)
         turn = 0
         while turn < 3:
-            q = tl.load(q_at + dv, mask=row_ok[:, None], other=0.0)
-            q_rope = tl.load(q_at + (DV + dr), mask=row_ok[:, None], other=0.0)
+            q, q_rope, used_scale = load_query(q_at, row_ok, row_scale, DV, DR, PARTS, FP16_DOTS)
             refresh = start
             if turn == 0:
                 refresh = start + BN
             if turn == 1:
                 refresh = stop
             acc, k, l = attend_slots(
-                q, q_rope, q_ptr, row_scale, kv_ptr, kv_scale_view_ptr, kv_rope_view_ptr, slots,
+                q, q_rope, q_ptr, used_scale, kv_ptr, kv_scale_view_ptr, kv_rope_view_ptr, slots,
                 page_stride, num_slots, cache_scale, start, stop, k, refresh, num_heads,
                 BM, BN, DV, DR, PAGE, ROW, FORMAT, GROUP, SCALE_OFFSET, ROPE_OFFSET,
-                REFERENCE, ORDER, DTYPE, FP16_DOTS, HW_FP8, WGMMA, STAGES, CARRY, INTERPRET,
+                PARTS, REFERENCE, DTYPE, FP16_DOTS, HW_FP8, WGMMA, STAGES, INTERPRET,
             )  # fmt: skip
             # Through memory: a reduction here makes the compiler spill in the loop above.
             tl.debug_barrier()
@@ -124,21 +153,18 @@ def mla_sparse_kernel(
                 tl.debug_barrier()  # every thread has read the flag
                 write_program(
                     acc, k, l, 1.0, out_ptr, lse_ptr, sink_ptr, part_acc_ptr, part_sum_ptr,
-                    result, row, row_ok, DV, HAS_SINK, SPLIT, ORDER,
+                    result, row, row_ok, DV, PARTS, HAS_SINK, SPLIT,
                 )  # fmt: skip
                 turn = 3
     else:
-        q = tl.load(q_at + dv, mask=row_ok[:, None], other=0.0)
-        q_rope = tl.load(q_at + (DV + dr), mask=row_ok[:, None], other=0.0)
-        if FP16_DOTS:
-            q, q_rope, row_scale = fp16_query(q, q_rope, row_scale)
+        q, q_rope, used_scale = load_query(q_at, row_ok, row_scale, DV, DR, PARTS, FP16_DOTS)
         acc, k, l = attend_slots(
-            q, q_rope, q_ptr, row_scale, kv_ptr, kv_scale_view_ptr, kv_rope_view_ptr, slots,
+            q, q_rope, q_ptr, used_scale, kv_ptr, kv_scale_view_ptr, kv_rope_view_ptr, slots,
             page_stride, num_slots, cache_scale, start, stop, k, start, num_heads,
             BM, BN, DV, DR, PAGE, ROW, FORMAT, GROUP, SCALE_OFFSET, ROPE_OFFSET,
-            REFERENCE, ORDER, DTYPE, FP16_DOTS, HW_FP8, WGMMA, STAGES, CARRY, INTERPRET,
+            PARTS, REFERENCE, DTYPE, FP16_DOTS, HW_FP8, WGMMA, STAGES, INTERPRET,
         )  # fmt: skip
         write_program(
             acc, k, l, v_scale, out_ptr, lse_ptr, sink_ptr, part_acc_ptr, part_sum_ptr,
-            result, row, row_ok, DV, HAS_SINK, SPLIT, ORDER,
+            result, row, row_ok, DV, PARTS, HAS_SINK, SPLIT,
         )  # fmt: skip

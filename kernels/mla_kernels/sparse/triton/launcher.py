@@ -7,8 +7,9 @@ import torch
 import triton
 
 from mla_kernels.arch import Arch
+from mla_kernels.cache.triton.launcher import cache_format
 from mla_kernels.decode.rescale import scale_to_log2
-from mla_kernels.decode.triton.launcher import cache_format, check_supported, kernel_constants
+from mla_kernels.decode.triton.launcher import check_supported, kernel_constants
 from mla_kernels.decode.triton.plan import arch_of
 from mla_kernels.layouts import MlaDims
 from mla_kernels.sparse.triton.kernel import mla_sparse_kernel
@@ -46,7 +47,7 @@ def mla_sparse_attention_triton(
     check_supported(q, out, dims)
     if T == 0:
         return
-    kv_format = cache_format(kv_cache)
+    kv_format = cache_format(kv_cache.dtype)
     arch = arch_of(q.device)
     tile = tile or choose_tile(H, kv_format, arch)
     split = split or choose_split(T, H, K, tile, arch, q.device)
@@ -100,21 +101,20 @@ def mla_sparse_attention_triton(
 
 def tile_constants(tile: Tile, arch: Arch, kv_format: str, dtype: torch.dtype) -> dict[str, Any]:
     """Compile-time arguments that the tile and the GPU decide."""
-    # fp16 holds every e4m3 value and costs half a conversion instruction. With q rows on wgmma's
-    # M side a converted q would take the registers.
-    fp16_dots = kv_format == "fp8" and (tile.order == "tokens" or not tile.wgmma)
+    # fp16 holds every e4m3 value and costs half a conversion instruction. For wgmma a converted q
+    # would take the registers.
+    fp16_dots = kv_format == "fp8" and not tile.wgmma
     # fp16 weights have no room above the first tile's maximum.
     fixed = not fp16_dots and dtype != torch.float16
     return {
         "BM": tile.rows,
         "BN": tile.tokens,
+        "PARTS": tile.parts,
         "REFERENCE": "first" if fixed else "lazy",
-        "ORDER": tile.order,
         "FP16_DOTS": fp16_dots,
         "HW_FP8": arch.e4m3_convert and not INTERPRET,
         "WGMMA": tile.wgmma,
         "STAGES": tile.stages,
-        "CARRY": tile.carry,
         "INTERPRET": INTERPRET,
     }
 

@@ -22,36 +22,19 @@ IN_FLIGHT = 4096
 
 
 @triton.jit
-def write_rows(
-    o,
-    l,
-    k,
-    out_ptr,
-    lse_ptr,
-    sink_ptr,
-    at,
-    head,
-    col,
-    ok,
-    with_lse,
-    DV: tl.constexpr,
-    HAS_SINK: tl.constexpr,
-):
-    """O and l, relative to 2^k, of the rows `at` to columns `col` of out, and to lse.
-
-    The sink is one more term of the denominator; lse is without it.
-    """
-    seen = l > 0.0
-    denominator = l
+def one_over_sum(l, k, sink_ptr, head, ok, HAS_SINK: tl.constexpr):
+    """What O is multiplied by: 1 / l, 0 for no key; the sink is one more term of the sum."""
     if HAS_SINK:
         sink = tl.load(sink_ptr + head, mask=ok, other=0.0)
-        denominator += tl.exp2(sink * LOG2_E - k)
-    o *= tl.where(seen, 1.0 / denominator, 0.0)[:, None]
-    out_at = out_ptr + at[:, None] * DV + col[None, :]
-    tl.store(out_at, round_to(o, out_ptr.dtype.element_ty), mask=ok[:, None])
-    if with_lse:
-        lse = tl.where(seen, (k + tl.log2(l)) * LN2, -float("inf"))
-        tl.store(lse_ptr + at, lse, mask=ok)
+        return tl.where(l > 0.0, 1.0 / (l + tl.exp2(sink * LOG2_E - k)), 0.0)
+    else:
+        return tl.where(l > 0.0, 1.0 / l, 0.0)
+
+
+@triton.jit
+def log_sum(l, k):
+    """The natural log-sum-exp, without the sink."""
+    return tl.where(l > 0.0, (k + tl.log2(l)) * LN2, -float("inf"))
 
 
 @triton.jit
@@ -69,23 +52,30 @@ def write_program(
     row,
     ok,
     DV: tl.constexpr,
+    PARTS: tl.constexpr,
     HAS_SINK: tl.constexpr,
     SPLIT: tl.constexpr,
-    ORDER: tl.constexpr,
 ):
-    """What one program found, at the rows first + row of the results or of the partials."""
-    if ORDER == "tokens":
-        o = tl.trans(acc) * v_scale
-    else:
-        o = acc * v_scale
+    """What one program found, at the rows first + row of the results or of the partials.
+
+    acc is PARTS times [rows, DV // PARTS].
+    """
     at = first + row
-    col = tl.arange(0, DV)
+    WIDTH: tl.constexpr = DV // PARTS
     if SPLIT:
-        tl.store(part_acc_ptr + at[:, None] * DV + col[None, :], o, mask=ok[:, None])
         tl.store(part_sum_ptr + at * 2, l, mask=ok)
         tl.store(part_sum_ptr + at * 2 + 1, k, mask=ok)
     else:
-        write_rows(o, l, k, out_ptr, lse_ptr, sink_ptr, at, row, col, ok, True, DV, HAS_SINK)
+        v_scale = one_over_sum(l, k, sink_ptr, row, ok, HAS_SINK)[:, None] * v_scale
+        tl.store(lse_ptr + at, log_sum(l, k), mask=ok)
+    for j in tl.static_range(PARTS):
+        offset = at[:, None] * DV + (j * WIDTH + tl.arange(0, WIDTH)[None, :])
+        o = acc[j] * v_scale
+        if SPLIT:
+            tl.store(part_acc_ptr + offset, o, mask=ok[:, None])
+        else:
+            o = round_to(o, out_ptr.dtype.element_ty)
+            tl.store(out_ptr + offset, o, mask=ok[:, None])
 
 
 @triton.jit(do_not_specialize=["num_heads", "splits"])
@@ -125,10 +115,12 @@ def mla_sparse_merge_kernel(
     factor = pow2_int(k_s - k[:, None])
     o = tl.sum(o_s * factor[:, :, None], 1)
     l = tl.sum(l_s * factor, 1)
-    write_rows(
-        o, l, k, out_ptr, lse_ptr, sink_ptr, token * num_heads + head, head, col, ok,
-        tl.program_id(2) == 0, DV, HAS_SINK,
-    )  # fmt: skip
+    o *= one_over_sum(l, k, sink_ptr, head, ok, HAS_SINK)[:, None]
+    at = token * num_heads + head
+    out_at = out_ptr + at[:, None] * DV + col[None, :]
+    tl.store(out_at, round_to(o, out_ptr.dtype.element_ty), mask=ok[:, None])
+    if tl.program_id(2) == 0:
+        tl.store(lse_ptr + at, log_sum(l, k), mask=ok)
 
 
 def merge_tile(splits: int, kv_lora_rank: int) -> MergeTile:

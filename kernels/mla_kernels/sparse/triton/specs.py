@@ -12,7 +12,7 @@ from mla_kernels.offline.spec import KernelSpec
 from mla_kernels.sparse.triton.kernel import mla_sparse_kernel
 from mla_kernels.sparse.triton.launcher import tile_constants, tile_options
 from mla_kernels.sparse.triton.results import merge_tile, mla_sparse_merge_kernel
-from mla_kernels.sparse.triton.tiles import choose_tile
+from mla_kernels.sparse.triton.tiles import Tile, choose_tile
 
 HEADS = (16, 32, 64)
 SCALARS = ("num_slots", "K", "num_heads", "span")
@@ -41,8 +41,9 @@ def _attention_spec(
     *,
     split: bool = False,
     dtype: torch.dtype = torch.bfloat16,
+    tile: Tile | None = None,
 ) -> KernelSpec:
-    tile = choose_tile(heads, kv_format, arch)
+    tile = tile or choose_tile(heads, kv_format, arch)
     element = "bf16" if dtype == torch.bfloat16 else "fp16"
     cache = element if kv_format == "float" else CACHE_POINTER[kv_format]
     row = Fp8DsMlaLayout(dims).row_bytes if kv_format == "fp8_ds_mla" else dims.head_dim

@@ -27,9 +27,8 @@ class Tile:
     rows        heads of a program
     tokens      slots of one step
     warps, stages, max_registers   as Triton's num_warps, num_stages, maxnreg
-    order       "rows" or "tokens" on the M side of the dots (decode/triton/tile_step.py)
-    wgmma       the dots will be wgmma (Hopper, 64 or more on the M side)
-    carry       gather the next tile to registers, not to shared memory
+    parts       of a row (attend.py)
+    wgmma       the dots will be wgmma (Hopper, 64 heads)
     per_sm      programs that share an SM
     """
 
@@ -38,9 +37,8 @@ class Tile:
     warps: int
     stages: int
     max_registers: int = 255
-    order: str = "rows"
+    parts: int = 4
     wgmma: bool = False
-    carry: bool = False
     per_sm: int = 1
 
 
@@ -54,14 +52,12 @@ class Split:
 
 def choose_tile(heads: int, kv_format: str, arch: Arch) -> Tile:
     """The tile for `heads` query heads: few are not padded to 64."""
+    if heads > 32 and arch.tensor_core == "wgmma":
+        return Tile(64, 64, warps=8, stages=2, parts=2 if kv_format == "float" else 1, wgmma=True)
     small = arch.shared_memory < 128 * KB
-    if heads <= 16:
-        return Tile(16, 32, warps=8, stages=3) if small else Tile(16, 32, 4, stages=5, per_sm=2)
-    if heads <= 32 or small:
-        return Tile(32, 32, warps=8, stages=3)
-    if arch.tensor_core == "wgmma":
-        return Tile(64, 64, warps=8, stages=2, wgmma=True)
-    return Tile(64, 32, warps=8, stages=2)
+    if heads > 16:
+        return Tile(32, 32, 8, stages=2) if small else Tile(32, 32, 4, stages=3, per_sm=2)
+    return Tile(16, 32, warps=4, stages=2 if small else 3, per_sm=1 if small else 2)
 
 
 def choose_split(T: int, H: int, K: int, tile: Tile, arch: Arch, device: torch.device) -> Split:
@@ -76,7 +72,8 @@ def choose_split(T: int, H: int, K: int, tile: Tile, arch: Arch, device: torch.d
     def cost(splits: int) -> float:
         waves = -(-programs * splits // capacity)
         chain = waves * (-(-tiles // splits) * tile.tokens / 64 + OVERHEAD)
-        return chain + (MERGE + waves * PARTIAL if splits > 1 else 0.0)
+        merge = MERGE + T * splits / 128 + waves * PARTIAL
+        return chain + (merge if splits > 1 else 0.0)
 
     most = 1 if programs >= FULL * capacity else min(tiles, MAX_SPLITS)
     splits = min(range(1, most + 1), key=cost)

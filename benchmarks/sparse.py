@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sparse MLA attention, decode and prefill, beside FlashMLA's kernels, every case in one run.
+
+    python benchmarks/sparse.py [--cases REGEX] [--impls REGEX] [--results DIR]
+
+Every implementation is checked against the definition first; one that fails is reported and not
+timed. Times are medians of CUDA-graph replays with a cold L2. FlashMLA is left out where vLLM is
+not installed. Writes sparse.json and sparse.md to results/h200 beside this file; sparse.md also
+shows the indexer and top-k rows of sparse_indexer.json if that lies there.
+"""
+
+import argparse
+import json
+import re
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from dense_cases import LATENT, SCALE
+from gpu import DEVICE, Timer, describe_gpu
+from mla_kernels import mla_sparse_attention, mla_sparse_workspace
+from mla_kernels.testing.metrics import SHORT_BAR, measure
+from sparse_cases import SHAPES, Batch, K, Shape, golden, make_batch
+from sparse_peers import PEERS, Run
+from sparse_report import write_report
+
+CHECKED = 3  # tokens compared with the definition
+
+
+def ours(batch: Batch) -> Run:
+    """As every layer of a step calls it: results and workspace made beforehand."""
+    T, H, _ = batch.q.shape
+    device = torch.device(DEVICE, torch.cuda.current_device())
+    workspace = mla_sparse_workspace(T, H, K, device=device)
+    out = batch.q.new_full((T, H, LATENT), torch.nan)
+    lse = out.new_empty((T, H), dtype=torch.float32)
+
+    def run() -> torch.Tensor:
+        return mla_sparse_attention(
+            batch.q,
+            batch.kv_cache,
+            batch.slots,
+            scale=SCALE,
+            out=out,
+            lse=lse,
+            workspace=workspace,
+        )[0]
+
+    return run
+
+
+def check(batch: Batch, wanted: re.Pattern[str]) -> tuple[list[dict[str, Any]], dict[str, Run]]:
+    """A row for each implementation, and those that may be timed."""
+    last = batch.shape.tokens - 1
+    tokens = sorted({round(i * last / (CHECKED - 1)) for i in range(CHECKED)})
+    want = golden(batch, tokens)
+    rows, runs = [], {}
+    for name, make in {"mla_kernels/triton": ours, **PEERS}.items():
+        if not wanted.search(name):
+            continue
+        row: dict[str, Any] = {"case": batch.shape.name, "op": batch.shape.op, "impl": name}
+        try:
+            run = make(batch)
+            if run is None:
+                continue
+            error = measure(run()[tokens], want)
+            row["rel_err"] = round(error.fro, 6)
+            if SHORT_BAR.failures(error):
+                row["failed"] = "; ".join(SHORT_BAR.failures(error))
+        except ImportError:
+            continue
+        except Exception as problem:
+            traceback.print_exc()
+            row["failed"] = f"{type(problem).__name__}: {problem}"[:200]
+        rows.append(row)
+        if "failed" not in row:
+            runs[name] = run
+    return rows, runs
+
+
+def bench(shape: Shape, timer: Timer, wanted: re.Pattern[str]) -> list[dict[str, Any]]:
+    """Rows of one case."""
+    rows, runs = check(make_batch(shape), wanted)
+    big = shape.flops > 2e11
+    for name, us in timer.medians(runs, rounds=2 if big else 3, repeats=3 if big else 8).items():
+        row = next(r for r in rows if r["impl"] == name)
+        row["us"] = round(us, 2)
+        row["tflops"] = round(shape.flops / us / 1e6, 1)
+        row["gbps"] = round(shape.bytes / us / 1e3, 1)
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", type=re.compile, default="", help="on the case names")
+    parser.add_argument("--impls", type=re.compile, default="", help="on the implementations")
+    results = Path(__file__).parent / "results" / "h200"
+    parser.add_argument("--results", type=Path, default=results)
+    args = parser.parse_args()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    machine = describe_gpu()
+    print(json.dumps(machine), flush=True)
+    timer, rows = Timer(), []
+    for shape in SHAPES:
+        if not re.search(args.cases, shape.name):
+            continue
+        found = bench(shape, timer, re.compile(args.impls))
+        floor = round(shape.floor_us(machine), 1)
+        rows += [{**row, "floor_us": floor} for row in found]
+        shown = [f"{r['impl']} {r.get('us', r.get('failed'))}" for r in found]
+        print(f"{shape.name} floor {floor}: {' | '.join(shown)}", flush=True)
+        torch.cuda.empty_cache()
+    command = "python benchmarks/sparse.py " + " ".join(sys.argv[1:])
+    write_report({"machine": machine, "command": command.strip(), "rows": rows}, args.results)
+    return 1 if any("failed" in row for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

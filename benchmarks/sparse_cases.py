@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sparse attention benchmark's cases, their data on the GPU, and what they cost at least."""
+
+from dataclasses import dataclass
+
+import torch
+from dense_cases import LATENT, PAGE, ROPE, ROW_BYTES, SCALE, WIDTH
+from gpu import DEVICE
+from mla_kernels import mla_sparse_attention
+
+K = 2048
+GROUP = 128
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One case. Decode: each request has `context` cached tokens of its own and s_q new ones;
+    prefill: s_q tokens of one request, `context` cached."""
+
+    batch: int
+    heads: int
+    s_q: int = 1
+    context: int = 32768
+    cache: str = "fp8_ds_mla"
+    prefill: bool = False
+
+    @property
+    def name(self) -> str:
+        kind = "prefill" if self.prefill else f"b{self.batch}"
+        return f"{kind}_h{self.heads}_q{self.s_q}_{self.context // 1024}k_{self.cache}"
+
+    @property
+    def op(self) -> str:
+        return "prefill" if self.prefill else "decode"
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.s_q
+
+    @property
+    def flops(self) -> int:
+        """Two matrix products over K rows for every token and head."""
+        return 2 * self.tokens * self.heads * K * (WIDTH + LATENT)
+
+    @property
+    def bytes(self) -> int:
+        """The rows, slots, q and out; of a prefill the cache once."""
+        rows = self.context if self.prefill else self.tokens * K
+        per_token = 4 * K + 2 * self.heads * (WIDTH + LATENT)
+        return rows * ROW_BYTES[self.cache] + self.tokens * per_token
+
+    def floor_us(self, roofs: dict[str, float]) -> float:
+        """What the machine's measured roofs allow."""
+        compute = self.flops / roofs["bf16_gemm_tflops"] / 1e6
+        return max(compute, self.bytes / roofs["read_gbps"] / 1e3)
+
+
+SHAPES = [
+    *(Shape(b, 128) for b in (1, 8, 32, 64, 128, 256)),
+    Shape(128, 128, s_q=2),
+    Shape(128, 128, context=8192),
+    Shape(1, 128, context=2**20),
+    Shape(128, 64),
+    *(Shape(b, h) for h in (32, 16, 8) for b in (1, 32, 128)),
+    Shape(128, 16, s_q=2),
+    *(Shape(128, h, cache="bf16") for h in (128, 16)),
+    *(Shape(1, h, 4096, n, "bf16", True) for h, n in ((128, 8192), (128, 32768), (16, 32768))),
+]
+
+
+@dataclass
+class Batch:
+    """A shape's tensors: q [T, H, 576], kv_cache [blocks, 64, row], slots [T, K] int32."""
+
+    shape: Shape
+    q: torch.Tensor
+    kv_cache: torch.Tensor
+    slots: torch.Tensor
+
+
+def make_batch(shape: Shape, seed: int = 0) -> Batch:
+    """q ~ N(0, 1/9), cache ~ N(0, 1/100), slots of each token in random order, none twice.
+
+    The group scales of fp8_ds_mla are powers of two: FlashMLA rounds them to bf16.
+    """
+    torch.manual_seed(seed)
+    own = shape.context if shape.prefill else -(-shape.context // PAGE) * PAGE
+    requests = 1 if shape.prefill else shape.batch
+    rows = requests * own
+    if shape.cache == "bf16":
+        cache = torch.randn(rows, WIDTH, dtype=torch.bfloat16, device=DEVICE).div_(10)
+    else:
+        cache = torch.empty(rows, ROW_BYTES[shape.cache], dtype=torch.uint8, device=DEVICE)
+        for part in cache.split(2**20):
+            codes = torch.randn(len(part), LATENT, device=DEVICE).to(torch.float8_e4m3fn)
+            part[:, :LATENT] = codes.view(torch.uint8)
+            exponents = torch.randint(-4, -2, (len(part), LATENT // GROUP), device=DEVICE)
+            part[:, LATENT : LATENT + 16] = torch.exp2(exponents.float()).view(torch.uint8)
+            rope = torch.randn(len(part), ROPE, dtype=torch.bfloat16, device=DEVICE).div_(10)
+            part[:, LATENT + 16 :] = rope.view(torch.uint8)
+    slots = torch.empty(shape.tokens, K, dtype=torch.int32, device=DEVICE)
+    for t in range(shape.tokens):
+        first = 0 if shape.prefill else t // shape.s_q * own
+        slots[t] = torch.randperm(shape.context, device=DEVICE)[:K] + first
+    q = torch.randn(shape.tokens, shape.heads, WIDTH, device=DEVICE).div_(3).bfloat16()
+    return Batch(shape, q, cache.view(-1, PAGE, cache.shape[1]), slots)
+
+
+def golden(batch: Batch, tokens: list[int]) -> torch.Tensor:
+    """The definition in fp64, of some tokens."""
+    return mla_sparse_attention(
+        batch.q[tokens],
+        batch.kv_cache,
+        batch.slots[tokens],
+        scale=SCALE,
+        impl="reference",
+    )[0]

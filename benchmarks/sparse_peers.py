@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlashMLA's sparse decode and prefill, as vLLM 0.26 ships and calls them."""
+
+from collections.abc import Callable
+
+import torch
+from dense_cases import LATENT, SCALE
+from sparse_cases import Batch
+
+Run = Callable[[], torch.Tensor]
+HEADS = (64, 128)
+
+
+def flashmla_decode(batch: Batch) -> Run | None:
+    """fp8_ds_mla rows, 64 or 128 heads: fewer are padded."""
+    if batch.shape.cache != "fp8_ds_mla":
+        return None
+    from vllm.third_party.flashmla.flash_mla_interface import (
+        flash_mla_with_kvcache,
+        get_mla_metadata,
+    )
+
+    metadata, _ = get_mla_metadata()
+    B, H = batch.shape.batch, batch.shape.heads
+    q = padded(batch.q).unflatten(0, (B, -1))
+    cache = batch.kv_cache.unsqueeze(2)
+    slots = batch.slots.unflatten(0, (B, -1))
+
+    def run() -> torch.Tensor:
+        out, _ = flash_mla_with_kvcache(
+            q,
+            cache,
+            None,
+            None,
+            LATENT,
+            metadata,
+            softmax_scale=SCALE,
+            is_fp8_kvcache=True,
+            indices=slots,
+        )
+        return out.flatten(0, 1)[:, :H]
+
+    return run
+
+
+def flashmla_prefill(batch: Batch) -> Run | None:
+    """bf16 rows, 64 or 128 heads: fewer are padded."""
+    if batch.shape.cache != "bf16":
+        return None
+    from vllm.third_party.flashmla.flash_mla_interface import flash_mla_sparse_fwd
+
+    q = padded(batch.q)
+    rows = batch.kv_cache.view(-1, 1, batch.kv_cache.shape[2])
+    slots = batch.slots.unsqueeze(1)
+    return lambda: flash_mla_sparse_fwd(q, rows, slots, SCALE)[0][:, : batch.shape.heads]
+
+
+def padded(q: torch.Tensor) -> torch.Tensor:
+    """q with zeros up to the next number of heads that FlashMLA takes."""
+    heads = next(h for h in HEADS if h >= q.shape[1])
+    return torch.nn.functional.pad(q, (0, 0, 0, heads - q.shape[1]))
+
+
+PEERS: dict[str, Callable[[Batch], Run | None]] = {
+    "peer/flashmla": flashmla_decode,
+    "peer/flashmla_prefill": flashmla_prefill,
+}

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sparse results as JSON and as one Markdown page with those of the indexer and top-k."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+OURS = "mla_kernels/triton"
+
+Cases = dict[str, dict[str, dict[str, Any]]]
+
+
+def write_report(report: dict[str, Any], folder: Path) -> None:
+    """sparse.json and sparse.md in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "sparse.json").write_text(json.dumps(report, indent=1) + "\n")
+    indexer = folder / "sparse_indexer.json"
+    also = json.loads(indexer.read_text()) if indexer.exists() else None
+    (folder / "sparse.md").write_text(markdown(report, also))
+
+
+def by_case(rows: list[dict[str, Any]], op: str) -> Cases:
+    cases: Cases = {}
+    for row in rows:
+        if row["op"] == op:
+            cases.setdefault(row["case"], {})[row["impl"]] = row
+    return cases
+
+
+def markdown(report: dict[str, Any], indexer: dict[str, Any] | None) -> str:
+    """Microseconds, one case a line; losses stand beside wins."""
+    lines = [
+        "# Sparse MLA on a GPU",
+        "",
+        *source(report),
+        "Microseconds: medians of CUDA-graph replays, cold L2. `floor`: the larger of FLOP over",
+        "the GEMM rate and bytes over the read rate, both of this run. 2048 slots a token, in",
+        "random order. FlashMLA takes 64 or 128 heads: fewer are padded before it is timed.",
+        "Above 1 ours is faster.",
+    ]
+    for op, title in (("decode", "Decode"), ("prefill", "Prefill of 4096 tokens")):
+        cases = by_case(report["rows"], op)
+        if cases:
+            lines += ["", f"## {title}", "", *attention_table(cases)]
+    failed = [row for row in report["rows"] if "failed" in row]
+    if failed:
+        lines += ["", "Not timed:", ""]
+        lines += [f"* {row['case']} {row['impl']}: {row['failed']}" for row in failed]
+    if indexer:
+        lines += ["", "## Indexer scores and exact top-k", "", *source(indexer)]
+        for op in dict.fromkeys(row["op"] for row in indexer["rows"]):
+            lines += ["", f"### {op}", "", *plain_table(by_case(indexer["rows"], op))]
+    return "\n".join(lines) + "\n"
+
+
+def source(report: dict[str, Any]) -> list[str]:
+    machine = ", ".join(f"{k} {v}" for k, v in report["machine"].items())
+    return [f"{machine}.", "", f"`{report['command']}`", ""]
+
+
+def attention_table(cases: Cases) -> list[str]:
+    lines = [
+        "| case | floor | ours | FlashMLA | FlashMLA / ours | TFLOPS | GB/s |",
+        "|---" * 7 + "|",
+    ]
+    ratios = []
+    for case, rows in cases.items():
+        mine = rows.get(OURS, {})
+        peer = next((row for impl, row in rows.items() if impl != OURS), {})
+        ratio = ""
+        if "us" in mine and "us" in peer:
+            ratios.append(peer["us"] / mine["us"])
+            ratio = f"{ratios[-1]:.2f}"
+        cells = [case, next(iter(rows.values()))["floor_us"], us(mine), us(peer), ratio]
+        cells += [mine.get("tflops", ""), mine.get("gbps", "")]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    if ratios:
+        mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+        won = sum(r >= 1 for r in ratios)
+        lines += ["", f"Geometric mean {mean:.2f}; at least as fast in {won} of {len(ratios)}."]
+    return lines
+
+
+def plain_table(cases: Cases) -> list[str]:
+    impls = list(dict.fromkeys(impl for rows in cases.values() for impl in rows))
+    lines = ["| case | " + " | ".join(impls) + " |", "|---" * (len(impls) + 1) + "|"]
+    for case, rows in cases.items():
+        lines.append("| " + " | ".join([case, *(us(rows.get(impl, {})) for impl in impls)]) + " |")
+    return lines
+
+
+def us(row: dict[str, Any]) -> str:
+    if not row:
+        return ""
+    return f"{row['us']:.1f}" if "us" in row else "failed"
