@@ -79,8 +79,22 @@ def test_rows_keep_their_addresses():
     second = builder.build(common_metadata([3, 1], [4, 8]))
     assert first.lengths.data_ptr() == second.lengths.data_ptr()
     assert first.request_ids.data_ptr() == second.request_ids.data_ptr()
+    for buffer in (builder._tokens, builder._request_ids, builder._lengths):
+        buffer.fill_(-7)  # sleep mode discards what they hold
+    after_sleep = builder.build(common_metadata([3, 1], [4, 8]))
+    assert after_sleep.lengths.tolist() == [2, 3, 4, 8]
+    assert after_sleep.request_ids.tolist() == [0, 0, 0, 1]
     with pytest.raises(ValueError, match="at most 64 tokens in a step, got 65"):
         builder.build(common_metadata([65], [65]))
+
+
+@pytest.mark.parametrize("asked, support", [("auto", "UNIFORM_BATCH"), ("torch", "NEVER")])
+def test_graphs_are_claimed_for_kernels_only(monkeypatch, asked, support):
+    from mla_backend.attention.sparse import metadata
+
+    monkeypatch.setenv("MLA_BACKEND_IMPL", asked)
+    for builder in (metadata.SparseMetadataBuilder, metadata.IndexerMetadataBuilder):
+        assert builder.get_cudagraph_support(None, None).name == support
 
 
 def fake_config(topk_rows=64, dcp=1, drafts=0):

@@ -12,6 +12,7 @@ from vllm.v1.attention.backend import (
 )
 
 from mla_backend import envs
+from mla_backend.attention import support
 from mla_backend.attention.sparse.rows import RowsBuilder, TokenRows
 from mla_backend.attention.step_check import StepCheck
 from mla_backend.stats import STATS
@@ -44,6 +45,13 @@ class _Builder:
 
     # Nothing in `build` waits for the device and every tensor keeps its address.
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """None where torch computes on a GPU: it copies lists to the device."""
+        if envs.get("MLA_BACKEND_IMPL") in support.SLOW_IMPLS:
+            return AttentionCGSupport.NEVER
+        return cls._cudagraph_support
 
     def _make_rows_builder(self, vllm_config: Any, device: torch.device) -> None:
         self._rows = RowsBuilder(max_tokens(vllm_config), device)

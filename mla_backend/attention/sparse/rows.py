@@ -31,7 +31,7 @@ class RowsBuilder:
     """Builds `TokenRows` into buffers that stay where they are, as a captured graph needs."""
 
     def __init__(self, max_tokens: int, device: torch.device) -> None:
-        self._tokens = torch.arange(max_tokens, dtype=torch.int32, device=device)
+        self._tokens = torch.empty(max_tokens, dtype=torch.int32, device=device)
         self._request_ids = torch.empty_like(self._tokens)
         self._lengths = torch.empty_like(self._tokens)
 
@@ -44,6 +44,7 @@ class RowsBuilder:
         tokens, request_ids, lengths = (
             x[:T] for x in (self._tokens, self._request_ids, self._lengths)
         )
+        torch.arange(T, out=tokens)  # again in each step: sleep mode discards what is kept here
         torch.searchsorted(ends, tokens, right=True, out_int32=True, out=request_ids)
         padding = request_ids >= B
         request = request_ids.clamp(max=B - 1)
