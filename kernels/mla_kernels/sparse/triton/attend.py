@@ -12,6 +12,7 @@ import triton.language as tl
 from mla_kernels.decode.triton.softmax import rescale, scaled_scores, token_sum
 from mla_kernels.decode.triton.tile_step import add_values, dot, scores, weights_of_scores
 from mla_kernels.sparse.triton.gather import (
+    appended,
     as_operand,
     load_part,
     load_rope,
@@ -69,7 +70,7 @@ def attend_slots(
     weight = tl.zeros([BM, 16 if SUM_BY_DOT else BN], tl.float32)
     acc = ()
     for _ in tl.static_range(PARTS):
-        acc += (tl.zeros([BM, WIDTH], tl.float32),)
+        acc = appended(acc, tl.zeros([BM, WIDTH], tl.float32))
     # Slots are read a tile before the rows that they name.
     slot = load_slots(slots_ptr, start, stop, BN)
     for i in tl.range(start, stop, BN, num_stages=STAGES):
@@ -81,20 +82,21 @@ def attend_slots(
                 kv_ptr, kv_scale_view_ptr, row, ok, j, FORMAT, WIDTH, GROUP, SCALE_OFFSET
             )
             if FORMAT == "fp8_ds_mla":
-                latent += (scaled_groups(code, scale, DTYPE, BN, WIDTH, HW_FP8),)
+                code = scaled_groups(code, scale, DTYPE, BN, WIDTH, HW_FP8)
             else:
-                latent += (as_operand(code, kv_scale, FORMAT, DTYPE, FP16_DOTS, HW_FP8),)
+                code = as_operand(code, kv_scale, FORMAT, DTYPE, FP16_DOTS, HW_FP8)
+            latent = appended(latent, code)
         rope = load_rope(kv_ptr, kv_rope_view_ptr, row, ok, FORMAT, DV, DR, ROPE_OFFSET)
         rope = as_operand(rope, kv_scale, FORMAT, DTYPE, FP16_DOTS, HW_FP8)
         # Sums that are no dot(acc=), and for wgmma a branch that is always taken, keep Triton from
         # computing the scores in both warpgroups, and P twice: decode/triton/tile_step.py.
-        sums = (scores(q_rope, rope, tl.zeros([BM, BN], tl.float32), "rows", INTERPRET),)
+        zero = tl.zeros([BM, BN], tl.float32)
+        sums = ()
         for j in tl.static_range(PARTS):
-            zero = tl.zeros([BM, BN], tl.float32)
-            sums += (scores(q[j], latent[j], zero, "rows", INTERPRET),)
-        qk = sums[0]
+            sums = appended(sums, scores(q[j], latent[j], zero, "rows", INTERPRET))
+        qk = scores(q_rope, rope, zero, "rows", INTERPRET)
         for j in tl.static_range(PARTS):
-            qk = tl.fma(sums[j + 1], 1.0, qk)
+            qk = tl.fma(sums[j], 1.0, qk)
         k_old = k
         if WGMMA:
             if num_heads > 0:
@@ -118,10 +120,11 @@ def attend_slots(
             weight += p.to(tl.float32)
         moved = ()
         for j in tl.static_range(PARTS):
-            o = acc[j]
             if REFERENCE == "lazy":
-                o = rescale(o, k_old, k, DTYPE, "pow2", "rows")
-            moved += (add_values(p, latent[j], o, "rows", INTERPRET),)
+                o = rescale(acc[j], k_old, k, DTYPE, "pow2", "rows")
+            else:
+                o = acc[j]
+            moved = appended(moved, add_values(p, latent[j], o, "rows", INTERPRET))
         acc = moved
     if REFERENCE == "first":
         if SUM_BY_DOT:

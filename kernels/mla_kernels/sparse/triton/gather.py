@@ -15,6 +15,13 @@ from mla_kernels.triton_common.rounding import round_to
 
 
 @triton.jit
+def appended(items, x):
+    """The tuple with one more item."""
+    items += (x,)
+    return items
+
+
+@triton.jit
 def load_slots(slots_ptr, start, stop, BN: tl.constexpr):
     """Slots [start, start + BN), -1 from stop on."""
     at = start + tl.arange(0, BN)

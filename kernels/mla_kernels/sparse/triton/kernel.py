@@ -10,7 +10,7 @@ import triton.language as tl
 
 from mla_kernels.decode.triton.softmax import EXPONENT_FLOOR, OUTGROWN
 from mla_kernels.sparse.triton.attend import attend_slots
-from mla_kernels.sparse.triton.gather import last_slot
+from mla_kernels.sparse.triton.gather import appended, last_slot
 from mla_kernels.sparse.triton.results import write_program
 
 SCAN = tl.constexpr(1024)
@@ -34,7 +34,7 @@ def load_query(
     q = ()
     for j in tl.static_range(PARTS):
         column = j * WIDTH + tl.arange(0, WIDTH)[None, :]
-        q += (tl.load(q_at + column, mask=mask, other=0.0),)
+        q = appended(q, tl.load(q_at + column, mask=mask, other=0.0))
     if FP16_DOTS:
         biggest = tl.max(tl.abs(q_rope.to(tl.float32)))
         for j in tl.static_range(PARTS):
@@ -44,7 +44,7 @@ def load_query(
         row_scale = row_scale * ((127 + exponent) << 23).to(tl.float32, bitcast=True)
         halves = ()
         for j in tl.static_range(PARTS):
-            halves += ((q[j].to(tl.float32) * down).to(tl.float16),)
+            halves = appended(halves, (q[j].to(tl.float32) * down).to(tl.float16))
         q = halves
         q_rope = (q_rope.to(tl.float32) * down).to(tl.float16)
     return q, q_rope, row_scale
