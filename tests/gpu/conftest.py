@@ -6,6 +6,7 @@ import functools
 import importlib.metadata
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,8 +19,7 @@ import torch
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
-ENGINE_RUN = HERE.parent / "backend" / "engine_run.py"
-SLEEP_RUN = HERE / "sleep_run.py"
+ENGINE_RUN = HERE / "engine_run_gpu.py"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 AT_ONCE = 8
 SECONDS = 300
@@ -40,15 +40,15 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
 
 
-def run_engine(folder, script, spec, env):
-    """The result of engine_run.py as a dict; AssertionError with the log's end if it failed."""
+def run_engine(folder, spec, env):
+    """The result of engine_run_gpu.py as a dict; AssertionError with the log's end if it failed."""
     folder.mkdir()
     (folder / "spec.json").write_text(json.dumps(spec, default=str))
     environ = {k: v for k, v in os.environ.items() if not k.startswith("MLA_BACKEND_")}
     environ |= OFFLINE | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} | env
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
-            [sys.executable, script, folder / "spec.json", folder / "result.json"],
+            [sys.executable, ENGINE_RUN, folder / "spec.json", folder / "result.json"],
             cwd="/",
             env=environ,
             stdout=log,
@@ -63,7 +63,9 @@ def run_engine(folder, script, spec, env):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
     assert failed == 0, f"{failed}\n{(folder / 'log').read_text()[-6000:]}"
-    return json.loads((folder / "result.json").read_text())
+    result = json.loads((folder / "result.json").read_text())
+    late = re.findall(r"JIT compilation during inference: (\w+)", (folder / "log").read_text())
+    return result | {"compiled_late": sorted(set(late))}
 
 
 @pytest.fixture(scope="session")
@@ -97,9 +99,8 @@ def engines(request, tmp_path_factory, checkpoint):
                 "scenarios": scenarios,
                 "in_process": False,
             }
-            script = SLEEP_RUN if engine.get("enable_sleep_mode") else ENGINE_RUN
             place = folder / name.replace(" ", "-").replace(",", "")
-            futures[name] = pool.submit(run_engine, place, script, spec, env)
+            futures[name] = pool.submit(run_engine, place, spec, env)
 
         def result(name):
             if name not in futures:

@@ -96,13 +96,14 @@ def all_engines():
     add("portable kernel", env={"MLA_BACKEND_IMPL": "triton"})
     add("mtp", compilation_config=MTP_GRAPHS, **MTP)
     add("mtp 128", 128, compilation_config=MTP_GRAPHS, **MTP)
-    roomy, small = {"churn": churn()}, 40
-    add("roomy cache", scenarios=roomy)
-    add("small cache", scenarios=roomy, num_gpu_blocks_override=small)
+    crowd = {"scenarios": {"churn": churn()}, "max_model_len": 1152, "disable_log_stats": False}
+    add("roomy cache", **crowd)
+    add("small cache", num_gpu_blocks_override=40, **crowd)
     add(
         "batch-invariant",
         env={"VLLM_BATCH_INVARIANT": "1"},
         scenarios=alone_and_together(),
+        max_num_batched_tokens=16384,  # no prompt is cut: a cut is another order of additions
         enable_prefix_caching=False,
     )
     asleep = {"before": parity["plain"], "after": parity["plain"]}
