@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from dense_cases import LATENT, PAGE, ROPE, ROW_BYTES, SCALE, WIDTH
 from gpu import DEVICE
-from mla_kernels import mla_sparse_attention
+from mla_kernels.sparse.reference import mla_sparse_attention_reference
 
 K = 2048
 GROUP = 128
@@ -108,10 +108,14 @@ def make_batch(shape: Shape, seed: int = 0) -> Batch:
 
 def golden(batch: Batch, tokens: list[int]) -> torch.Tensor:
     """The definition in fp64, of some tokens."""
-    return mla_sparse_attention(
+    out, _ = mla_sparse_attention_reference(
         batch.q[tokens],
         batch.kv_cache,
         batch.slots[tokens],
         scale=SCALE,
-        impl="reference",
-    )[0]
+        kv_lora_rank=LATENT,
+        kv_scale=None,
+        lengths=None,
+        sink=None,
+    )
+    return out
