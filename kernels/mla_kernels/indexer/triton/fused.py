@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores and top-k with one workspace; for few pages the score kernel prepares the selection."""
+"""Scores and top-k with one workspace; where it pays the score kernel prepares the selection."""
 
 import torch
 
@@ -9,8 +9,8 @@ from mla_kernels.layouts import BLOCK_SIZE
 from mla_kernels.topk.plan import level_views, topk_tiles
 from mla_kernels.topk.triton.launcher import exact_topk_triton
 
-# Up to this many pages the score kernel also prepares the top-k. Measured on an H200: it saves a
-# launch (46.5 against 48.2 us for 1 row of 128K), but from 16384 pages on it costs more than that.
+# Up to this many pages the portable score kernel also prepares the top-k. Measured on an H200: it
+# saves a launch (46.5 against 48.2 us for 1 row of 128K), but from 16384 pages on it costs more.
 MAX_PREPARED_PAGES = 4096
 
 
@@ -46,7 +46,7 @@ def indexer_topk_triton(
         rows_per_request = T // block_table.shape[0]
         request_ids = torch.arange(T, dtype=torch.int32, device=q.device) // rows_per_request
     levels = topk_tiles(width, k).levels
-    if hopper:
+    if hopper:  # its warps hold 8 tokens side by side, not the 64 of the second level
         prepare = levels == 1
     else:
         prepare = levels > 0 and min(T, step) * max_blocks <= MAX_PREPARED_PAGES
