@@ -166,6 +166,7 @@ async def soak(
         client = Client(http, ledger, scope, args.tolerance)
         client.references = await client.probe_idle("before")
         before = await watch.metrics()
+        tensors = gpu_mib(await watch.info())
         start = watch.start = time.monotonic()
         watching = asyncio.create_task(watch.run(args.sample_seconds))
         rngs = [random.Random(f"{args.seed}-{i}") for i in range(args.concurrency)]
@@ -175,17 +176,26 @@ async def soak(
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
         try:
-            return minutes, ledger, await final_state(client, watch, before, server.log)
+            return minutes, ledger, await final_state(client, watch, before, tensors, server.log)
         except (httpx.HTTPError, psutil.Error):
             return minutes, ledger, None
 
 
-async def final_state(client: Client, watch: Watch, before: dict[str, float], log: Path) -> End:
-    """What the server says once the load is over; `before` are its metrics before the load."""
+def gpu_mib(info: Row) -> float | None:
+    """What the tensors of all workers take on GPUs, from /mla/info; None on a CPU."""
+    known = [worker.get("gpu_bytes") for worker in info["attention"]["workers"] or ()]
+    return None if None in known or not known else sum(known) / MIB
+
+
+async def final_state(
+    client: Client, watch: Watch, before: dict[str, float], tensors: float | None, log: Path
+) -> End:
+    """What the server says after the load; before it: `before`, its metrics, and `tensors`, MiB."""
     info = await watch.settle()
     metrics = await watch.metrics()
     same = await client.probe_idle("after") == client.references
     await watch.sample()
+    tensors_now = gpu_mib(await watch.info())
     corrupted = metrics.get("vllm:corrupted_requests_total")
     return End(
         blocks_used=info["cache"]["blocks_used"],
@@ -196,6 +206,7 @@ async def final_state(client: Client, watch: Watch, before: dict[str, float], lo
         tracebacks=log.read_text().count("Traceback"),
         corrupted=None if corrupted is None else int(corrupted),
         same_probes=same,
+        gpu_leak_mib=None if None in (tensors, tensors_now) else tensors_now - tensors,
     )
 
 

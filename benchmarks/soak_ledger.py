@@ -7,6 +7,7 @@ from typing import Any
 
 KEPT_FAULTS = 20
 GROWTH_MIB = 64.0  # that memory may seem to grow by in the second half
+GPU_LEAK_MIB = 16.0  # that tensors may take more when idle: workspaces made by the first use
 MIN_SAMPLES = 8
 # A soak in which one of these never happened has not tried it.
 OUTCOMES = {
@@ -68,6 +69,8 @@ class End:
     tracebacks: int  # in the server's log
     corrupted: int | None  # requests with NaN logits, where vLLM was told to count them
     same_probes: bool  # idle at the begin and at the end, bit for bit
+    # What tensors take on the GPU when idle, more than before the load; None where nobody says it.
+    gpu_leak_mib: float | None = None
 
 
 def growth_mib(samples: list[Row], name: str) -> float:
@@ -88,6 +91,10 @@ def verdict(ledger: Ledger, end: End | None) -> list[str]:
     if len(ledger.samples) < MIN_SAMPLES:
         return [*wrong, f"{len(ledger.samples)} samples of memory tell nothing"]
     for name, label in MEMORY.items():
+        # torch keeps GPU memory of long prompts for later ones: where tensors are counted, they are
+        # what leaks.
+        if name == "gpu_mib" and end is not None and end.gpu_leak_mib is not None:
+            continue
         if name in ledger.samples[-1] and growth_mib(ledger.samples, name) > GROWTH_MIB:
             grown = growth_mib(ledger.samples, name)
             wrong.append(f"memory of the {label} grew by {grown:.0f} MiB in the second half")
@@ -110,6 +117,8 @@ def _wrong_at_end(end: End) -> list[str]:
         wrong.append(f"{end.tracebacks} tracebacks in the server's log")
     if end.corrupted:
         wrong.append(f"{end.corrupted} requests had NaN in their logits")
+    if end.gpu_leak_mib is not None and end.gpu_leak_mib > GPU_LEAK_MIB:
+        wrong.append(f"tensors take {end.gpu_leak_mib:.1f} MiB more of the GPU than before")
     if not end.same_probes:
         wrong.append("the idle server answers the probes otherwise than before the load")
     return wrong
@@ -141,6 +150,7 @@ def markdown(report: Row) -> str:
         f"{settings['concurrency']} clients.",
         "",
         *(f"* WRONG: {text}" for text in report["wrong"]),
+        *(f"* {text}" for text in report.get("notes", ())),
         f"* {counts['prompt_tokens']} prompt tokens, {counts['longest_prompt']} in the longest; "
         f"{counts['answer_tokens']} answer tokens checked.",
         f"* The cache was at most {max((row['kv_cache_usage'] for row in samples), default=0):.0%} "
@@ -160,6 +170,8 @@ def markdown(report: Row) -> str:
             marks = (values[0], values[len(values) // 2], values[-1], max(values))
             cells = " | ".join(f"{value:.0f}" for value in marks)
             lines.append(f"| {label} | {cells} | {growth_mib(samples, name):+.1f} |")
+    if (leak := end.get("gpu_leak_mib")) is not None:
+        lines += ["", f"Tensors on the idle GPU, against before the load: {leak:+.1f} MiB."]
     lines += [
         "",
         "Growth: twice the rise of the least value from the third to the last quarter; more than "

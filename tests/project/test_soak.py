@@ -270,6 +270,7 @@ def test_a_sound_soak_in_one_line():
         ({"tracebacks": 1}, "1 tracebacks"),
         ({"corrupted": 4}, "4 requests had NaN"),
         ({"same_probes": False}, "otherwise than before"),
+        ({"gpu_leak_mib": 17.0}, "17.0 MiB more of the GPU"),
     ],
 )
 def test_what_is_wrong_at_the_end(change, says):
@@ -326,6 +327,29 @@ def test_memory_may_grow_at_first_only(name):
     assert growth_mib(ledger.samples, name) == pytest.approx(120, abs=20)
     (wrong,) = verdict(ledger, sound_end())
     assert f"grew by {growth_mib(ledger.samples, name):.0f} MiB" in wrong
+
+
+def test_where_tensors_are_counted_what_torch_keeps_is_no_leak():
+    from soak_ledger import verdict
+
+    ledger = sound_ledger()
+    for i, row in enumerate(ledger.samples):
+        row["gpu_mib"] = 9000.0 + 50 * i
+    assert "memory of the GPU grew" in verdict(ledger, sound_end())[0]
+    assert verdict(ledger, replace(sound_end(), gpu_leak_mib=3.0)) == []
+
+
+def test_memory_of_tensors_is_asked_of_all_workers():
+    from soak import gpu_mib
+
+    def info(*workers):
+        return {"attention": {"workers": list(workers)}}
+
+    assert gpu_mib(info({"gpu_bytes": 2**20}, {"gpu_bytes": 2**21})) == 3.0
+    assert gpu_mib(info({"gpu_bytes": 2**20}, {"gpu_bytes": None})) is None
+    assert gpu_mib(info({})) is None
+    assert gpu_mib(info()) is None
+    assert gpu_mib({"attention": {"workers": None}}) is None
 
 
 def test_too_few_samples_tell_nothing():
