@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model of the GPU tests: DeepSeek-V3's attention at full width, little else."""
+"""The models of the GPU tests: DeepSeek's attention at full width, little else."""
 
 from mla_serving.demo_model import make_demo_model
 
@@ -7,7 +7,13 @@ LAYERS = 4
 
 
 def make_checkpoint(folder, heads):
-    """A demo model with an MTP layer and without experts, so that rounding flips no router."""
+    """A demo model with an MTP layer and without experts, so that rounding flips no router.
+
+    heads: of a dense model; or "v3.2", a sparse one with DeepSeek-V3.2's own numbers of heads.
+    """
+    family, indexer = "v3", {}
+    if heads == "v3.2":
+        family, heads, indexer = heads, 128, {"index_n_heads": 64}
     overrides = {
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
@@ -15,4 +21,4 @@ def make_checkpoint(folder, heads):
         "first_k_dense_replace": LAYERS + 1,
         "num_nextn_predict_layers": 1,
     }
-    return make_demo_model("v3", folder, overrides=overrides)
+    return make_demo_model(family, folder, overrides=overrides | indexer)

@@ -91,6 +91,13 @@ def all_engines():
     for backend in ("CUSTOM", "FLASHMLA", "TRITON_MLA"):
         add(f"{backend} fp8", attention_backend=backend, kv_cache_dtype="fp8")
     add("CUSTOM fp8_ds_mla", kv_cache_dtype="fp8_ds_mla")
+    for backend in ("CUSTOM", "FLASHMLA_SPARSE"):
+        add(f"{backend} v3.2", "v3.2", attention_backend=backend)
+    add("CUSTOM v3.2 eager", "v3.2", **EAGER)
+    add("CUSTOM v3.2 compiled", "v3.2", **COMPILED)
+    add("CUSTOM v3.2 fp8_ds_mla", "v3.2", kv_cache_dtype="fp8_ds_mla")
+    drafts = MTP["speculative_config"] | {"attention_backend": "CUSTOM"}
+    add("CUSTOM v3.2 mtp", "v3.2", compilation_config=MTP_GRAPHS, speculative_config=drafts)
     add("eager", **EAGER)
     add("compiled", **COMPILED)
     add("portable kernel", env={"MLA_BACKEND_IMPL": "triton"})
