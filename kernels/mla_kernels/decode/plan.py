@@ -103,6 +103,10 @@ def plan_mla_decode(
             from mla_kernels.decode.hopper.launcher import parts_for
 
             num_parts = parts_for(num_heads * s_q, seq_lens.device)
+        else:
+            from mla_kernels.decode.triton.launcher import parts_for as triton_parts_for
+
+            num_parts = triton_parts_for(num_heads * s_q, seq_lens.device, kv_cache_dtype)
         device_plan = build_plan(
             seq_lens,
             num_heads=num_heads,

@@ -46,13 +46,16 @@ def tensor_core_families(instructions: list[Instruction]) -> Counter[str]:
 
 def hot_loops(instructions: list[Instruction]) -> list[Loop]:
     """The innermost loops that hold tensor-core instructions."""
+    exits = [i.address for i in instructions if i.opcode == "EXIT" and not i.predicated]
     spans = []
     for i in instructions:
-        # A loop closes by a conditional jump back; an unconditional one is an mbarrier retry.
         target = re.search(r"0x([0-9a-f]+)", i.text) if i.opcode == "BRA" else None
+        if not target or (start := int(target.group(1), 16)) >= i.address:
+            continue
+        # An unconditional jump back from behind the kernel's end is an mbarrier retry, no loop.
         conditional = i.predicated or re.search(r"\bU?P\d", i.text)
-        if target and conditional and int(target.group(1), 16) < i.address:
-            spans.append((int(target.group(1), 16), i.address))
+        if conditional or not any(start <= end < i.address for end in exits):
+            spans.append((start, i.address))
     loops = [loop for start, end in spans if (loop := _loop(instructions, start, end)).tensor_core]
     return [
         loop

@@ -60,9 +60,9 @@ def e4m3_to_f16(code, HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def scaled_e4m3(code, scale, DTYPE: tl.constexpr, HARDWARE: tl.constexpr, WGMMA: tl.constexpr):
-    """uint8 codes times fp32 scales of the same shape, rounded once to DTYPE."""
-    if HARDWARE and not WGMMA:
+def scaled_e4m3(code, scale, DTYPE: tl.constexpr, HARDWARE: tl.constexpr, PIN: tl.constexpr):
+    """uint8 codes times fp32 scales of the same shape, rounded once to DTYPE; PIN: in assembly."""
+    if HARDWARE and PIN:
         if DTYPE == tl.bfloat16:
             return tl.inline_asm_elementwise(
                 SCALED_BF16, SCALED_REGS, [code, scale], dtype=tl.bfloat16, is_pure=False, pack=4

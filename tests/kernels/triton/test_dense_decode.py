@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The portable decode kernel: every branch against the definition, exact cases to the bit."""
 
+import itertools
+
 import pytest
 import torch
 from mla_kernels import mla_decode
+from mla_kernels.arch import ARCHS
 from mla_kernels.decode.plan import MlaDecodePlan
 from mla_kernels.decode.reference import mla_decode_reference
+from mla_kernels.decode.triton import launcher
 from mla_kernels.decode.triton.plan import build_plan
+from mla_kernels.decode.triton.plan_kernel import PLAN_TILE
+from mla_kernels.decode.triton.tiles import choose_tile, tile_rows
 from mla_kernels.layouts import MlaDims
 from mla_kernels.testing import metrics
 from mla_kernels.testing.cases import decode_case, random_tokens
@@ -62,7 +68,7 @@ def test_every_new_token_sees_all_without_causal(device):
 
 
 @pytest.mark.parametrize("rescale", RESCALES)
-@pytest.mark.parametrize("heads", [16, 48])
+@pytest.mark.parametrize("heads", [16, 32, 48])
 def test_rescale_variants(device, rescale, heads):
     case = decode_case([300, 1, 90], num_heads=heads, k_std=2.0, device=device)
     check(case, 3, rescale=rescale)
@@ -131,7 +137,7 @@ def test_exact_sums(device, heads):
         assert torch.equal(out, exact[:, :, :1].expand_as(out))
 
 
-@pytest.mark.parametrize("heads", [16, 64])
+@pytest.mark.parametrize("heads", [16, 32, 64])
 @pytest.mark.parametrize("score", [200.0, 3000.0])
 def test_a_score_far_above_the_first_tile(device, heads, score):
     """The reference comes from the first tile; a row that outgrows it is done again."""
@@ -160,6 +166,40 @@ def test_deterministic_is_the_same_bits_alone_and_in_any_batch(device, heads):
         alone = decode_case([lengths[b]], tokens=[tokens[b]], q=q[b : b + 1], device=device)
         out, lse = decode(alone, 2, deterministic=True)
         assert torch.equal(out[0], whole[b]) and torch.equal(lse[0], whole_lse[b])
+
+
+def test_fp8_new_tokens_see_no_later_ones(device):
+    case = decode_case(
+        [3, 140],
+        num_heads=8,
+        s_q=4,
+        cache_dtype=torch.float8_e4m3fn,
+        kv_scale=0.02,
+        device=device,
+    )
+    check(case, 3)
+
+
+def test_a_cache_at_an_odd_address(device):
+    """The L2 prefetch wants multiples of 16 bytes; a cache without them goes without it."""
+    case = decode_case([100, 65], num_heads=32, device=device)
+    want = decode(case)
+    flat = torch.empty(case.kv_cache.numel() + 1, dtype=case.q.dtype, device=device)
+    assert launcher.can_prefetch(case.kv_cache)
+    case.kv_cache = flat[1:].view_as(case.kv_cache).copy_(case.kv_cache)
+    assert not launcher.can_prefetch(case.kv_cache)
+    assert torch.equal(decode(case)[0], want[0])
+
+
+@pytest.mark.parametrize("arch", ARCHS.values(), ids=lambda arch: arch.name)
+def test_tiles_cover_the_rows_the_plan_counts_and_lie_within_pages(arch):
+    """Fewer rows would need more programs, and more scratch, than the plan has."""
+    for rows, dims, kv_format, rescale in itertools.product(
+        (1, 16, 17, 32, 33, 512), launcher.DIMS, ("float", "fp8", "fp8_ds_mla"), RESCALES
+    ):
+        tile = choose_tile(rows, dims, kv_format, arch, rescale)
+        assert tile.rows >= tile_rows(rows, arch)
+        assert PLAN_TILE % tile.tokens == 0
 
 
 def test_strided_query_and_cache(device):

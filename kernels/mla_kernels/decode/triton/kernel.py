@@ -75,17 +75,18 @@ def mla_decode_kernel(
     LAZY_BRANCH: tl.constexpr,
     ORDER: tl.constexpr,
     CHUNKED: tl.constexpr,
+    FP16_DOTS: tl.constexpr,  # fp8: multiply the bytes as fp16, without their scale
     HW_FP8: tl.constexpr,
     WGMMA: tl.constexpr,
+    WARPS: tl.constexpr,
     STAGES: tl.constexpr,
+    CARRY: tl.constexpr,
+    PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
     row = tl.program_id(0) * BM + tl.arange(0, BM)
     row_ok = row < num_rows
-    # The dtype of the dots. fp16 holds every e4m3 value and costs half a conversion instruction;
-    # with wgmma a converted q would take the registers.
-    FP16_DOTS: tl.constexpr = FORMAT == "fp8" and not WGMMA
     DTYPE: tl.constexpr = tl.float16 if FP16_DOTS else q_ptr.dtype.element_ty
     dv = tl.arange(0, DV)
     dr = tl.arange(0, DR)
@@ -146,7 +147,8 @@ def mla_decode_kernel(
                 page_stride, cache_scale, tile, stop, length, limit, k, refresh, num_heads,
                 BM, BN, DV, DR, PAGE, ROW, FORMAT, GROUP, SCALE_OFFSET, ROPE_OFFSET, CAUSAL,
                 RESCALE, REFERENCE,
-                LAZY_BRANCH, ORDER, DTYPE, HW_FP8, WGMMA, STAGES, INTERPRET,
+                LAZY_BRANCH, ORDER, DTYPE, FP16_DOTS, HW_FP8, WGMMA, WARPS, STAGES, CARRY, PREFETCH,
+                INTERPRET,
             )  # fmt: skip
             again = False
             if REFERENCE == "first":

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launching the decode and merge kernels. Arguments are checked by `mla_kernels.decode.api`."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,12 +12,13 @@ from mla_kernels.decode.plan import MlaDecodePlan
 from mla_kernels.decode.rescale import scale_to_log2
 from mla_kernels.decode.triton.kernel import mla_decode_kernel
 from mla_kernels.decode.triton.merge import launch_merge
-from mla_kernels.decode.triton.plan import DevicePlan, arch_of, build_plan
-from mla_kernels.decode.triton.tiles import Tile, choose_tile
+from mla_kernels.decode.triton.plan import DevicePlan, arch_of, build_plan, default_parts
+from mla_kernels.decode.triton.tiles import Tile, choose_tile, ctas_per_sm
 from mla_kernels.layouts import Fp8DsMlaLayout, MlaDims
 from mla_kernels.triton_common.runtime import INTERPRET
 
 DIMS = (MlaDims(512, 64), MlaDims(256, 32))
+FORMATS = {torch.uint8: "fp8_ds_mla", torch.float8_e4m3fn: "fp8"}
 
 
 def mla_decode_triton(
@@ -48,9 +50,10 @@ def mla_decode_triton(
             kv_lora_rank=kv_lora_rank,
             deterministic=deterministic,
             max_seq_len=block_table.shape[1] * kv_cache.shape[1],
+            num_parts=parts_for(s_q * H, q.device, kv_cache.dtype),
         )
     arch = arch_of(q.device)
-    tile = choose_tile(s_q * H, dims, cache_format(kv_cache), arch)
+    tile = choose_tile(s_q * H, dims, cache_format(kv_cache), arch, rescale)
     launch_decode(
         q, kv_cache, block_table, seq_lens, device_plan, out, lse, tile, arch,
         scale=scale, kv_scale=kv_scale, causal=causal, rescale=rescale, dims=dims,
@@ -92,6 +95,8 @@ def launch_decode(
     """One program a row tile and part of the plan."""
     _, s_q, H, _ = q.shape
     kv_format = cache_format(kv_cache)
+    if not can_prefetch(kv_cache):
+        tile = replace(tile, prefetch=0)
     kv, scale_view, rope_view = kv_cache, kv_cache, kv_cache
     if kv_format == "fp8":
         kv = kv_cache.view(torch.uint8)
@@ -122,7 +127,7 @@ def launch_decode(
         H,
         s_q,
         **kernel_constants(dims, kv_format, kv_cache.shape[1], kv_cache.stride(1)),
-        **tile_constants(tile, arch, rescale, kv_format, q.dtype),
+        **tile_constants(tile, arch, rescale, kv_format, q.dtype, kv_cache.shape[1]),
         LOAD_SCALE=isinstance(kv_scale, torch.Tensor),
         CAUSAL=causal and s_q > 1,
         CHUNKED=plan.chunk > 0,
@@ -146,12 +151,14 @@ def kernel_constants(dims: MlaDims, kv_format: str, page: int, row: int) -> dict
 
 
 def tile_constants(
-    tile: Tile, arch: Arch, rescale: str, kv_format: str, dtype: torch.dtype
+    tile: Tile, arch: Arch, rescale: str, kv_format: str, dtype: torch.dtype, block_size: int
 ) -> dict[str, Any]:
     """Compile-time arguments that the tile and the GPU decide."""
+    # fp16 holds every e4m3 value and costs half a conversion instruction. With q rows on wgmma's
+    # M side a converted q would take the registers.
+    fp16_dots = kv_format == "fp8" and (tile.order == "tokens" or not tile.wgmma)
     # fp16 weights have no room above the first tile's maximum.
-    fp16_dots = dtype == torch.float16 or (kv_format == "fp8" and not tile.wgmma)
-    fixed = rescale == "pow2" and not fp16_dots
+    fixed = rescale == "pow2" and not fp16_dots and dtype != torch.float16
     return {
         "BM": tile.rows,
         "BN": tile.tokens,
@@ -161,7 +168,11 @@ def tile_constants(
         "LAZY_BRANCH": tile.lazy_branch or rescale == "amla",
         "ORDER": tile.order,
         "REFERENCE": "first" if fixed else "lazy",
+        "FP16_DOTS": fp16_dots,
         "WGMMA": tile.wgmma,
+        "WARPS": tile.warps,
+        "CARRY": tile.carry,
+        "PREFETCH": 0 if INTERPRET or block_size % tile.tokens else tile.prefetch,
         "HW_FP8": arch.e4m3_convert and not INTERPRET,
         "PDL": arch.programmatic_launch and not INTERPRET,
         "INTERPRET": INTERPRET,
@@ -177,6 +188,19 @@ def tile_options(tile: Tile) -> dict[str, int]:
     }
 
 
+def parts_for(rows: int, device: torch.device, kv_cache_dtype: torch.dtype) -> int:
+    """Parts for which this kernel's programs fill the device."""
+    arch, kv_format = arch_of(device), FORMATS.get(kv_cache_dtype, "float")
+    return default_parts(rows, device) * ctas_per_sm(rows, arch, kv_format)
+
+
+def can_prefetch(kv_cache: torch.Tensor) -> bool:
+    """Whether every row starts at a multiple of 16 bytes, as the L2 prefetch wants."""
+    size = kv_cache.element_size()
+    strides = kv_cache.stride(0) * size, kv_cache.stride(1) * size
+    return all(n % 16 == 0 for n in (kv_cache.data_ptr(), *strides))
+
+
 def cache_format(kv_cache: torch.Tensor) -> str:
     """The layout that a cache tensor has, by its dtype."""
-    return {torch.uint8: "fp8_ds_mla", torch.float8_e4m3fn: "fp8"}.get(kv_cache.dtype, "float")
+    return FORMATS.get(kv_cache.dtype, "float")

@@ -5,9 +5,15 @@ import triton
 import triton.language as tl
 
 from mla_kernels import numerics
-from mla_kernels.decode.triton.kv_tile import load_tile
+from mla_kernels.decode.triton.kv_tile import (
+    latent_operand,
+    load_rows,
+    prefetch_tile,
+    rope_operand,
+    tile_rows,
+)
 from mla_kernels.decode.triton.softmax import finish, rescale, token_sum
-from mla_kernels.decode.triton.tile_step import add_values, dot, tile_weights
+from mla_kernels.decode.triton.tile_step import add_values, dot, tile_scores, tile_weights
 from mla_kernels.triton_common.rounding import round_to
 
 LN2 = tl.constexpr(numerics.LN2)
@@ -48,9 +54,13 @@ def attend(
     LAZY_BRANCH: tl.constexpr,
     ORDER: tl.constexpr,
     DTYPE: tl.constexpr,
+    FP16_DOTS: tl.constexpr,
     HW_FP8: tl.constexpr,
     WGMMA: tl.constexpr,
+    WARPS: tl.constexpr,
     STAGES: tl.constexpr,
+    CARRY: tl.constexpr,
+    PREFETCH: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
     """(O, k, l) over the tiles [tile, stop). Row r sees keys below limit[r] (or the scalar limit).
@@ -69,16 +79,51 @@ def attend(
         weight = tl.zeros([BM, 16], tl.float32)
     elif REFERENCE == "first":
         weight = tl.zeros([T0, T1], tl.float32)
-    for i in tl.range(tile, stop, num_stages=STAGES):
-        latent, rope = load_tile(
-            kv_ptr, kv_scale_view_ptr, kv_rope_view_ptr, table, i, length, page_stride,
-            kv_scale, DTYPE, FORMAT, BN, DV, DR, PAGE, ROW, GROUP, SCALE_OFFSET, ROPE_OFFSET,
-            HW_FP8, WGMMA,
+    SPLIT: tl.constexpr = WGMMA and WARPS > 4
+    TOKENS_CARRIED: tl.constexpr = CARRY and ORDER == "tokens" and not INTERPRET
+    PIN: tl.constexpr = not WGMMA or ORDER == "tokens"
+    if CARRY:
+        start, rows = tile_rows(table, tile, length, page_stride, BN, PAGE, ROW)
+        raw, raw_rope, scale = load_rows(
+            kv_ptr, kv_scale_view_ptr, kv_rope_view_ptr, start, rows, length - tile * BN,
+            FORMAT, BN, DV, DR, GROUP, SCALE_OFFSET, ROPE_OFFSET,
         )  # fmt: skip
+        latent = latent_operand(
+            raw, scale, kv_scale, DTYPE, FORMAT, FP16_DOTS, BN, DV, GROUP, HW_FP8, PIN
+        )
+        following = tl.minimum(tile + 1, stop - 1)
+        start, rows = tile_rows(table, following, length, page_stride, BN, PAGE, ROW)
+    if PREFETCH > 0:
+        far = tl.minimum(tile + PREFETCH, stop - 1)
+        far_page = tl.load(table + far * BN // PAGE)
+    for i in tl.range(tile, stop, num_stages=STAGES):
+        if PREFETCH > 0:
+            prefetch_tile(kv_ptr, far_page, far, page_stride, BN, DV, DR, PAGE, ROW)
+            far = tl.minimum(i + 1 + PREFETCH, stop - 1)
+            far_page = tl.load(table + far * BN // PAGE)
+        if not CARRY:
+            start, rows = tile_rows(table, i, length, page_stride, BN, PAGE, ROW)
+            raw, raw_rope, scale = load_rows(
+                kv_ptr, kv_scale_view_ptr, kv_rope_view_ptr, start, rows, length - i * BN,
+                FORMAT, BN, DV, DR, GROUP, SCALE_OFFSET, ROPE_OFFSET,
+            )  # fmt: skip
+            latent = latent_operand(
+                raw, scale, kv_scale, DTYPE, FORMAT, FP16_DOTS, BN, DV, GROUP, HW_FP8, PIN
+            )
+        rope = rope_operand(raw_rope, kv_scale, DTYPE, FORMAT, FP16_DOTS, HW_FP8, TOKENS_CARRIED)
         k_old = k
+        qk = tile_scores(q, q_rope, latent, rope, BM, BN, ORDER, SPLIT, INTERPRET)
+        if CARRY:
+            raw, raw_rope, scale = load_rows(
+                kv_ptr, kv_scale_view_ptr, kv_rope_view_ptr, start, rows,
+                length - following * BN,
+                FORMAT, BN, DV, DR, GROUP, SCALE_OFFSET, ROPE_OFFSET,
+            )  # fmt: skip
+            following = tl.minimum(i + 2, stop - 1)
+            start, rows = tile_rows(table, following, length, page_stride, BN, PAGE, ROW)
         p, k, l = tile_weights(
-            q, q_rope, latent, rope, q_ptr, row_scale, k, l, limit - i * BN, i < refresh, num_heads,
-            BM, BN, CAUSAL, ORDER, RESCALE, REFERENCE, DTYPE, WGMMA, INTERPRET,
+            qk, q_ptr, row_scale, k, l, limit - i * BN, i < refresh, num_heads,
+            BM, BN, CAUSAL, ORDER, RESCALE, REFERENCE, DTYPE, WGMMA, SPLIT, INTERPRET,
         )  # fmt: skip
         if REFERENCE == "lazy":
             if LAZY_BRANCH:
@@ -92,6 +137,10 @@ def attend(
         else:
             weight += p.to(tl.float32)
         acc = add_values(p, latent, acc, ORDER, INTERPRET)
+        if CARRY:
+            latent = latent_operand(
+                raw, scale, kv_scale, DTYPE, FORMAT, FP16_DOTS, BN, DV, GROUP, HW_FP8, PIN
+            )
     if REFERENCE == "first":
         if SUM_BY_DOT:
             l = tl.max(weight, 1)

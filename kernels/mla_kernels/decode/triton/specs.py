@@ -60,7 +60,7 @@ def _decode_spec(
     rescale: str = "pow2",
     dtype: torch.dtype = torch.bfloat16,
 ) -> KernelSpec:
-    tile = choose_tile(rows, dims, kv_format, arch)
+    tile = choose_tile(rows, dims, kv_format, arch, rescale)
     element = "bf16" if dtype == torch.bfloat16 else "fp16"
     cache = element if kv_format == "float" else CACHE_POINTER[kv_format]
     row = Fp8DsMlaLayout(dims).row_bytes if kv_format == "fp8_ds_mla" else dims.head_dim
@@ -92,7 +92,7 @@ def _decode_spec(
         },
         constexprs={
             **kernel_constants(dims, kv_format, BLOCK_SIZE, row),
-            **tile_constants(tile, arch, rescale, kv_format, dtype),
+            **tile_constants(tile, arch, rescale, kv_format, dtype, BLOCK_SIZE),
             "LOAD_SCALE": kv_format == "fp8",
             "CAUSAL": causal,
             "CHUNKED": chunked,
@@ -100,9 +100,7 @@ def _decode_spec(
         aligned=(*pointers, *STRIDES),
         options=tile_options(tile),
         tensor_core="native" if tile.wgmma else "any",
-        # The tiles of the other archs do not pass every check yet: `make lint-kernels` lists them.
-        quick=(arch.sm == 120 or (rows == 16 and arch.sm >= 90))
-        and (kv_format == "float" and mode == "pow2" and element == "bf16" and dims == DIMS[0]),
+        quick=cache == "bf16" and mode == "pow2" and dims == DIMS[0],
     )
 
 

@@ -89,11 +89,31 @@ def weights_of_scores(
 
 
 @triton.jit
-def tile_weights(
+def tile_scores(
     q,
     q_rope,
     latent,
     rope,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    ORDER: tl.constexpr,
+    SPLIT: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """Raw products q K^T of one tile."""
+    T0: tl.constexpr = BN if ORDER == "tokens" else BM
+    T1: tl.constexpr = BM if ORDER == "tokens" else BN
+    qk = scores(q, latent, tl.zeros([T0, T1], tl.float32), ORDER, INTERPRET)
+    if SPLIT:
+        rope_qk = scores(q_rope, rope, tl.zeros([T0, T1], tl.float32), ORDER, INTERPRET)
+        return tl.fma(rope_qk, 1.0, qk)
+    else:
+        return scores(q_rope, rope, qk, ORDER, INTERPRET)
+
+
+@triton.jit
+def tile_weights(
+    qk,
     q_ptr,
     row_scale,
     k,
@@ -109,28 +129,28 @@ def tile_weights(
     REFERENCE: tl.constexpr,
     DTYPE: tl.constexpr,
     WGMMA: tl.constexpr,
+    SPLIT: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """(P, k', l') of one tile."""
-    T0: tl.constexpr = BN if ORDER == "tokens" else BM
-    T1: tl.constexpr = BM if ORDER == "tokens" else BN
-    qk = scores(q, latent, tl.zeros([T0, T1], tl.float32), ORDER, INTERPRET)
-    if WGMMA:
-        # Triton lets all warps of a dot share its rows when the result reaches another dot: two
-        # warpgroups would compute the same scores. A sum that is no dot(acc=) and a branch (always
-        # taken) hide the chain. The load in the other branch keeps Triton from computing P twice,
-        # in the layouts of both dots.
-        rope_qk = scores(q_rope, rope, tl.zeros([T0, T1], tl.float32), ORDER, INTERPRET)
-        qk = tl.fma(rope_qk, 1.0, qk)
+    """(P, k', l') of one tile's products.
+
+    SPLIT: Triton lets all warps of a dot share its rows when the result reaches another dot: two
+    warpgroups would compute the same scores. A sum that is no dot(acc=) and a branch (always
+    taken) hide the chain. The load in the other branch keeps Triton from computing P twice, in the
+    layouts of both dots.
+    """
+    if SPLIT:
+        T0: tl.constexpr = BN if ORDER == "tokens" else BM
+        T1: tl.constexpr = BM if ORDER == "tokens" else BN
         if num_heads > 0:
             t = masked_scores(qk, row_scale, left, BN, CAUSAL, ORDER, RESCALE, INTERPRET)
             p, k, l = weights_of_scores(
                 t, k, l, new_reference, ORDER, RESCALE, REFERENCE, DTYPE, WGMMA, INTERPRET
             )
         else:
-            p = tl.load(q_ptr + tl.arange(0, T0)[:, None] * T1 + tl.arange(0, T1)[None, :])
+            at = q_ptr + tl.arange(0, T0)[:, None] * T1 + tl.arange(0, T1)[None, :]
+            p = tl.load(at).to(DTYPE)
     else:
-        qk = scores(q_rope, rope, qk, ORDER, INTERPRET)
         t = masked_scores(qk, row_scale, left, BN, CAUSAL, ORDER, RESCALE, INTERPRET)
         p, k, l = weights_of_scores(
             t, k, l, new_reference, ORDER, RESCALE, REFERENCE, DTYPE, WGMMA, INTERPRET

@@ -17,6 +17,8 @@ class Tile:
     order       "rows" or "tokens" on the M side of the dots (tile_step.py)
     wgmma       the dots will be wgmma (Hopper, 64 or more on the M side)
     lazy_branch skip the rescale of O when no row of the tile needs it (else multiply by 1)
+    carry       load the next tile to registers before the dots, not to shared memory
+    prefetch    ask for the tile so many steps ahead to be in the L2 (sm_90 and newer)
     """
 
     rows: int
@@ -27,31 +29,51 @@ class Tile:
     order: str = "rows"
     wgmma: bool = False
     lazy_branch: bool = False
+    carry: bool = False
+    prefetch: int = 0
 
 
 def tile_rows(rows: int, arch: Arch) -> int:
-    """Rows of a program's tile: few heads are not padded to 64, and q must fit in shared memory."""
+    """Rows of a program's tile: few heads are not padded to 64. With mma q lies in registers, and
+    64 rows of it would spill."""
     if rows <= 16:
         return 16
-    if rows <= 32 or arch.shared_memory < 128 * KB:
-        return 32
-    return 64
+    return 32 if rows <= 32 or arch.tensor_core != "wgmma" else 64
 
 
-def ctas_per_sm(rows: int, arch: Arch) -> int:
+def ctas_per_sm(rows: int, arch: Arch, kv_format: str = "float") -> int:
     """Programs that share an SM, which is how many parts the plan makes."""
-    return 2 if tile_rows(rows, arch) == 16 and arch.shared_memory > 128 * KB else 1
+    tile = choose_tile(rows, MlaDims(), kv_format, arch)
+    return 2 if tile.warps == 4 else 1
 
 
-def choose_tile(rows: int, dims: MlaDims, kv_format: str, arch: Arch) -> Tile:
-    """The tile for `rows` query rows."""
+def choose_tile(
+    rows: int, dims: MlaDims, kv_format: str, arch: Arch, rescale: str = "pow2"
+) -> Tile:
+    """The tile for `rows` query rows; it has at least tile_rows(rows, arch) rows."""
     m = tile_rows(rows, arch)
-    if m == 64 and arch.tensor_core == "wgmma":
-        return Tile(64, 64, warps=8, stages=2, wgmma=True)
-    if m == 64:
-        return Tile(64, 32, warps=8, stages=2)
+    if arch.tensor_core == "wgmma":
+        return _hopper_tile(m, dims, kv_format, rescale)
+    large = arch.shared_memory > 128 * KB
+    if kv_format != "float":
+        return Tile(m, 32, warps=8, stages=1, carry=True)
     if m == 32:
-        return Tile(32, 32, warps=8, stages=3)
-    if arch.shared_memory < 128 * KB:
-        return Tile(16, 32, warps=8, stages=3)
-    return Tile(16, 32, warps=4, stages=5)
+        return Tile(32, 32, warps=8, stages=5 if large else 4)
+    return Tile(16, 32, warps=8, stages=7 if large else 4)
+
+
+def _hopper_tile(m: int, dims: MlaDims, kv_format: str, rescale: str) -> Tile:
+    """Measured on an H200: benchmarks/VERSIONS.md."""
+    if m == 16 and kv_format == "float":
+        return Tile(16, 64, warps=8, stages=5)
+    if m == 16:
+        return Tile(16, 32, warps=4, stages=1, carry=True, prefetch=2)
+    if m == 32 and kv_format == "float":
+        return Tile(32, 64, warps=8, stages=2, order="tokens", wgmma=True, prefetch=1)
+    if m == 32 and kv_format == "fp8":
+        return Tile(32, 64, warps=8, stages=1, order="tokens", wgmma=True, carry=True, prefetch=1)
+    # Also 32 rows of fp8_ds_mla: its conversion leaves no registers for the tile above.
+    if rescale == "amla":
+        return Tile(64, 32, warps=8, stages=3, wgmma=True)
+    stages = 2 if dims.kv_lora_rank > 256 else 3
+    return Tile(64, 64, warps=8, stages=stages, wgmma=True, prefetch=1)
