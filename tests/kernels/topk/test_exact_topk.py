@@ -102,6 +102,16 @@ def test_levels_of_groups_lose_nothing(short_levels, n, k, levels, kind, device)
     check(scores, k, "triton", device, lengths)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="rows too long for the interpreter")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("n", "k"), [(40000, 2048), (40001, 2048), (140000, 100), (300001, 2048)])
+def test_long_rows(n, k, kind):
+    g = torch.Generator().manual_seed(6)
+    scores = rows_of(kind, 3, n, g)
+    check(scores, k, "triton", "cuda", torch.tensor([n, n // 2, 300], dtype=torch.int32))
+    check(scores, k, "triton", "cuda", torch.tensor([n - 1, 0, 17000], dtype=torch.int32))
+
+
 def test_the_best_may_sit_in_one_group_or_one_in_each(short_levels, device):
     n, k = 4096, 32
     scores = torch.randn(3, n, generator=torch.Generator().manual_seed(3))
