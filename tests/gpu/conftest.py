@@ -112,8 +112,9 @@ def engines(request, tmp_path_factory, checkpoint):
 
 @pytest.fixture(scope="session")
 def parity_table(request):
-    """`parity_table(name, distance, partings, requests)` collects rows, written with --results."""
+    """`parity_table(name, distance, partings, requests)` adds a row to the files of --results."""
     rows = []
+    folder = request.config.getoption("--results", default=None)
 
     def add(name, d, partings=None, requests=None):
         row = {"engine": name, **asdict(d)}
@@ -121,17 +122,17 @@ def parity_table(request):
             row |= {"requests": requests, "parted": len(partings)}
             row["largest_gap"] = max(partings, default=0.0)
         rows.append(row)
+        if folder:
+            only = request.config.getoption("--engines")
+            write_parity(Path(folder), rows, f" --engines '{only}'" if only else "")
 
-    yield add
-    folder = request.config.getoption("--results", default=None)
-    if folder and rows:
-        write_parity(Path(folder), rows)
+    return add
 
 
-def write_parity(folder, rows):
-    """parity.json and parity.md."""
+def write_parity(folder, rows, chosen):
+    """parity.json and parity.md; chosen: the end of the command that made them."""
     head = {
-        "command": "python -m pytest tests/gpu -m gpu --results benchmarks/results/h200",
+        "command": f"python -m pytest tests/gpu -m gpu --results benchmarks/results/h200{chosen}",
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "vllm": importlib.metadata.version("vllm"),
