@@ -132,8 +132,9 @@ def _steps_table(report: Report, heads: int) -> list[str]:
     for key, found in ratios.items():
         if found:
             mean = math.exp(sum(map(math.log, found)) / len(found))
-            lines += ["", f"{MEANS[key]}, best peer / ours: geometric mean {mean:.3f}, at least as fast "
-                      f"in {sum(r >= 1 for r in found)} of {len(found)} cases."]  # fmt: skip
+            won = sum(value >= 1 for value in found)
+            line = f"{MEANS[key]}, best peer / ours: geometric mean {mean:.3f}"
+            lines += ["", f"{line}, at least as fast in {won} of {len(found)} cases."]
     return [*lines, ""]
 
 
