@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 from mla_kernels import MlaDecodePlan
+from vllm.logger import init_logger
 from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonDecodeMetadata,
     MLACommonMetadata,
@@ -21,6 +22,8 @@ from mla_backend.attention.step_check import StepCheck
 from mla_backend.attention.step_plans import StepPlans
 from mla_backend.attention.warmup import warm_up
 from mla_backend.stats import STATS
+
+logger = init_logger("vllm.mla_backend")
 
 
 @dataclass
@@ -82,6 +85,14 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MlaMetadata]):
         for s_q in range(1, self.reorder_batch_threshold + 1):
             self._plans.reserve(s_q)
         if layer.impl.decode_kernel.impl in support.GPU_IMPLS:
+            logger.info_once(
+                "mla-backend decodes with %s: up to %d requests of 1 to %d new tokens, %d MiB of "
+                "workspace.",
+                layer.impl.decode_kernel.impl,
+                max_requests,
+                self.reorder_batch_threshold,
+                self._plans.workspace_bytes >> 20,
+            )
             warm_up(
                 layer,
                 self._plans,

@@ -40,6 +40,11 @@ class StepPlans:
             )
         return self._largest[s_q]
 
+    @property
+    def workspace_bytes(self) -> int:
+        """Device memory that the plans reserved so far hold."""
+        return sum(plan.workspace_bytes for plan in self._largest.values())
+
     def for_step(self, seq_lens: torch.Tensor, s_q: int) -> MlaDecodePlan:
         """The plan for seq_lens [B] int32, without a sync. The one before is no longer valid."""
         shape = (seq_lens.shape[0], s_q)

@@ -41,7 +41,17 @@ def fake_venv(tmp_path):
 
 def test_help_lists_the_targets():
     listed = re.findall(r"^  make (\S+)", make().stdout, re.MULTILINE)
-    assert {"help", "setup", "serve", "test", "test-fast", "bench", "lint", "clean"} <= set(listed)
+    assert {
+        "help",
+        "setup",
+        "serve",
+        "test",
+        "test-fast",
+        "test-gpu",
+        "bench",
+        "lint",
+        "clean",
+    } <= set(listed)
 
 
 @pytest.mark.parametrize(

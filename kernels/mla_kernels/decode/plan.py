@@ -32,6 +32,14 @@ class MlaDecodePlan:
         if self.device_plan is not None:
             self.device_plan.update(seq_lens)
 
+    @property
+    def workspace_bytes(self) -> int:
+        """Device memory that the plan holds."""
+        if self.device_plan is None:
+            return 0
+        held = vars(self.device_plan).values()
+        return sum(x.nbytes for x in held if isinstance(x, torch.Tensor))
+
     def narrow(self, num_requests: int) -> MlaDecodePlan:
         """A plan for fewer requests in the same buffers, to be updated before use. Only the one
         updated last is valid: engines keep one plan for their largest batch and narrow it.

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the dense backend says of a GPU, asked on any machine."""
+
+import pytest
+import torch
+from mla_kernels.layouts import MlaDims
+from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.selector import AttentionSelectorConfig
+
+from mla_backend.attention.backend import MlaBackend
+from mla_backend.attention.kernel import DecodeKernel
+from mla_backend.attention.metadata import MlaMetadataBuilder
+from mla_backend.attention.step_plans import StepPlans
+from mla_backend.attention.warmup import batch_sizes
+
+
+def reasons(capability, **changes):
+    config = AttentionSelectorConfig(
+        head_size=576, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=64, use_mla=True
+    )._replace(**changes)
+    return MlaBackend.validate_configuration(device_capability=capability, **config._asdict())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"kv_cache_dtype": name} for name in ("fp8", "fp8_e4m3", "fp8_ds_mla")),
+        {"use_dcp": True},
+        {"use_batch_invariant": True},
+    ],
+)
+def test_a_gpu_takes(changes):
+    assert reasons(DeviceCapability(9, 0), **changes) == []
+
+
+def test_a_cpu_has_no_context_parallelism():
+    (reason,) = reasons(None, use_dcp=True)
+    assert reason.startswith("on a CPU, decode context parallelism. Mend")
+
+
+def test_rows_of_fp8_ds_mla_are_bytes():
+    assert MlaBackend.get_kv_cache_shape(7, 64, 1, 576, "fp8_ds_mla") == (7, 64, 656)
+    assert MlaBackend.get_kv_cache_shape(7, 64, 1, 576, "fp8") == (7, 64, 576)
+
+
+@pytest.mark.parametrize(
+    "impl, support",
+    [("auto", AttentionCGSupport.UNIFORM_BATCH), ("torch", AttentionCGSupport.NEVER)],
+)
+def test_graphs_only_where_nothing_waits_for_the_device(impl, support, monkeypatch):
+    monkeypatch.setenv("MLA_BACKEND_IMPL", impl)
+    assert MlaMetadataBuilder.get_cudagraph_support(None, None) == support
+
+
+@pytest.mark.parametrize("switch", ["0", "1"])
+def test_batch_invariant_mode_makes_deterministic_plans(switch, monkeypatch):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", switch)
+    monkeypatch.setenv("MLA_BACKEND_IMPL", "triton")
+    device = torch.device("cpu")
+    kernel = DecodeKernel.choose(MlaDims(), torch.bfloat16, "auto", device)
+    plans = StepPlans(kernel, 16, 4, 4096, device)
+    plan = plans.for_step(torch.tensor([5, 70], dtype=torch.int32), 2)
+    assert plan.deterministic is (switch == "1")
+    assert (plan.num_requests, plan.s_q, plan.num_heads) == (2, 2, 16)
+    assert plans.workspace_bytes > 0
+
+
+def test_warm_up_covers_every_specialisation():
+    assert batch_sizes(1) == [1]
+    assert batch_sizes(5) == [1, 2, 3, 4, 5]
+    sizes = batch_sizes(1000)
+    assert set(range(1, 161)) < set(sizes) and {256, 257, 512, 513, 1000} < set(sizes)
+    assert max(sizes) == 1000
