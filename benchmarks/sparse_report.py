@@ -34,6 +34,7 @@ def markdown(report: dict[str, Any], indexer: dict[str, Any] | None) -> str:
         "# Sparse MLA on a GPU",
         "",
         *source(report),
+        *([report["note"], ""] if "note" in report else []),
         "Microseconds: medians of CUDA-graph replays, cold L2. `floor`: the larger of FLOP over",
         "the GEMM rate and bytes over the read rate, both of this run. 2048 slots a token, in",
         "random order. FlashMLA takes 64 or 128 heads: fewer are padded before it is timed.",

@@ -2,6 +2,7 @@
 """Which tile the sparse kernel uses, and into how many ranges of slots it cuts a token."""
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -61,24 +62,29 @@ def choose_tile(heads: int, kv_format: str, arch: Arch) -> Tile:
 
 
 def choose_split(T: int, H: int, K: int, tile: Tile, arch: Arch, device: torch.device) -> Split:
-    """How T tokens of H heads and K slots are cut: the longest chain of tiles is the shortest."""
+    """How T tokens of H heads and K slots are cut on this device."""
     sms = INTERPRETED_SMS
     if device.type != "cpu":
         sms = torch.cuda.get_device_properties(device).multi_processor_count
-    capacity = sms * tile.per_sm
-    programs = T * -(-H // tile.rows)
-    tiles = max(1, -(-K // tile.tokens))
+    return even_split(T, -(-H // tile.rows), K, tile.tokens, sms * tile.per_sm)
+
+
+@cache
+def even_split(T: int, row_tiles: int, K: int, tokens: int, capacity: int) -> Split:
+    """The split whose longest chain of tiles is the shortest, where `capacity` programs run."""
+    programs = T * row_tiles
+    tiles = max(1, -(-K // tokens))
 
     def cost(splits: int) -> float:
         waves = -(-programs * splits // capacity)
-        chain = waves * (-(-tiles // splits) * tile.tokens / 64 + OVERHEAD)
+        chain = waves * (-(-tiles // splits) * tokens / 64 + OVERHEAD)
         merge = MERGE + T * splits / 128 + waves * PARTIAL
         return chain + (merge if splits > 1 else 0.0)
 
     most = 1 if programs >= FULL * capacity else min(tiles, MAX_SPLITS)
     splits = min(range(1, most + 1), key=cost)
     span = -(-tiles // splits)
-    return Split(-(-tiles // span), span * tile.tokens)
+    return Split(-(-tiles // span), span * tokens)
 
 
 def partial_bytes(T: int, H: int, splits: int, kv_lora_rank: int) -> int:
