@@ -7,29 +7,32 @@ from mla_serving.demo_model import make_demo_model
 
 pytestmark = pytest.mark.engine
 
-LAYERS = 4
+LAYERS = 3
 
 
 @pytest.fixture(scope="module")
 def dense(run_engine, scenarios, tmp_path_factory):
     """(checkpoint, result): index_topk beyond every context, so every token is read."""
     folder = tmp_path_factory.mktemp("v32-dense") / "model"
-    checkpoint = make_demo_model("v3.2", folder, overrides={"index_topk": 2048})
+    checkpoint = make_demo_model(
+        "v3.2", folder, overrides={"index_topk": 2048, "num_hidden_layers": LAYERS}
+    )
     requests = {name: scenarios[name] for name in ("plain", "prefix")}
     return checkpoint, run_engine(requests, model=checkpoint, env={"MLA_BACKEND_CHECK": "1"})
 
 
 @pytest.fixture(scope="module")
 def sparse(run_engine, scenarios, tmp_path_factory):
-    """(checkpoint, result): 32 tokens are read of up to 500; drafts make rows of 4 tokens."""
+    """(checkpoint, result): 32 tokens are read of up to 500. A draft layer (MTP), sparse as well,
+    proposes 2 tokens, so that rows of 3 are checked."""
     folder = tmp_path_factory.mktemp("v32-sparse") / "model"
-    checkpoint = make_demo_model("v3.2", folder, overrides={"index_topk": 32})
-    requests = {"alone": scenarios["plain"][3:]}
-    requests |= {name: scenarios[name] for name in ("plain", "prefix")}
-    speculation = {"method": "ngram", "num_speculative_tokens": 3}
-    speculation |= {"prompt_lookup_min": 1, "prompt_lookup_max": 2}
+    overrides = {"index_topk": 32, "num_hidden_layers": LAYERS, "num_nextn_predict_layers": 1}
+    checkpoint = make_demo_model("v3.2", folder, overrides=overrides)
     return checkpoint, run_engine(
-        requests, model=checkpoint, speculative_config=speculation, choices=True
+        {name: scenarios[name] for name in ("plain", "prefix")},
+        model=checkpoint,
+        speculative_config={"method": "mtp", "num_speculative_tokens": 2},
+        choices=True,
     )
 
 
@@ -110,7 +113,7 @@ def test_every_call_was_ours(dense):
     assert dense[1]["scenarios"]["plain"]["after"]["sparse_steps"] >= 4 + 31
 
 
-@pytest.mark.parametrize("scenario", ["alone", "plain", "prefix"])
+@pytest.mark.parametrize("scenario", ["plain", "prefix"])
 def test_32_tokens_chosen(sparse, oracle, scenario, monkeypatch):
     from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Indexer
 
@@ -122,6 +125,7 @@ def test_32_tokens_chosen(sparse, oracle, scenario, monkeypatch):
         agreed, differences = oracle(checkpoint, [output])
         assert agreed == len(differences) == 32
         assert differences.max() < 1e-4
+    assert any(str(LAYERS) in layers for layers in result["choices"].values())  # the draft layer
     gaps = torch.tensor(follow.gaps)
     assert len(gaps) > 300
     assert (gaps > 0).float().mean() < 0.02
