@@ -170,7 +170,7 @@ def test_a_hundred_fused_runs_agree(device):
     case.weights.zero_()  # every score ties
     first = indexer_topk(*case.args, 20, impl="triton")
     assert first[0].tolist() == list(range(20))
-    for _ in range(100):
+    for _ in range(100 if device == "cuda" else 10):  # the interpreter runs in order
         assert torch.equal(indexer_topk(*case.args, 20, impl="triton"), first)
 
 

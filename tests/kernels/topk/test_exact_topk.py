@@ -125,7 +125,7 @@ def test_the_best_may_sit_in_one_group_or_one_in_each(short_levels, device):
 def test_a_hundred_runs_agree(impl, device, short_levels):
     scores = rows_of("few", 2, 1000, torch.Generator().manual_seed(4)).to(device)
     first = exact_topk(scores, 16, impl=impl)
-    for _ in range(100):
+    for _ in range(100 if device == "cuda" else 10):  # the interpreter runs in order
         assert torch.equal(exact_topk(scores, 16, impl=impl), first)
 
 
