@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refuse a JSON body that is no object: vLLM 0.26 answers a list or a string with 500."""
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mla_serving.server.errors import error_response
+
+_JSON_SPACE = b" \t\r\n"
+
+
+class JsonObject:
+    """ASGI middleware: 400 for application/json that does not begin with a brace."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not _is_json(Headers(scope=scope)):
+            return await self.app(scope, receive, send)
+        messages: list[Message] = []
+        start = b""
+        while not start:
+            message = await receive()
+            messages.append(message)
+            start = message.get("body", b"").lstrip(_JSON_SPACE)
+            if not message.get("more_body"):
+                break
+        if start and not start.startswith(b"{"):
+            refusal = error_response(400, "The body must be a JSON object.")
+            return await refusal(scope, receive, send)
+
+        async def replay() -> Message:
+            return messages.pop(0) if messages else await receive()
+
+        await self.app(scope, replay, send)
+
+
+def _is_json(headers: Headers) -> bool:
+    return headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json"
