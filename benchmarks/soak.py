@@ -164,7 +164,11 @@ async def soak(
     async with httpx.AsyncClient(base_url=server.url, timeout=None, limits=limits) as http:
         watch = Watch(http, server.pid, ledger)
         client = Client(http, ledger, scope, args.tolerance)
-        client.references = await client.probe_idle("before")
+        try:
+            client.references = await client.probe_idle("before")
+        except (httpx.HTTPError, ValueError) as error:
+            ledger.fault(f"before the load: {type(error).__name__}: {error}")
+            return 0.0, ledger, None
         before = await watch.metrics()
         tensors = gpu_mib(await watch.info())
         start = watch.start = time.monotonic()
@@ -176,9 +180,11 @@ async def soak(
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
         try:
-            return minutes, ledger, await final_state(client, watch, before, tensors, server.log)
-        except (httpx.HTTPError, psutil.Error):
-            return minutes, ledger, None
+            end = await final_state(client, watch, before, tensors, server.log)
+        except (httpx.HTTPError, psutil.Error, ValueError) as error:
+            ledger.fault(f"after the load: {type(error).__name__}: {error}")
+            end = None
+        return minutes, ledger, end
 
 
 def gpu_mib(info: Row) -> float | None:

@@ -82,12 +82,12 @@ def growth_mib(samples: list[Row], name: str) -> float:
 
 
 def verdict(ledger: Ledger, end: End | None) -> list[str]:
-    """All that is wrong; empty when the soak passed. `end` is None when the server was gone."""
+    """All that is wrong; empty when the soak passed. `end` is None when the server could not say how it is."""
     wrong = list(ledger.faults)
     if ledger.fault_count > len(wrong):
         wrong.append(f"and {ledger.fault_count - len(wrong)} more faults")
     wrong += [f"no request was {OUTCOMES[o]}" for o in OUTCOMES if not ledger.outcomes[o]]
-    wrong += ["the server is gone"] if end is None else _wrong_at_end(end)
+    wrong += ["the server has no sound end state"] if end is None else _wrong_at_end(end)
     if len(ledger.samples) < MIN_SAMPLES:
         return [*wrong, f"{len(ledger.samples)} samples of memory tell nothing"]
     for name, label in MEMORY.items():

@@ -286,8 +286,8 @@ def test_a_server_that_is_gone():
     from soak_ledger import summary_line, verdict
 
     wrong = verdict(sound_ledger(), None)
-    assert wrong == ["the server is gone"]
-    assert "? preemptions, FAILED: the server is gone" in summary_line(
+    assert wrong == ["the server has no sound end state"]
+    assert "? preemptions, FAILED: the server has no sound end state" in summary_line(
         1, sound_ledger(), None, wrong
     )
 
@@ -372,7 +372,7 @@ def test_the_page(alive):
     page = markdown(
         {
             "line": "soak: all well",
-            "wrong": [] if alive else ["the server is gone"],
+            "wrong": [] if alive else ["the server has no sound end state"],
             "command": public(["--minutes", "1", "--results", "there", "--eager"]),
             "machine": {"cpu": "C", "vllm": "1", "torch": "2"},
             "model": "demo v3",
@@ -385,5 +385,5 @@ def test_the_page(alive):
     assert "`python benchmarks/soak.py --minutes 1 --eager`" in page
     assert "| engine | 3000 | 3000 | 3000 | 3000 | +0.0 |" in page
     assert "GPU" not in page
-    assert ("* WRONG: the server is gone" in page) != alive
+    assert ("* WRONG: the server has no sound end state" in page) != alive
     assert ("before and after: yes" in page) == alive
