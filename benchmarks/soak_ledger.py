@@ -82,7 +82,7 @@ def growth_mib(samples: list[Row], name: str) -> float:
 
 
 def verdict(ledger: Ledger, end: End | None) -> list[str]:
-    """All that is wrong; empty when the soak passed. `end` is None when the server could not say how it is."""
+    """All that is wrong; empty when the soak passed. `end` is None when the server does not say."""
     wrong = list(ledger.faults)
     if ledger.fault_count > len(wrong):
         wrong.append(f"and {ledger.fault_count - len(wrong)} more faults")
