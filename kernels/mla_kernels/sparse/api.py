@@ -13,6 +13,8 @@ from mla_kernels.sparse.torch_impl import mla_sparse_attention_torch
 
 AVAILABLE = ("triton", "torch", "reference")
 MAX_HEADS = 128
+# (kv_lora_rank, Dk) that the kernel takes, in bf16 and fp16; "auto" takes torch for all else.
+TRITON_DIMS = ((512, 576), (256, 288))
 
 
 def mla_sparse_attention(
@@ -146,4 +148,7 @@ def _check_arguments(
                 raise ValueError(f"Expected a contiguous {name}, got strides {tensor.stride()}")
     for name, x in tensors.items():
         checks.check_device(name, x, q.device)
-    return choose_impl("mla_sparse_attention", impl, q.device, available=AVAILABLE)
+    available: tuple[str, ...] = AVAILABLE
+    if impl == "auto" and (q.dtype == torch.float32 or (kv_lora_rank, Dk) not in TRITON_DIMS):
+        available = tuple(name for name in AVAILABLE if name != "triton")
+    return choose_impl("mla_sparse_attention", impl, q.device, available=available)

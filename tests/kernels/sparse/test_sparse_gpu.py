@@ -36,7 +36,7 @@ class Step:
         self.change(0)
 
     def change(self, seed):
-        """New queries and slots, of other lengths; one of several tokens has none. Results are poisoned."""
+        """New queries and slots; one of several tokens has none. Results are poisoned."""
         g = torch.Generator("cuda").manual_seed(seed)
         self.q.normal_(generator=g).mul_(0.5)
         T, num_slots = len(self.q), self.kv.shape[0] * 64
