@@ -21,6 +21,8 @@ BLOCK_SIZE = 64
 E4M3_MAX = 448.0
 # A group of zeros gets this scale instead of 0 (FLT_MIN, as vLLM's cache kernels do).
 MIN_GROUP_SCALE = 2.0**-126
+# The scale of an indexer key is never below this / 448, as in DeepSeek's and vLLM's kernels.
+INDEXER_MIN_AMAX = 1e-4
 
 
 @dataclass(frozen=True)

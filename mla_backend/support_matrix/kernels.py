@@ -91,7 +91,7 @@ def _takes(impl: str, *case: object) -> bool:
     """By the implementation's own check; torch and the reference have none beyond mla_decode's."""
     dims, dtype, cache, block, rescale = case
     if impl == "hopper":
-        from mla_kernels.decode.hopper.launcher import refusal
+        from mla_kernels.decode.hopper.support import refusal
 
         return refusal(dims, dtype, cache, block, rescale) is None  # type: ignore[arg-type]
     if impl == "triton":

@@ -25,7 +25,7 @@ def choose_decode_impl(
     """
     hopper_refusal = None
     if device.type == "cuda":
-        from mla_kernels.decode.hopper.launcher import refusal
+        from mla_kernels.decode.hopper.support import refusal
 
         hopper_refusal = refusal(dims, dtype, kv_cache_dtype, block_size, rescale)
     return choose_impl(

@@ -108,7 +108,7 @@ def plan_mla_decode(
 
         num_parts = None
         if choice.impl == "hopper":
-            from mla_kernels.decode.hopper.launcher import parts_for
+            from mla_kernels.decode.hopper.support import parts_for
 
             num_parts = parts_for(num_heads * s_q, seq_lens.device)
         else:

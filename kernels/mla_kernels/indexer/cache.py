@@ -5,12 +5,10 @@ import torch
 
 from mla_kernels import checks
 from mla_kernels.dispatch import choose_impl
-from mla_kernels.layouts import E4M3_MAX, IndexerLayout
+from mla_kernels.layouts import E4M3_MAX, INDEXER_MIN_AMAX, IndexerLayout
 
 AVAILABLE = ("triton", "torch", "reference")
 SCALE_FORMATS = ("ue8m0", "fp32")
-# The scale of a key is never below MIN_AMAX / 448, as in DeepSeek's and vLLM's kernels.
-MIN_AMAX = 1e-4
 
 
 def write_indexer_cache(
@@ -71,7 +69,7 @@ def quantise_keys(k: torch.Tensor, scale_format: str) -> tuple[torch.Tensor, tor
     nan = k.isnan()
     amax = k.abs().masked_fill_(nan, 0.0).amax(-1)
     # By a tensor: a GPU multiplies by the reciprocal of a Python number, which is an ulp off.
-    scales = amax.clamp(min=MIN_AMAX) / torch.full_like(amax, E4M3_MAX)
+    scales = amax.clamp(min=INDEXER_MIN_AMAX) / torch.full_like(amax, E4M3_MAX)
     if scale_format == "ue8m0":  # up to a power of two: the mantissa bits go
         scales = ((scales.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
     codes = (k / scales[:, None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)

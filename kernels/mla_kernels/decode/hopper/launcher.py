@@ -10,11 +10,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from mla_kernels.arch import device_arch
 from mla_kernels.decode.hopper import layouts
 from mla_kernels.decode.hopper.kernel import hopper_decode_kernel
+from mla_kernels.decode.hopper.support import FORMATS, parts_for
 from mla_kernels.decode.plan import MlaDecodePlan
 from mla_kernels.decode.rescale import scale_to_log2
 from mla_kernels.decode.triton.merge import launch_merge
 from mla_kernels.decode.triton.plan import DevicePlan, build_plan
-from mla_kernels.layouts import MlaDims
 
 # Tiles of each ring: 209 KB of shared memory. 160 is the only register share of the two value
 # warpgroups that compiles without spills or serialised wgmma.
@@ -23,8 +23,6 @@ _BF16 |= {"SLOTS_CA": 0, "SLOTS_CB": 0}
 # An fp8 cache: two bf16 tiles a ring, and rings of codes.
 _FP8 = _BF16 | {"SLOTS_A": 2, "SLOTS_CA": 1, "SLOTS_CB": 1}
 CONFIGS = {"bf16": _BF16, "fp8": _FP8, "fp8_ds_mla": _FP8}
-RESCALES = ("pow2", "amla")
-FORMATS = {torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8", torch.uint8: "fp8_ds_mla"}
 
 
 def mla_decode_hopper(
@@ -133,26 +131,3 @@ def descriptors(
 
 def _boxes(rows: torch.Tensor, width: int, layout: Any) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(rows, [layouts.BLOCK.value, width], layout.value)
-
-
-def refusal(
-    dims: MlaDims, dtype: torch.dtype, kv_cache_dtype: torch.dtype, block_size: int, rescale: str
-) -> str | None:
-    """Why this kernel cannot serve such a batch; None if it can."""
-    if dims != MlaDims(512, 64):
-        return f"it needs kv_lora_rank 512 and rope 64, got {dims.kv_lora_rank} and {dims.rope_dim}"
-    if dtype != torch.bfloat16:
-        return f"it needs q in bf16, got {dtype}"
-    if kv_cache_dtype not in FORMATS:
-        return f"it needs a cache of {list(FORMATS.values())}, got {kv_cache_dtype}"
-    if block_size != layouts.BLOCK.value:
-        return f"it needs blocks of {layouts.BLOCK.value} tokens, got {block_size}"
-    if rescale not in RESCALES:
-        return f"it rescales by {list(RESCALES)}, got {rescale!r}"
-    return None
-
-
-def parts_for(rows: int, device: torch.device) -> int:
-    """Parts for which parts x row tiles fill the device, one CTA an SM."""
-    sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return max(1, sms // triton.cdiv(rows, layouts.BLOCK.value))

@@ -5,12 +5,11 @@ import triton
 import triton.language as tl
 
 from mla_kernels import layouts
-from mla_kernels.indexer.cache import MIN_AMAX as _MIN_AMAX
 from mla_kernels.triton_common.fp8 import f32_to_e4m3
 from mla_kernels.triton_common.rounding import round_to
 
 E4M3_MAX = tl.constexpr(layouts.E4M3_MAX)
-MIN_AMAX = tl.constexpr(_MIN_AMAX)
+MIN_AMAX = tl.constexpr(layouts.INDEXER_MIN_AMAX)
 
 
 @triton.jit

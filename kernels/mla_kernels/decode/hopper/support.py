@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the Hopper kernel serves, and how many parts a plan for it has."""
+
+import torch
+import triton
+
+from mla_kernels.decode.hopper import layouts
+from mla_kernels.layouts import MlaDims
+
+RESCALES = ("pow2", "amla")
+FORMATS = {torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8", torch.uint8: "fp8_ds_mla"}
+
+
+def refusal(
+    dims: MlaDims, dtype: torch.dtype, kv_cache_dtype: torch.dtype, block_size: int, rescale: str
+) -> str | None:
+    """Why this kernel cannot serve such a batch; None if it can."""
+    if dims != MlaDims(512, 64):
+        return f"it needs kv_lora_rank 512 and rope 64, got {dims.kv_lora_rank} and {dims.rope_dim}"
+    if dtype != torch.bfloat16:
+        return f"it needs q in bf16, got {dtype}"
+    if kv_cache_dtype not in FORMATS:
+        return f"it needs a cache of {list(FORMATS.values())}, got {kv_cache_dtype}"
+    if block_size != layouts.BLOCK.value:
+        return f"it needs blocks of {layouts.BLOCK.value} tokens, got {block_size}"
+    if rescale not in RESCALES:
+        return f"it rescales by {list(RESCALES)}, got {rescale!r}"
+    return None
+
+
+def parts_for(rows: int, device: torch.device) -> int:
+    """Parts for which parts x row tiles fill the device, one CTA an SM."""
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return max(1, sms // triton.cdiv(rows, layouts.BLOCK.value))
