@@ -239,7 +239,7 @@ def test_indexer_is_taken_over_and_others_are_not(monkeypatch):
     from vllm.model_executor.models import deepseek_v2
 
     from mla_backend.attention.sparse import indexer as module
-    from mla_backend.attention.sparse.backend import IndexerBackend
+    from mla_backend.attention.sparse.indexer_backend import IndexerBackend
     from mla_backend.attention.sparse.metadata import IndexerMetadata
     from mla_backend.attention.sparse.rows import RowsBuilder
 

@@ -112,7 +112,7 @@ def plan_mla_decode(
 
             num_parts = parts_for(num_heads * s_q, seq_lens.device)
         else:
-            from mla_kernels.decode.triton.launcher import parts_for as triton_parts_for
+            from mla_kernels.decode.triton.plan import parts_for as triton_parts_for
 
             num_parts = triton_parts_for(num_heads * s_q, seq_lens.device, kv_cache_dtype)
         device_plan = build_plan(

@@ -15,6 +15,7 @@ from mla_backend.attention import support
 from mla_backend.attention.impl import lay_out_absorbed_weights
 from mla_backend.attention.kernel import cache_dtype
 from mla_backend.attention.sparse.indexer import take_over
+from mla_backend.attention.sparse.indexer_backend import IndexerBackend
 from mla_backend.attention.sparse.kernel import SparseKernel, attention_workspace
 from mla_backend.attention.sparse.metadata import SparseMetadata, max_tokens
 from mla_backend.stats import STATS
@@ -76,8 +77,6 @@ class SparseMlaImpl(MLAAttentionImpl[SparseMetadata]):
             self._kernel.attention,
         )
         if indexer is not None:
-            from mla_backend.attention.sparse.backend import IndexerBackend
-
             take_over(indexer, self._kernel.indexer, IndexerBackend, vllm_config, device)
 
     def prepare_for_batch(self, attn_metadata: Any) -> None:

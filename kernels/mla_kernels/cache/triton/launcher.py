@@ -9,6 +9,7 @@ import triton
 from mla_kernels.arch import device_arch
 from mla_kernels.cache.triton.kernel import write_kv_cache_kernel
 from mla_kernels.layouts import Fp8DsMlaLayout, MlaDims
+from mla_kernels.triton_common.formats import cache_format
 from mla_kernels.triton_common.runtime import INTERPRET
 
 NUM_WARPS = 2  # 64 lanes x 16 bytes cover a bf16 latent of 512
@@ -46,11 +47,6 @@ def launch_write_kv_cache(
         HW_FP8=not INTERPRET and device_arch(kv_cache.device).e4m3_convert,
         num_warps=NUM_WARPS,
     )
-
-
-def cache_format(dtype: torch.dtype) -> str:
-    """The layout that a cache tensor of this dtype has."""
-    return {torch.uint8: "fp8_ds_mla", torch.float8_e4m3fn: "fp8"}.get(dtype, "float")
 
 
 def byte_view(kv_cache: torch.Tensor) -> torch.Tensor:

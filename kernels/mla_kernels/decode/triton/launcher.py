@@ -12,13 +12,13 @@ from mla_kernels.decode.plan import MlaDecodePlan
 from mla_kernels.decode.rescale import scale_to_log2
 from mla_kernels.decode.triton.kernel import mla_decode_kernel
 from mla_kernels.decode.triton.merge import launch_merge
-from mla_kernels.decode.triton.plan import DevicePlan, arch_of, build_plan, default_parts
-from mla_kernels.decode.triton.tiles import Tile, choose_tile, ctas_per_sm
+from mla_kernels.decode.triton.plan import DevicePlan, arch_of, build_plan, parts_for
+from mla_kernels.decode.triton.tiles import Tile, choose_tile
 from mla_kernels.layouts import Fp8DsMlaLayout, MlaDims
+from mla_kernels.triton_common.formats import cache_format
 from mla_kernels.triton_common.runtime import INTERPRET
 
 DIMS = (MlaDims(512, 64), MlaDims(256, 32))
-FORMATS = {torch.uint8: "fp8_ds_mla", torch.float8_e4m3fn: "fp8"}
 
 
 def mla_decode_triton(
@@ -53,7 +53,7 @@ def mla_decode_triton(
             num_parts=parts_for(s_q * H, q.device, kv_cache.dtype),
         )
     arch = arch_of(q.device)
-    tile = choose_tile(s_q * H, dims, cache_format(kv_cache), arch, rescale)
+    tile = choose_tile(s_q * H, dims, cache_format(kv_cache.dtype), arch, rescale)
     launch_decode(
         q, kv_cache, block_table, seq_lens, device_plan, out, lse, tile, arch,
         scale=scale, kv_scale=kv_scale, causal=causal, rescale=rescale, dims=dims,
@@ -94,7 +94,7 @@ def launch_decode(
 ) -> None:
     """One program a row tile and part of the plan."""
     _, s_q, H, _ = q.shape
-    kv_format = cache_format(kv_cache)
+    kv_format = cache_format(kv_cache.dtype)
     if not can_prefetch(kv_cache):
         tile = replace(tile, prefetch=0)
     kv, scale_view, rope_view = kv_cache, kv_cache, kv_cache
@@ -188,19 +188,8 @@ def tile_options(tile: Tile) -> dict[str, int]:
     }
 
 
-def parts_for(rows: int, device: torch.device, kv_cache_dtype: torch.dtype) -> int:
-    """Parts for which this kernel's programs fill the device."""
-    arch, kv_format = arch_of(device), FORMATS.get(kv_cache_dtype, "float")
-    return default_parts(rows, device) * ctas_per_sm(rows, arch, kv_format)
-
-
 def can_prefetch(kv_cache: torch.Tensor) -> bool:
     """Whether every row starts at a multiple of 16 bytes, as the L2 prefetch wants."""
     size = kv_cache.element_size()
     strides = kv_cache.stride(0) * size, kv_cache.stride(1) * size
     return all(n % 16 == 0 for n in (kv_cache.data_ptr(), *strides))
-
-
-def cache_format(kv_cache: torch.Tensor) -> str:
-    """The layout that a cache tensor has, by its dtype."""
-    return FORMATS.get(kv_cache.dtype, "float")

@@ -14,6 +14,7 @@ from mla_kernels.decode.triton.plan_kernel import (
     plan_kernel,
 )
 from mla_kernels.decode.triton.tiles import ctas_per_sm, tile_rows
+from mla_kernels.triton_common.formats import cache_format
 
 # What starting on a request costs a program, in tiles: filling the pipeline, writing the result.
 OVERHEAD = 2
@@ -89,7 +90,7 @@ def build_plan(
     B = seq_lens.shape[0]
     rows = num_heads * s_q
     device = seq_lens.device
-    parts = num_parts or default_parts(rows, device)
+    parts = num_parts or parts_for(rows, device)
     max_chunks = MAX_CHUNKS
     if deterministic:
         if max_seq_len is not None:
@@ -128,15 +129,15 @@ def arch_of(device: torch.device) -> Arch:
     return ARCHS[90] if device.type == "cpu" else device_arch(device)
 
 
-def default_parts(rows: int, device: torch.device) -> int:
-    """Parts for which parts x row tiles fill the device."""
-    arch = arch_of(device)
+def parts_for(rows: int, device: torch.device, kv_cache_dtype: torch.dtype = torch.bfloat16) -> int:
+    """Parts for which the portable kernel's programs, parts x row tiles, fill the device."""
+    ctas = ctas_per_sm(rows, arch_of(device), cache_format(kv_cache_dtype))
     sms = (
         4
         if device.type == "cpu"
         else torch.cuda.get_device_properties(device).multi_processor_count
     )
-    return max(1, sms * ctas_per_sm(rows, arch) // row_tiles(rows, device))
+    return max(1, sms * ctas // row_tiles(rows, device))
 
 
 def row_tiles(rows: int, device: torch.device) -> int:

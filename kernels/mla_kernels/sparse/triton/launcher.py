@@ -7,7 +7,6 @@ import torch
 import triton
 
 from mla_kernels.arch import Arch
-from mla_kernels.cache.triton.launcher import cache_format
 from mla_kernels.decode.rescale import scale_to_log2
 from mla_kernels.decode.triton.launcher import check_supported, kernel_constants
 from mla_kernels.decode.triton.plan import arch_of
@@ -21,6 +20,7 @@ from mla_kernels.sparse.triton.tiles import (
     choose_tile,
     partial_bytes,
 )
+from mla_kernels.triton_common.formats import cache_format
 from mla_kernels.triton_common.runtime import INTERPRET
 
 
