@@ -56,11 +56,13 @@ def choose_tile(heads: int, kv_format: str, arch: Arch) -> Tile:
     if heads > 32 and arch.tensor_core == "wgmma":
         return Tile(64, 64, warps=8, stages=2, parts=2 if kv_format == "float" else 1, wgmma=True)
     small = arch.shared_memory < 128 * KB
+    integer = kv_format != "float" and not arch.e4m3_convert
     if heads > 16:
-        # Conversions by integer operations spill with fewer warps.
-        integer = kv_format != "float" and not arch.e4m3_convert
-        eight = small or integer
-        return Tile(32, 32, 8, stages=2) if eight else Tile(32, 32, 4, stages=3, per_sm=2)
+        if arch.tensor_core == "wgmma":
+            return Tile(32, 32, warps=4, stages=3, per_sm=2)
+        return Tile(32, 32, warps=8, stages=2)
+    if integer:  # conversions by integer operations spill with fewer warps
+        return Tile(16, 32, warps=8, stages=2 if small else 3)
     return Tile(16, 32, warps=4, stages=2 if small else 3, per_sm=1 if small else 2)
 
 
