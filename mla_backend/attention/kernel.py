@@ -65,11 +65,16 @@ class DecodeKernel:
         )
 
     def plan(
-        self, seq_lens: torch.Tensor, num_heads: int, s_q: int, max_seq_len: int | None = None
+        self,
+        seq_lens: torch.Tensor,
+        num_heads: int,
+        s_q: int,
+        max_seq_len: int | None = None,
+        lender: MlaDecodePlan | None = None,
     ) -> MlaDecodePlan:
-        """The plan of a step for seq_lens [B] int32, with buffers of its own.
+        """The plan of a step for seq_lens [B] int32.
 
-        max_seq_len bounds its workspace.
+        max_seq_len bounds its workspace, which is `lender`'s where that is large enough.
         """
         return plan_mla_decode(
             seq_lens,
@@ -84,4 +89,5 @@ class DecodeKernel:
             dtype=self.dtype,
             kv_cache_dtype=self.kv_cache_dtype,
             block_size=support.BLOCK_SIZE,
+            lender=lender,
         )

@@ -81,9 +81,7 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MlaMetadata]):
             vllm_config.model_config.max_model_len,
             self.device,
         )
-        # Drafts may be shorter than the most that is allowed.
-        for s_q in range(1, self.reorder_batch_threshold + 1):
-            self._plans.reserve(s_q)
+        self._plans.reserve(self.reorder_batch_threshold)
         if layer.impl.decode_kernel.impl in support.GPU_IMPLS:
             logger.info_once(
                 "mla-backend decodes with %s: up to %d requests of 1 to %d new tokens, %d MiB of "

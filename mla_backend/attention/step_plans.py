@@ -31,24 +31,33 @@ class StepPlans:
         self._largest: dict[int, MlaDecodePlan] = {}  # by s_q
         self._plans: dict[tuple[int, int], MlaDecodePlan] = {}  # by (requests, s_q)
 
-    def reserve(self, s_q: int) -> MlaDecodePlan:
-        """The plan that owns the buffers for s_q new tokens a request; made if there is none."""
+    def reserve(self, max_s_q: int) -> None:
+        """Make the plans for 1 to max_s_q new tokens a request: of requests that are drafted for,
+        some steps have fewer. They share the memory of the largest, as only one is in use."""
+        for s_q in range(max_s_q, 0, -1):
+            self._reserved(s_q)
+
+    def _reserved(self, s_q: int) -> MlaDecodePlan:
         if s_q not in self._largest:
             seq_lens = torch.zeros(self._max_requests, dtype=torch.int32, device=self._device)
+            lender = self._largest[max(self._largest)] if self._largest else None
             self._largest[s_q] = self._kernel.plan(
-                seq_lens, self._num_heads, s_q, self._max_seq_len
+                seq_lens, self._num_heads, s_q, self._max_seq_len, lender
             )
         return self._largest[s_q]
 
     @property
     def workspace_bytes(self) -> int:
-        """Device memory that the plans reserved so far hold."""
-        return sum(plan.workspace_bytes for plan in self._largest.values())
+        """Device memory that the plans reserved so far hold together."""
+        held: dict[int, int] = {}
+        for s_q in sorted(self._largest):  # the largest last: it lends what it has
+            held |= self._largest[s_q].workspace
+        return sum(held.values())
 
     def for_step(self, seq_lens: torch.Tensor, s_q: int) -> MlaDecodePlan:
         """The plan for seq_lens [B] int32, without a sync. The one before is no longer valid."""
         shape = (seq_lens.shape[0], s_q)
         if shape not in self._plans:
-            self._plans[shape] = self.reserve(s_q).narrow(seq_lens.shape[0])
+            self._plans[shape] = self._reserved(s_q).narrow(seq_lens.shape[0])
         self._plans[shape].update(seq_lens)
         return self._plans[shape]

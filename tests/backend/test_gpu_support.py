@@ -66,6 +66,20 @@ def test_batch_invariant_mode_makes_deterministic_plans(switch, monkeypatch):
     assert plans.workspace_bytes > 0
 
 
+def test_plans_of_all_query_lengths_share_one_workspace(monkeypatch):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    monkeypatch.setenv("MLA_BACKEND_IMPL", "triton")
+    device = torch.device("cpu")
+    kernel = DecodeKernel.choose(MlaDims(), torch.bfloat16, "auto", device)
+    plans = StepPlans(kernel, 16, 4, 16384, device)
+    plans.reserve(4)
+    lens = torch.tensor([5, 70], dtype=torch.int32)
+    acc = [plans.for_step(lens, s_q).device_plan.acc for s_q in (1, 2, 3, 4)]
+    assert len({x.data_ptr() for x in acc}) == 1
+    assert [x.shape[1] for x in acc] == [16, 32, 48, 64]
+    assert acc[3].nbytes <= plans.workspace_bytes < 1.05 * acc[3].nbytes
+
+
 def test_warm_up_covers_every_specialisation():
     assert batch_sizes(1) == [1]
     assert batch_sizes(5) == [1, 2, 3, 4, 5]

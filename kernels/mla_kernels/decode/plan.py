@@ -34,11 +34,17 @@ class MlaDecodePlan:
 
     @property
     def workspace_bytes(self) -> int:
-        """Device memory that the plan holds."""
+        """Device memory that the plan holds, what it was lent included."""
+        return sum(self.workspace.values())
+
+    @property
+    def workspace(self) -> dict[int, int]:
+        """{address: bytes} of the device memory that the plan holds. Plans that share some have
+        the same addresses."""
         if self.device_plan is None:
-            return 0
+            return {}
         held = vars(self.device_plan).values()
-        return sum(x.nbytes for x in held if isinstance(x, torch.Tensor))
+        return {x.data_ptr(): x.nbytes for x in held if isinstance(x, torch.Tensor)}
 
     def narrow(self, num_requests: int) -> MlaDecodePlan:
         """A plan for fewer requests in the same buffers, to be updated before use. Only the one
@@ -80,15 +86,18 @@ def plan_mla_decode(
     kv_cache_dtype: torch.dtype = torch.bfloat16,
     block_size: int = BLOCK_SIZE,
     rescale: str = "pow2",
+    lender: MlaDecodePlan | None = None,
 ) -> MlaDecodePlan:
     """Plan the decode of a batch from seq_lens [B] int32, on its device, without a host sync.
 
     Build it once, `update` it once a step and pass it to every layer's `mla_decode(plan=...)`. It
     owns the workspace for partial results, so that a step with a plan allocates nothing.
 
-    max_seq_len bounds that workspace in deterministic mode. From impl on, the arguments are those
-    of the `mla_decode` that the plan is for: they decide which kernel will run and so into how many
-    parts the device is cut. A plan serves the other kernels too, less evenly. ValueError as there.
+    max_seq_len bounds that workspace in deterministic mode. From impl to rescale, the arguments are
+    those of the `mla_decode` that the plan is for: they decide which kernel will run and so into
+    how many parts the device is cut. A plan serves the other kernels too, less evenly. lender: a
+    plan whose memory for partial results is used, if that is enough; the two must never be in use
+    at the same time. ValueError as there.
     """
     for name, value in (("num_heads", num_heads), ("s_q", s_q)):
         if value < 1:
@@ -123,5 +132,6 @@ def plan_mla_decode(
             deterministic=deterministic,
             max_seq_len=max_seq_len,
             num_parts=num_parts,
+            lender=lender.device_plan if lender else None,
         )
     return MlaDecodePlan(seq_lens.shape[0], s_q, num_heads, deterministic, device_plan)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The device side of `plan_mla_decode`: buffers of a fixed size, filled by the plan kernel."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -80,12 +81,14 @@ def build_plan(
     deterministic: bool = False,
     max_seq_len: int | None = None,
     num_parts: int | None = None,
+    lender: DevicePlan | None = None,
 ) -> DevicePlan:
     """Allocate a plan for batches of seq_lens.shape[0] requests and fill it from seq_lens.
 
     max_seq_len bounds the workspace of deterministic mode (MAX_CHUNKS a request without it); it
     does not change the chunks of requests up to that length. num_parts: default, what fills the
-    device.
+    device. lender: a plan that is never in use at the same time; the partials go where its do, if
+    they fit.
     """
     B = seq_lens.shape[0]
     rows = num_heads * s_q
@@ -116,12 +119,22 @@ def build_plan(
         max_splits=max_splits,
         parts=new(parts, PART_FIELDS),
         requests=new(B, REQUEST_FIELDS),
-        acc=new(slots, rows, kv_lora_rank, dtype=torch.float32),
-        sums=new(slots, rows, 2, dtype=torch.float32),
+        acc=_partials((slots, rows, kv_lora_rank), device, lender.acc if lender else None),
+        sums=_partials((slots, rows, 2), device, lender.sums if lender else None),
         outgrown=torch.zeros(parts, row_tiles(rows, device), dtype=torch.int32, device=device),
     )
     plan.update(seq_lens)
     return plan
+
+
+def _partials(
+    shape: tuple[int, ...], device: torch.device, lent: torch.Tensor | None
+) -> torch.Tensor:
+    """fp32 of `shape`, in the memory of `lent` if that is large enough."""
+    size = math.prod(shape)
+    if lent is not None and lent.numel() >= size:
+        return lent.view(-1)[:size].view(shape)
+    return torch.empty(shape, dtype=torch.float32, device=device)
 
 
 def arch_of(device: torch.device) -> Arch:
