@@ -102,9 +102,13 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MlaMetadata]):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """None where torch computes on a GPU: it reads lengths on the host."""
+        """None where torch computes on a GPU: it reads lengths on the host. Under DCP steps of one
+        token a request: vLLM runs others as prefill, as a rank's keys end elsewhere for each query.
+        """
         if envs.get("MLA_BACKEND_IMPL") in support.SLOW_IMPLS:
             return AttentionCGSupport.NEVER
+        if vllm_config.parallel_config.decode_context_parallel_size > 1:
+            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
         return cls._cudagraph_support
 
     def _build_decode(

@@ -6,8 +6,9 @@
 spec: {"engine": keywords of vllm.LLM, "scenarios": {name: [request, ...]}}, where a request is
 {"prompt": token ids, "max_tokens": n, "arrive": engine step at which it is added}. The result
 holds, per scenario, each request's tokens, logprobs and cached prompt tokens, the counters of the
-worker before and after, and what `watch_steps` saw (single-process engines). For a sparse model it
-also holds `choices`, see `watch_choices`.
+first worker before and after, and what `watch_steps` saw (single-process engines). For a sparse
+model it also holds `choices`, see `watch_choices`. `ranks`: the counters of every worker at the
+end.
 """
 
 import json
@@ -149,6 +150,7 @@ def main():
             "disordered": seen["disordered"],
             "query_lens": sorted(seen["query_lens"]),
         }
+    result["ranks"] = llm.collective_rpc("mla_backend_stats")
     Path(sys.argv[2]).write_text(json.dumps(result))
 
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the dense backend says of a GPU, asked on any machine."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from mla_kernels.layouts import MlaDims
@@ -45,12 +47,20 @@ def test_rows_of_fp8_ds_mla_are_bytes():
 
 
 @pytest.mark.parametrize(
-    "impl, support",
-    [("auto", AttentionCGSupport.UNIFORM_BATCH), ("torch", AttentionCGSupport.NEVER)],
+    "impl, dcp, support",
+    [
+        ("auto", 1, AttentionCGSupport.UNIFORM_BATCH),
+        # With drafts a graph of whole steps would fail at start-up: they are prefill then.
+        ("auto", 2, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE),
+        # Nothing may wait for the device.
+        ("torch", 1, AttentionCGSupport.NEVER),
+        ("torch", 2, AttentionCGSupport.NEVER),
+    ],
 )
-def test_graphs_only_where_nothing_waits_for_the_device(impl, support, monkeypatch):
+def test_which_steps_a_graph_may_hold(impl, dcp, support, monkeypatch):
     monkeypatch.setenv("MLA_BACKEND_IMPL", impl)
-    assert MlaMetadataBuilder.get_cudagraph_support(None, None) == support
+    config = SimpleNamespace(parallel_config=SimpleNamespace(decode_context_parallel_size=dcp))
+    assert MlaMetadataBuilder.get_cudagraph_support(config, None) == support
 
 
 @pytest.mark.parametrize("switch", ["0", "1"])

@@ -8,15 +8,21 @@ pytestmark = pytest.mark.engine
 FAMILIES = ("v2-lite", "v3", "v3-default-rope")
 
 
+# Two workers, which share out the heads; vLLM would bind each to a NUMA node of its own.
+TWO_RANKS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+
+
 @pytest.fixture(scope="module", params=FAMILIES)
 def fp32(request, run_engine, scenarios, demo_checkpoint):
-    """(checkpoint, result) of an fp32 engine; v2-lite with workers in processes of their own, v3
-    with every step checked."""
-    checkpoint = demo_checkpoint(request.param)
-    in_process = request.param != "v2-lite"
-    env = {"MLA_BACKEND_CHECK": "1"} if request.param == "v3" else None
-    result = run_engine(scenarios, model=checkpoint, in_process=in_process, env=env)
-    return checkpoint, {**result, "checked": env is not None}
+    """(checkpoint, result) of an fp32 engine; v2-lite tensor-parallel, v3 with every step
+    checked."""
+    checkpoint, engine = demo_checkpoint(request.param), {}
+    if request.param == "v2-lite":
+        engine = {"in_process": False, "tensor_parallel_size": 2, "env": TWO_RANKS}
+    elif request.param == "v3":
+        engine = {"env": {"MLA_BACKEND_CHECK": "1"}}
+    result = run_engine(scenarios, model=checkpoint, **engine)
+    return checkpoint, {**result, "checked": request.param == "v3"}
 
 
 @pytest.mark.parametrize("scenario", ["plain", "churn", "prefix", "churn again"])
@@ -49,6 +55,15 @@ def test_every_attention_call_was_ours(fp32):
         assert "cpu" in after["decode"]["reason"]
 
 
+def test_every_rank_computes_every_step(fp32):
+    checkpoint, result = fp32
+    ranks = result["ranks"]
+    assert len(ranks) == (2 if checkpoint.name == "v2-lite" else 1)
+    assert [rank["rank"] for rank in ranks] == list(range(len(ranks)))
+    for count in ("decode_steps", "forward_mqa_tokens", "forward_mha_tokens", "kv_cache_writes"):
+        assert len({rank[count] for rank in ranks}) == 1 and ranks[0][count] > 0
+
+
 def test_chunked_prefill_and_prefix_caching_stay_on(fp32):
     result = fp32[1]
     assert result["chunked_prefill"] and result["prefix_caching"]
@@ -62,7 +77,7 @@ def test_chunked_prefill_and_prefix_caching_stay_on(fp32):
 def test_block_tables_were_not_in_order(fp32):
     checkpoint, result = fp32
     if checkpoint.name == "v2-lite":
-        pytest.skip("its worker is another process, which is not watched")
+        pytest.skip("its workers are other processes, which are not watched")
     assert result["scenarios"]["churn again"]["disordered"]
 
 

@@ -1,19 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """The models of the GPU tests: DeepSeek's attention at full width, little else."""
 
-from mla_serving.demo_model import make_demo_model
+from mla_serving.demo_model import FAMILIES, make_demo_model
 
 LAYERS = 4
+LONG = 160_000
 
 
 def make_checkpoint(folder, heads):
     """A demo model with an MTP layer and without experts, so that rounding flips no router.
 
-    heads: of a dense model; or "v3.2", a sparse one with DeepSeek-V3.2's own numbers of heads.
+    heads: of a dense model; or "v3.2", a sparse one with DeepSeek-V3.2's own numbers of heads; or
+    "long", one of 16 heads whose context is twice LONG.
     """
-    family, indexer = "v3", {}
+    family, others = "v3", {}
     if heads == "v3.2":
-        family, heads, indexer = heads, 128, {"index_n_heads": 64}
+        family, heads, others = heads, 128, {"index_n_heads": 64}
+    elif heads == "long":
+        rope = FAMILIES[family]["rope_scaling"]
+        factor = -(-2 * LONG // rope["original_max_position_embeddings"])
+        others = {
+            "max_position_embeddings": 2 * LONG,
+            "rope_scaling": {**rope, "factor": factor},
+        }
+        heads = 16
     overrides = {
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
@@ -21,4 +31,4 @@ def make_checkpoint(folder, heads):
         "first_k_dense_replace": LAYERS + 1,
         "num_nextn_predict_layers": 1,
     }
-    return make_demo_model(family, folder, overrides=overrides | indexer)
+    return make_demo_model(family, folder, overrides=overrides | others)

@@ -112,7 +112,18 @@ def engines(request, tmp_path_factory, checkpoint):
 
 @pytest.fixture(scope="session")
 def parity_table(request):
-    """`parity_table(name, distance, partings, requests)` adds a row to the files of --results."""
+    """`parity_table(name, distance, partings, requests)` adds a row to parity.json and parity.md
+    in --results."""
+    return make_table(request, "parity")
+
+
+@pytest.fixture(scope="session")
+def ranks_table(request):
+    """As parity_table, to parity_ranks.json and parity_ranks.md."""
+    return make_table(request, "parity_ranks")
+
+
+def make_table(request, stem):
     rows = []
     folder = request.config.getoption("--results", default=None)
 
@@ -124,21 +135,22 @@ def parity_table(request):
         rows.append(row)
         if folder:
             only = request.config.getoption("--engines")
-            write_parity(Path(folder), rows, f" --engines '{only}'" if only else "")
+            write_parity(Path(folder), stem, rows, f" --engines '{only}'" if only else "")
 
     return add
 
 
-def write_parity(folder, rows, chosen):
-    """parity.json and parity.md; chosen: the end of the command that made them."""
+def write_parity(folder, stem, rows, chosen):
+    """stem.json and stem.md; chosen: the end of the command that made them."""
+    gpus = torch.cuda.device_count()
     head = {
         "command": f"python -m pytest tests/gpu -m gpu --results benchmarks/results/h200{chosen}",
-        "gpu": torch.cuda.get_device_name(),
+        "gpu": f"{gpus} x " * (gpus > 1) + torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "vllm": importlib.metadata.version("vllm"),
     }
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "parity.json").write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
+    (folder / f"{stem}.json").write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
     lines = [
         "# Parity in vLLM\n",
         f"`{head['command']}` on {head['gpu']}, vLLM {head['vllm']}, torch {head['torch']}.\n",
@@ -157,4 +169,4 @@ def write_parity(folder, rows, chosen):
             f"| {r['engine']} | {r['tokens']} | {r['best']} | {r['mean']:.5f} | {r['p99']:.4f} | "
             f"{r['max']:.4f} | {parted} | {gap} |"
         )
-    (folder / "parity.md").write_text("\n".join(lines) + "\n")
+    (folder / f"{stem}.md").write_text("\n".join(lines) + "\n")

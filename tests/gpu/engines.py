@@ -3,6 +3,9 @@
 
 import random
 
+import torch
+from checkpoint import LONG
+
 VOCAB = 2048
 DRAFTS = 3
 # Stock backends of vLLM that run on sm_90.
@@ -31,12 +34,15 @@ COMPILED = {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 3
 MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": DRAFTS}}
 # With drafts, 1 + DRAFTS tokens a request: whole batches of 1 to 32 requests.
 MTP_GRAPHS = GRAPHS | {"cudagraph_capture_sizes": [4, 8, 16, 32, 64, 128]}
-LONG = 160_000
-LONG_ENGINE = {
-    "max_model_len": LONG + 64,
-    "max_num_batched_tokens": 32768,
-    "hf_overrides": {"max_position_embeddings": 2 * LONG, "rope_scaling": None},
+LONG_ENGINE = {"max_model_len": LONG + 64, "max_num_batched_tokens": 32768}
+# Ways to share two GPUs, and what they are compared with. NVLink multicast, which not every host
+# allows its guests, is left alone.
+RANKS = {
+    "tp 2": {"tensor_parallel_size": 2},
+    "dcp 2": {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
 }
+RANKS_STOCK = "FLASH_ATTN_MLA"
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
 
 
 def tokens(rng, count):
@@ -118,5 +124,13 @@ def all_engines():
     add("sleep, portable kernel", env={"MLA_BACKEND_IMPL": "triton"}, scenarios=asleep,
         enable_sleep_mode=True, enable_prefix_caching=False)  # fmt: skip
     for backend in ("CUSTOM", "FLASHMLA"):
-        add(f"{backend} long", attention_backend=backend, scenarios=long_prompt(), **LONG_ENGINE)
+        add(f"{backend} long", "long", scenarios=long_prompt(), attention_backend=backend,
+            **LONG_ENGINE)  # fmt: skip
+    if torch.cuda.device_count() > 1:
+        for name, ranks in RANKS.items():
+            ranks = ranks | {"disable_custom_all_reduce": True}
+            for backend in ("CUSTOM", RANKS_STOCK):
+                add(f"{backend} {name}", 128, NO_MULTICAST, attention_backend=backend, **ranks)
+            add(f"CUSTOM {name} mtp", 128, NO_MULTICAST, compilation_config=MTP_GRAPHS,
+                **MTP, **ranks)  # fmt: skip
     return engines
