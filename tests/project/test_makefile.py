@@ -105,6 +105,11 @@ def test_serve_starts_at_once_with_these_arguments(variables, expected, fake_ven
     assert done.stdout.splitlines() == [f"[{argument}]" for argument in expected]
 
 
+def heed_interrupts():
+    """A shell starts background jobs with SIGINT ignored, and a shell script cannot undo that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_interrupt_reaches_the_server_and_make_waits_for_it(fake_venv):
     script(
         fake_venv / "bin" / "mla-backend",
@@ -112,7 +117,13 @@ def test_interrupt_reaches_the_server_and_make_waits_for_it(fake_venv):
     )
     command = ["make", "serve", "DEVICE=cpu", f"VENV={fake_venv}"]
     process = subprocess.Popen(
-        command, cwd=ROOT, env=ENV, stdout=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        cwd=ROOT,
+        env=ENV,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=heed_interrupts,
     )
     assert process.stdout.readline() == "ready\n"
     os.killpg(process.pid, signal.SIGINT)  # what Ctrl-C does: to make and all below it
