@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Argument checks shared by the ops: ValueError naming the value and what is allowed."""
 
+import math
+from numbers import Real
+
 import torch
 
 from mla_kernels.layouts import Fp8DsMlaLayout, MlaDims
@@ -15,17 +18,30 @@ def check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
 
 
 def check_range(name: str, value: int, low: int, high: int) -> None:
-    if not low <= value <= high:
-        raise ValueError(f"Expected {name} in {low}..{high}, got {value}")
+    if not hasattr(value, "__index__") or not low <= value <= high:
+        raise ValueError(f"Expected {name} in {low}..{high}, got {value!r}")
+
+
+def check_scale(scale: float) -> None:
+    """A softmax scale: a number of the host, as reading one back would wait for the device."""
+    if not isinstance(scale, Real) or not math.isfinite(scale) or scale <= 0:
+        raise ValueError(f"Expected a finite softmax scale above 0, got {scale!r}")
+
+
+def check_tensor(name: str, x: object) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise ValueError(f"Expected {name} to be a tensor, got {type(x).__name__}")
 
 
 def check_dtype(name: str, x: torch.Tensor, allowed: tuple[torch.dtype, ...]) -> None:
+    check_tensor(name, x)
     if x.dtype not in allowed:
         raise ValueError(f"Expected {name}.dtype in {list(allowed)}, got {x.dtype}")
 
 
 def check_shape(name: str, x: torch.Tensor, shape: tuple[int | str, ...]) -> None:
     """`shape` holds ints that must match and names of free dimensions."""
+    check_tensor(name, x)
     ok = x.dim() == len(shape) and all(
         not isinstance(want, int) or have == want for have, want in zip(x.shape, shape, strict=True)
     )
@@ -61,12 +77,25 @@ def check_kv_cache(kv_cache: torch.Tensor, dims: MlaDims, kv_scale: object) -> N
     check_choice("block size (kv_cache.shape[1])", kv_cache.shape[1], BLOCK_SIZES)
     check_last_contiguous("kv_cache", kv_cache)
     if kv_cache.dtype == torch.float8_e4m3fn:
-        if kv_scale is None:
-            raise ValueError("Expected kv_scale for a float8_e4m3fn cache, got None")
-        if isinstance(kv_scale, torch.Tensor) and kv_scale.numel() != 1:
-            raise ValueError(f"Expected kv_scale with 1 element, got {list(kv_scale.shape)}")
+        _check_kv_scale(kv_scale, kv_cache.device)
     elif kv_scale is not None:
         raise ValueError(f"Expected kv_scale=None for a {kv_cache.dtype} cache, got {kv_scale!r}")
+
+
+def _check_kv_scale(kv_scale: object, device: torch.device) -> None:
+    """The scale of an fp8 cache. The value of one on a GPU is not read."""
+    if kv_scale is None:
+        raise ValueError("Expected kv_scale for a float8_e4m3fn cache, got None")
+    value = kv_scale
+    if isinstance(kv_scale, torch.Tensor):
+        check_dtype("kv_scale", kv_scale, (torch.float32,))
+        if kv_scale.numel() != 1:
+            raise ValueError(f"Expected kv_scale with 1 element, got {list(kv_scale.shape)}")
+        if kv_scale.device != device:
+            raise ValueError(f"Expected kv_scale on {device}, like kv_cache, got {kv_scale.device}")
+        value = kv_scale.item() if device.type == "cpu" else 1.0
+    if not isinstance(value, Real) or not math.isfinite(value) or value <= 0:
+        raise ValueError(f"Expected a finite kv_scale above 0, got {value!r}")
 
 
 def check_contents(

@@ -165,8 +165,16 @@ def good_arguments():
         ({"table": rope_table(CONFIG, 32)[::2]}, "contiguous"),
         (
             {"buffers": MlaLayerBuffers.allocate(CONFIG, 3, dtype=torch.float32, device="cpu")},
-            r"buffers.out of shape \[2, 1, 64\], got \[3, 1, 64\]",
+            r"buffers.down of shape \[2, 328\], got \[3, 328\]",
         ),
+        (
+            {"buffers": MlaLayerBuffers.allocate(CONFIG, 2, dtype=torch.half, device="cpu")},
+            r"buffers.down.dtype in .*float32.*got torch.float16",
+        ),
+        ({"seq_lens": torch.tensor([17, 3]).int()}, r"seq_lens\[0\] in 0\.\.16 .*got 17"),
+        ({"seq_lens": torch.tensor([-1, 3]).int()}, r"seq_lens\[0\] in 0\.\.16 .*got -1"),
+        ({"block_table": torch.full((2, 1), 9).int()}, "block_table entries in 0.*got 9 in row 0"),
+        ({"block_table": torch.zeros(2, 1, device="meta").int()}, "block_table on cpu.*got meta"),
         ({"kv_scale": 1.0}, "kv_scale=None"),
     ],
 )
@@ -187,13 +195,24 @@ def test_weights_of_a_wrong_shape_or_dtype_are_refused():
         MlaLayerWeights.from_projections(c, **(good | {"q_up": good["q_up"].bfloat16()}))
 
 
-@pytest.mark.parametrize("change", [{"rope_dim": 33}, {"num_heads": 0}, {"dim": -1}])
+def test_an_empty_batch():
+    arguments = good_arguments()
+    for name in ("x", "block_table", "seq_lens"):
+        arguments[name] = arguments[name][:0]
+    assert mla_layer(**arguments).shape == (0, 1, 64)
+    assert arguments["kv_cache"].isnan().all()
+
+
+BAD_CONFIGS = [{"rope_dim": 33}, {"num_heads": 0}, {"dim": -1}, {"rope_theta": float("nan")}]
+
+
+@pytest.mark.parametrize("change", BAD_CONFIGS)
 def test_bad_dimensions_are_refused(change):
     with pytest.raises(ValueError, match=next(iter(change))):
         MlaLayerConfig(**change)
 
 
-def test_defaults_are_those_of_the_challenge():
+def test_defaults_are_those_of_deepseek_v3():
     c = MlaLayerConfig()
     assert (c.qk_dim, c.down_dim, c.cache.head_dim) == (192, 2112, 576)
     assert c.scale == pytest.approx(192**-0.5)

@@ -25,9 +25,10 @@ def write_kv_cache(
     kv_c          [T, kv_lora_rank] bf16, fp16 or fp32
     k_pe          [T, rope dim], the same dtype, RoPE already applied
     kv_cache      [num_blocks, block_size, row] in any layout of layouts.py
-    slot_mapping  [N] int32 or int64, N <= T: block * block_size + offset, -1 = skip. Rows of kv_c
-                  past N (padding) are not read.
-    kv_scale      float8_e4m3fn caches only: value = e4m3 * kv_scale
+    slot_mapping  [N] int32 or int64, N <= T: block * block_size + offset, negative = skip. Rows of
+                  kv_c past N (padding) are not read.
+    kv_scale      float8_e4m3fn caches only: value = e4m3 * kv_scale; a number, or fp32 with one
+                  element on the device
 
     ValueError for arguments that do not fit, before anything is written.
     """

@@ -14,11 +14,18 @@ def write_kv_cache_torch(
     *,
     kv_scale: float | torch.Tensor | None = None,
 ) -> None:
-    """See `write_kv_cache`."""
+    """See `write_kv_cache`. On a CPU, where it costs no wait, slots past the cache are refused."""
     N = slot_mapping.shape[0]
     rows = encode_rows(kv_c[:N], k_pe[:N], kv_cache.dtype, kv_scale)
     keep = slot_mapping >= 0
     if slot_mapping.device.type == "cpu":
+        size = kv_cache.shape[0] * kv_cache.shape[1]
+        if N and int(slot_mapping.max()) >= size:
+            token = int(slot_mapping.argmax())
+            raise ValueError(
+                f"Expected slot_mapping below {size} (blocks x block size), got "
+                f"{int(slot_mapping[token])} for token {token}"
+            )
         if not bool(keep.all()):
             rows, slot_mapping = rows[keep], slot_mapping[keep]
     elif N:

@@ -1,23 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public function `mla_decode`, and which implementation it takes."""
 
-import math
-
 import torch
 
 from mla_kernels import checks
 from mla_kernels.decode.choice import AVAILABLE, choose_decode_impl
-from mla_kernels.decode.plan import MlaDecodePlan
+from mla_kernels.decode.plan import MAX_HEADS, MAX_S_Q, MlaDecodePlan
 from mla_kernels.decode.reference import mla_decode_reference
 from mla_kernels.decode.rescale import RESCALES
 from mla_kernels.decode.torch_impl import mla_decode_torch
 from mla_kernels.dispatch import Choice
 from mla_kernels.layouts import MlaDims
 
-__all__ = ["AVAILABLE", "mla_decode"]
-
-MAX_S_Q = 8
-MAX_HEADS = 128
+__all__ = ["AVAILABLE", "MAX_HEADS", "MAX_S_Q", "mla_decode"]
 
 
 def mla_decode(
@@ -47,18 +42,21 @@ def mla_decode(
                   uint8 [num_blocks, block_size, 656] = fp8_ds_mla rows (layouts.py)
     block_table   [B, max_blocks] int32; entries past a request's length may hold anything
     seq_lens      [B] int32, tokens in the cache, the s_q new ones included
-    scale         softmax scale, 1 / sqrt(head dim before absorption)
-    kv_scale      float8_e4m3fn caches only: value = e4m3 * kv_scale
+    scale         softmax scale, 1 / sqrt(head dim before absorption); a Python number
+    kv_scale      float8_e4m3fn caches only: value = e4m3 * kv_scale; a number, or fp32 with one
+                  element on the device
     causal        query j sees keys below seq_len - s_q + 1 + j; else all of the request's
     rescale       "pow2" (default; numerics.py), "amla" (the paper's Algorithm 2), "flash"
     impl          "auto", "hopper", "triton", "torch", "reference"
     plan          from `plan_mla_decode` (same shape and mode); made and thrown away if None
     out, lse      contiguous, as returned below: written in place if given
     deterministic a request's result is the same bits alone and in any batch
-    validate      also check the contents of block_table and seq_lens (reads the device)
+    validate      also check the contents of block_table and seq_lens, which reads the device. On a
+                  CPU a wrong entry is an error in any case; a GPU kernel reads what it names
 
     Returns (out [B, s_q, H, kv_lora_rank] in q.dtype, lse [B, s_q, H] fp32, natural log). A request
-    of length 0 gives zeros and -inf. ValueError for arguments that do not fit, before any launch.
+    of length 0 gives zeros and -inf; B may be 0. ValueError for arguments that do not fit, before
+    any launch.
     """
     choice = check_arguments(
         q,
@@ -75,14 +73,20 @@ def mla_decode(
         lse,
         deterministic,
     )
-    if validate:
+
+    def check_contents() -> None:
         checks.check_contents(block_table, seq_lens, kv_cache.shape[0], kv_cache.shape[1])
+
+    if validate or choice.impl == "reference":
+        check_contents()
     B, s_q, H, _ = q.shape
     if choice.impl in ("hopper", "triton"):
         if out is None:
             out = q.new_empty(B, s_q, H, kv_lora_rank)
         if lse is None:
             lse = q.new_empty(B, s_q, H, dtype=torch.float32)
+        if B == 0:
+            return out, lse
         if choice.impl == "hopper":
             from mla_kernels.decode.hopper.launcher import mla_decode_hopper
 
@@ -131,18 +135,23 @@ def mla_decode(
             causal=causal,
         )
     else:
-        result, result_lse = mla_decode_torch(
-            q,
-            kv_cache,
-            block_table,
-            seq_lens,
-            scale=scale,
-            kv_lora_rank=kv_lora_rank,
-            kv_scale=kv_scale,
-            causal=causal,
-            rescale=rescale,
-            deterministic=deterministic,
-        )
+        try:
+            result, result_lse = mla_decode_torch(
+                q,
+                kv_cache,
+                block_table,
+                seq_lens,
+                scale=scale,
+                kv_lora_rank=kv_lora_rank,
+                kv_scale=kv_scale,
+                causal=causal,
+                rescale=rescale,
+                deterministic=deterministic,
+            )
+        except (IndexError, RuntimeError):
+            if q.device.type == "cpu":
+                check_contents()  # says which entry is at fault
+            raise
     out = result.to(q.dtype) if out is None else out.copy_(result)
     return out, (result_lse.float() if lse is None else lse.copy_(result_lse))
 
@@ -169,8 +178,7 @@ def check_arguments(
     checks.check_range("s_q (q.shape[1])", s_q, 1, MAX_S_Q)
     checks.check_range("number of heads (q.shape[2])", H, 1, MAX_HEADS)
     checks.check_range("kv_lora_rank", kv_lora_rank, 1, Dk - 1)
-    if not math.isfinite(scale) or scale <= 0:
-        raise ValueError(f"Expected a finite softmax scale above 0, got {scale}")
+    checks.check_scale(scale)
     checks.check_choice("rescale", rescale, RESCALES)
     checks.check_kv_cache(kv_cache, MlaDims(kv_lora_rank, Dk - kv_lora_rank), kv_scale)
     if kv_cache.dtype in checks.FLOAT_DTYPES and kv_cache.dtype != q.dtype:
@@ -185,6 +193,8 @@ def check_arguments(
     for name, x in (("kv_cache", kv_cache), ("block_table", block_table), ("seq_lens", seq_lens)):
         checks.check_device(name, x, q.device)
     if plan is not None:
+        if not isinstance(plan, MlaDecodePlan):
+            raise ValueError(f"Expected plan from plan_mla_decode, got {type(plan).__name__}")
         plan.check_fits(B, s_q, H, deterministic)
     results = (
         ("out", out, (B, s_q, H, kv_lora_rank), q.dtype),

@@ -8,11 +8,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mla_kernels import checks
 from mla_kernels.decode.choice import choose_decode_impl
+from mla_kernels.decode.rescale import RESCALES
 from mla_kernels.layouts import BLOCK_SIZE, MlaDims
 
 if TYPE_CHECKING:
     from mla_kernels.decode.triton.plan import DevicePlan
+
+MAX_S_Q = 8
+MAX_HEADS = 128
+_CACHE_DTYPES = (*checks.FLOAT_DTYPES, torch.float8_e4m3fn, torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -28,8 +34,12 @@ class MlaDecodePlan:
     def update(self, seq_lens: torch.Tensor) -> None:
         """Plan for new lengths [num_requests] int32 in place: one small kernel, no allocation, no
         sync. May be captured in a CUDA graph, or run before the replay of one that uses the plan.
+        ValueError for lengths of another batch size, dtype or device.
         """
+        checks.check_shape("seq_lens", seq_lens, (self.num_requests,))
+        checks.check_dtype("seq_lens", seq_lens, (torch.int32,))
         if self.device_plan is not None:
+            checks.check_device("seq_lens", seq_lens, self.device_plan.requests.device)
             self.device_plan.update(seq_lens)
 
     @property
@@ -93,15 +103,28 @@ def plan_mla_decode(
     Build it once, `update` it once a step and pass it to every layer's `mla_decode(plan=...)`. It
     owns the workspace for partial results, so that a step with a plan allocates nothing.
 
-    max_seq_len bounds that workspace in deterministic mode. From impl to rescale, the arguments are
-    those of the `mla_decode` that the plan is for: they decide which kernel will run and so into
-    how many parts the device is cut. A plan serves the other kernels too, less evenly. lender: a
-    plan whose memory for partial results is used, if that is enough; the two must never be in use
-    at the same time. ValueError as there.
+    seq_lens        [B] int32, tokens in the cache, the s_q new ones included; B may be 0
+    num_heads, s_q  of the q to come: 1..128 heads, 1..8 new tokens a request
+    max_seq_len     bounds that workspace in deterministic mode, in tokens
+    lender          a plan whose memory for partial results is used, if that is enough; the two must
+                    never be in use at the same time
+
+    The others are those of the `mla_decode` that the plan is for: they decide which kernel will run
+    and so into how many parts the device is cut. A plan serves the other kernels too, less evenly.
+    ValueError for arguments that do not fit.
     """
-    for name, value in (("num_heads", num_heads), ("s_q", s_q)):
-        if value < 1:
-            raise ValueError(f"Expected {name} of at least 1, got {value}")
+    checks.check_shape("seq_lens", seq_lens, ("B",))
+    checks.check_dtype("seq_lens", seq_lens, (torch.int32,))
+    checks.check_range("num_heads", num_heads, 1, MAX_HEADS)
+    checks.check_range("s_q", s_q, 1, MAX_S_Q)
+    checks.check_range("kv_lora_rank", kv_lora_rank, 1, 2**15)
+    checks.check_range("rope_dim", rope_dim, 1, 2**15)
+    if max_seq_len is not None:
+        checks.check_range("max_seq_len", max_seq_len, 0, 2**31 - 1)
+    checks.check_choice("dtype", dtype, checks.FLOAT_DTYPES)
+    checks.check_choice("kv_cache_dtype", kv_cache_dtype, _CACHE_DTYPES)
+    checks.check_choice("block_size", block_size, checks.BLOCK_SIZES)
+    checks.check_choice("rescale", rescale, RESCALES)
     device_plan = None
     choice = choose_decode_impl(
         impl,

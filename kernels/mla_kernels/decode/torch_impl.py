@@ -45,6 +45,9 @@ def mla_decode_torch(
     tiles: Iterator[Tile]
     if q.device.type == "cpu":
         lengths = seq_lens.tolist()
+        capacity = block_table.shape[1] * block_size
+        if lengths and not 0 <= min(lengths) <= max(lengths) <= capacity:
+            raise IndexError(f"lengths {lengths} of a block table for {capacity} tokens")
         if lengths != sorted(lengths, reverse=True):
             order = torch.argsort(seq_lens, descending=True, stable=True)
             q, block_table, seq_lens = q[order], block_table[order], seq_lens[order]

@@ -47,7 +47,10 @@ def mla_layer(
     B = x.shape[0]
     if buffers is None:
         buffers = MlaLayerBuffers.allocate(c, B, dtype=x.dtype, device=x.device)
-    checks.check_shape("buffers.out", buffers.out, (B, 1, c.dim))
+    else:
+        buffers.check_fits(c, x)
+    if B == 0:
+        return buffers.out
     rotate_and_append = rotate_and_append_torch
     if x.is_cuda:
         from mla_kernels.layer.triton.launcher import launch_rotate_and_append as rotate_and_append
@@ -103,5 +106,8 @@ def _check(
         )
     if not table.is_contiguous():
         raise ValueError(f"Expected a contiguous rope table, got strides {table.stride()}")
-    for name, tensor in (("weights", weights.out), ("table", table)):
+    tensors = {"weights": weights.out, "table": table, "kv_cache": kv_cache}
+    for name, tensor in (tensors | {"block_table": block_table, "seq_lens": seq_lens}).items():
         checks.check_device(name, tensor, x.device)
+    if x.device.type == "cpu":  # where it costs no wait
+        checks.check_contents(block_table, seq_lens, *kv_cache.shape[:2])

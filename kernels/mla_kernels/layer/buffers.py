@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mla_kernels import checks
 from mla_kernels.layer.config import MlaLayerConfig
 
 
@@ -36,16 +37,27 @@ class MlaLayerBuffers:
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> "MlaLayerBuffers":
-        c, B = config, batch_size
+        """ValueError for a negative batch size."""
+        checks.check_range("batch_size", batch_size, 0, 2**31 - 1)
+        shapes = _shapes(config, batch_size)
+        return cls(**{n: torch.empty(s, dtype=dtype, device=device) for n, s in shapes.items()})
 
-        def empty(*shape: int) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
+    def check_fits(self, config: MlaLayerConfig, x: torch.Tensor) -> None:
+        """ValueError unless they were allocated for this layer and a batch like x."""
+        for name, shape in _shapes(config, x.shape[0]).items():
+            buffer = getattr(self, name)
+            checks.check_shape(f"buffers.{name}", buffer, shape)
+            checks.check_dtype(f"buffers.{name}", buffer, (x.dtype,))
+            checks.check_device(f"buffers.{name}", buffer, x.device)
 
-        return cls(
-            down=empty(B, c.down_dim),
-            q_up=empty(B, c.num_heads, c.qk_dim),
-            q=empty(B, 1, c.num_heads, c.cache.head_dim),
-            latent=empty(B, 1, c.num_heads, c.kv_lora_rank),
-            v=empty(B, c.num_heads, c.v_dim),
-            out=empty(B, 1, c.dim),
-        )
+
+def _shapes(config: MlaLayerConfig, B: int) -> dict[str, tuple[int, ...]]:
+    c = config
+    return {
+        "down": (B, c.down_dim),
+        "q_up": (B, c.num_heads, c.qk_dim),
+        "q": (B, 1, c.num_heads, c.cache.head_dim),
+        "latent": (B, 1, c.num_heads, c.kv_lora_rank),
+        "v": (B, c.num_heads, c.v_dim),
+        "out": (B, 1, c.dim),
+    }

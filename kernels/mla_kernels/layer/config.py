@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dimensions of an MLA layer."""
 
+import math
 from dataclasses import dataclass, fields
 
 from mla_kernels.layouts import MlaDims
@@ -21,9 +22,9 @@ class MlaLayerConfig:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if getattr(self, field.name) <= 0:
-                value = getattr(self, field.name)
-                raise ValueError(f"Expected {field.name} > 0, got {value}")
+            value = getattr(self, field.name)
+            if not 0 < value < math.inf:
+                raise ValueError(f"Expected a finite {field.name} > 0, got {value}")
         if self.rope_dim % 2:
             raise ValueError(f"Expected an even rope_dim, got {self.rope_dim}")
 

@@ -3,6 +3,7 @@
 
 import torch
 
+from mla_kernels.checks import check_range
 from mla_kernels.layer.config import MlaLayerConfig
 
 
@@ -12,8 +13,9 @@ def rope_table(
     """[num_positions, rope_dim] fp32: the cosines of a position, then its sines.
 
     The angle of pair i is position * theta^(-2 i / rope_dim); computed in fp64, because in fp32
-    it is off by 1e-2 at position 128K.
+    it is off by 1e-2 at position 128K. ValueError for a negative num_positions.
     """
+    check_range("num_positions", num_positions, 0, 2**31 - 1)
     half = config.rope_dim // 2
     frequency = config.rope_theta ** -(torch.arange(half, dtype=torch.float64) / half)
     angle = torch.arange(num_positions, dtype=torch.float64)[:, None] * frequency

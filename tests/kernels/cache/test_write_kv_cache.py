@@ -110,6 +110,18 @@ def test_reading_back():
         ),
         (lambda a: a.update(slot_mapping=torch.zeros(9)), r"slot_mapping.dtype in .*float32"),
         (lambda a: a.update(impl="hopper"), r"impl of write_kv_cache in .*got 'hopper'"),
+        (
+            lambda a: a.update(slot_mapping=torch.arange(8, -1, -1) * 2 * BLOCK // 8),
+            rf"slot_mapping below {2 * BLOCK} .*got {2 * BLOCK} for token 0",
+        ),
+        (lambda a: a.update(kv_cache=a["kv_cache"][:0]), r"slot_mapping below 0 .*got 8"),
+        (lambda a: a.update(kv_c=None), "kv_c to be a tensor, got NoneType"),
+        (
+            lambda a: a.update(
+                kv_cache=a["kv_cache"].to(torch.float8_e4m3fn), kv_scale=float("nan")
+            ),
+            "finite kv_scale above 0, got nan",
+        ),
     ],
 )
 def test_refusals(change, message):
@@ -123,6 +135,7 @@ def test_refusals(change, message):
     change(call)
     with pytest.raises(ValueError, match=message):
         write_kv_cache(**call)
+    assert not call["kv_cache"].view(torch.uint8).any()
 
 
 def test_layout_numbers():

@@ -6,6 +6,11 @@ import torch
 from mla_kernels import mla_decode, plan_mla_decode
 from mla_kernels.testing.cases import decode_case
 
+
+def fp8(case, kv_scale):
+    return {"kv_cache": case.kv_cache.to(torch.float8_e4m3fn), "kv_scale": kv_scale}
+
+
 BAD = {
     "q without heads": (lambda c: {"q": c.q[:, 0]}, r"q of shape \[B, s_q, H, Dk\], got \[2, 16"),
     "integer q": (lambda c: {"q": c.q.int()}, r"q.dtype in .*bfloat16.*got torch.int32"),
@@ -45,6 +50,33 @@ BAD = {
         r"out of shape \[2, 1, 16, 512\]",
     ),
     "out of another dtype": (lambda c: {"out": c.poisoned_out().float()}, r"out.dtype.*float32"),
+    "no tensor": (lambda c: {"seq_lens": [5, 70]}, r"seq_lens to be a tensor, got list"),
+    "scale of a tensor": (lambda c: {"scale": torch.tensor(0.1)}, r"softmax scale.*tensor"),
+    "no scale": (lambda c: {"scale": None}, r"softmax scale above 0, got None"),
+    "rank as a float": (lambda c: {"kv_lora_rank": 512.0}, r"kv_lora_rank in 1\.\.575, got 512\.0"),
+    "kv_scale of NaN": (lambda c: fp8(c, float("nan")), r"finite kv_scale above 0, got nan"),
+    "kv_scale of zero": (lambda c: fp8(c, torch.zeros(1)), r"finite kv_scale above 0, got 0\.0"),
+    "kv_scale below zero": (lambda c: fp8(c, -1.0), r"finite kv_scale above 0, got -1\.0"),
+    "kv_scale in fp64": (lambda c: fp8(c, torch.ones(1).double()), r"kv_scale.dtype.*float64"),
+    "kv_scale of 2": (lambda c: fp8(c, torch.ones(2)), r"kv_scale with 1 element, got \[2\]"),
+    "kv_scale elsewhere": (
+        lambda c: fp8(c, torch.ones(1, device="meta")),
+        r"kv_scale on cpu, like kv_cache, got meta",
+    ),
+    "negative length": (
+        lambda c: {"seq_lens": torch.tensor([5, -3], dtype=torch.int32)},
+        r"seq_lens\[1\] in 0\.\.192 .*got -3",
+    ),
+    "table too short": (
+        lambda c: {"block_table": c.block_table[:, :1]},
+        r"seq_lens\[1\] in 0\.\.64 \(1 blocks of 64 .*got 70",
+    ),
+    "block that the cache has not": (
+        lambda c: {"block_table": torch.full_like(c.block_table, 9999)},
+        r"block_table entries in 0\.\.5, got 9999 in row 0, column 0",
+    ),
+    "cache without blocks": (lambda c: {"kv_cache": c.kv_cache[:0]}, r"block_table entries in"),
+    "plan of another kind": (lambda c: {"plan": "x"}, r"plan from plan_mla_decode, got str"),
     "plan of another batch": (
         lambda c: {"plan": plan_mla_decode(c.seq_lens[:1], num_heads=16, s_q=1)},
         r"plan for .*\(2, 1, 16\), got one for \(1, 1, 16\)",
@@ -66,6 +98,74 @@ def test_refusal(name):
     }
     with pytest.raises(ValueError, match=message):
         mla_decode(**call)
+
+
+@pytest.mark.parametrize("name", ["negative length", "table too short", "cache without blocks"])
+def test_the_reference_refuses_wrong_contents_too(name):
+    case = decode_case([5, 70])
+    change, message = BAD[name]
+    call = dict(zip(("q", "kv_cache", "block_table", "seq_lens"), case.args, strict=True))
+    with pytest.raises(ValueError, match=message):
+        mla_decode(**call | case.options | change(case), impl="reference")
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton", "reference"])
+@pytest.mark.parametrize("planned", [False, True])
+def test_an_empty_batch(impl, planned, monkeypatch):
+    case = decode_case([5, 70])
+    q, kv_cache, block_table, seq_lens = case.args
+    none = (q[:0], kv_cache, block_table[:0], seq_lens[:0])
+    plan = plan_mla_decode(seq_lens[:0], num_heads=16, s_q=1) if planned else None
+    if impl == "triton":  # nothing may be launched: a grid or a TMA box of 0 is an error on a GPU
+        from mla_kernels import dispatch
+        from mla_kernels.decode.triton import launcher
+
+        monkeypatch.setattr(dispatch, "triton_refusal", lambda device: None)
+        monkeypatch.setattr(launcher, "mla_decode_triton", None)
+    out, lse = mla_decode(*none, **case.options, impl=impl, plan=plan)
+    assert out.shape == (0, 1, 16, 512) and lse.shape == (0, 1, 16)
+
+
+LENGTHS = torch.tensor([5, 70], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seq_lens": [5, 70]}, "seq_lens to be a tensor, got list"),
+        ({"seq_lens": LENGTHS.long()}, r"seq_lens.dtype in .*int32.*got torch.int64"),
+        ({"seq_lens": LENGTHS[None]}, r"seq_lens of shape \[B\], got \[1, 2\]"),
+        ({"num_heads": 0}, r"num_heads in 1\.\.128, got 0"),
+        ({"num_heads": 129}, r"num_heads in 1\.\.128, got 129"),
+        ({"s_q": 0}, r"s_q in 1\.\.8, got 0"),
+        ({"s_q": 9}, r"s_q in 1\.\.8, got 9"),
+        ({"kv_lora_rank": 0}, "kv_lora_rank in 1"),
+        ({"rope_dim": -1}, "rope_dim in 1"),
+        ({"max_seq_len": -1}, "max_seq_len in 0"),
+        ({"dtype": torch.int32}, "dtype in .*bfloat16.*got torch.int32"),
+        ({"kv_cache_dtype": torch.int8}, "kv_cache_dtype in .*got torch.int8"),
+        ({"block_size": 48}, r"block_size in \[16, 32, 64, 128\], got 48"),
+        ({"rescale": "pow3"}, "rescale in .*got 'pow3'"),
+        ({"impl": "cuda"}, "impl in .*got 'cuda'"),
+    ],
+)
+def test_plans_that_fit_no_decode(change, message):
+    with pytest.raises(ValueError, match=message):
+        plan_mla_decode(**{"seq_lens": LENGTHS, "num_heads": 16, "s_q": 1} | change)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        (LENGTHS[[0, 1, 1]], r"seq_lens of shape \[2\], got \[3\]"),
+        (LENGTHS[:1], r"seq_lens of shape \[2\], got \[1\]"),
+        (LENGTHS.long(), "seq_lens.dtype in .*got torch.int64"),
+    ],
+)
+def test_a_plan_is_updated_with_lengths_of_its_batch_only(lengths, message):
+    plan = plan_mla_decode(LENGTHS, num_heads=16, s_q=1)
+    with pytest.raises(ValueError, match=message):
+        plan.update(lengths)
 
 
 def test_scale_is_never_guessed():
