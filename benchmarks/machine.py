@@ -28,10 +28,11 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
-def nvidia_smi(*fields: str) -> list[list[str]]:
-    """`fields` of each GPU, without a CUDA context of this process; [] where there is none."""
+def nvidia_smi(*fields: str, of: str = "gpu") -> list[list[str]]:
+    """`fields` of each GPU, or of each process ("compute-apps"), without a CUDA context of this
+    process; [] where there is none."""
     if shutil.which("nvidia-smi") is None:
         return []
-    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+    command = ["nvidia-smi", f"--query-{of}={','.join(fields)}", "--format=csv,noheader,nounits"]
     done = subprocess.run(command, capture_output=True, text=True)
     return [line.split(", ") for line in done.stdout.splitlines()]

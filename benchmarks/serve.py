@@ -3,6 +3,7 @@
 
     python benchmarks/serve.py --mode steps [--heads 128 16] [--time-limit 240]
     python benchmarks/serve.py --mode serve [--shapes 1024/1024] [--concurrency 32] [--rates 1 4]
+    python benchmarks/serve.py --mode serve --reduced --together --rounds 1 --open-requests 48
 
 `steps` times decode steps inside the engine at fixed batch and context, without prefill, and says
 how much of a step is attention. `serve` starts vLLM's server once per backend with the same options
@@ -33,20 +34,25 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--compile", action="store_true", help="with torch.compile (slower start); else graphs only"
     )
+    parser.add_argument("--heads", nargs="+", type=int, default=[128, 16], help="serve: the first")
+    parser.add_argument("--layers", type=int, default=6, help="dense, of DeepSeek-V3's width")
+    parser.add_argument("--as-is", action="store_true", help="the model's own layers and heads")
+    parser.add_argument(
+        "--cache-gib", type=float, default=15, help="KV cache of each engine that shares the GPU"
+    )
+    parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     default = Path(__file__).parent / "results" / "h200"
     parser.add_argument("--results", type=Path, default=default)
     parser.add_argument("--report", type=Path, help="render this JSON again, measure nothing")
     steps = parser.add_argument_group("--mode steps")
-    steps.add_argument("--heads", nargs="+", type=int, default=[128, 16])
-    steps.add_argument("--layers", type=int, default=6, help="dense layers, of DeepSeek-V3's width")
-    steps.add_argument("--as-is", action="store_true", help="the model's own layers and heads")
     steps.add_argument("--batches", nargs="+", type=int)
     steps.add_argument("--contexts", nargs="+", type=int)
     steps.add_argument("--steps", type=int, default=200, help="of each case")
     steps.add_argument("--case-seconds", type=float, default=10, help="at most, of each case")
-    steps.add_argument("--cache-gib", type=float, default=15, help="KV cache of each engine")
-    steps.add_argument("--eager", action="store_true", help="without CUDA graphs")
     serve = parser.add_argument_group("--mode serve")
+    serve.add_argument(
+        "--reduced", action="store_true", help="few telling loads (serve_cases.py), for short runs"
+    )
     serve.add_argument("--shapes", nargs="+", type=Shape.parse, default=list(SHAPES))
     serve.add_argument("--concurrency", nargs="+", type=int, default=list(CONCURRENCY))
     serve.add_argument("--rounds", type=int, default=3, help="requests per client")
@@ -58,7 +64,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     serve.add_argument(
         "--together",
         action="store_true",
-        help="all servers at once, each with its share of the GPU's memory, loaded in turns",
+        help="all servers at once, each with its share of the GPU's memory, loaded one at a time",
     )
     serve.add_argument("--server-options", type=shlex.split, default=[], help="more, in quotes")
     return parser.parse_args(argv)

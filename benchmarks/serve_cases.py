@@ -38,8 +38,41 @@ class Shape:
         return f"{self.input_len}/{self.output_len}"
 
 
-SHAPES = (Shape(1024, 1024), Shape(8192, 1024), Shape(32768, 256))
+@dataclass(frozen=True)
+class Load:
+    """A closed loop of `concurrency` clients, or an open one of `rate` requests a second, or of
+    `share` of the rate of our fullest closed loop of that shape."""
+
+    shape: Shape
+    concurrency: int | None = None
+    rate: float | None = None
+    share: float | None = None
+
+
+SHORT, MIDDLE, LONG = SHAPES = (Shape(1024, 1024), Shape(8192, 1024), Shape(32768, 256))
 CONCURRENCY = (32, 96, 1, 8, 128)
+SHARES = (0.5, 0.8)
+# In about two minutes of one GPU for four servers; the most telling first.
+REDUCED = (
+    Load(MIDDLE, 32), Load(SHORT, 32), Load(SHORT, 1), Load(LONG, 8), Load(SHORT, 128),
+    Load(SHORT, share=0.7), Load(MIDDLE, 8),
+)  # fmt: skip
+
+
+def loads(
+    shapes: list[Shape], concurrency: list[int], rates: list[float] | None, *, reduced: bool
+) -> list[Load]:
+    """REDUCED, or for each shape the closed loops, then the open ones: `rates`, else SHARES."""
+    if reduced:
+        return list(REDUCED)
+    result = []
+    for shape in shapes:
+        result += [Load(shape, clients) for clients in concurrency]
+        if rates is None:
+            result += [Load(shape, share=share) for share in SHARES]
+        else:
+            result += [Load(shape, rate=rate) for rate in rates]
+    return result
 
 
 def step_cases(batches: list[int] | None, contexts: list[int] | None) -> list[tuple[int, int]]:

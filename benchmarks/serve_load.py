@@ -3,71 +3,87 @@
 
 import argparse
 import contextlib
+import json
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from load import agreement, greedy_tokens, run_load
+from load import agreement, greedy_tokens, make_prompts, run_load
 from machine import nvidia_smi
 from mla_serving.demo_model import demo_model_path
-from serve_cases import Shape
+from serve_cases import Load, Shape, dense_overrides, loads
 from servers import Server
 
 NAME = "model"
 GATE_PROMPTS = (5, 64, 65, 700)
 GATE_TOKENS = 32
-OPEN_SHARES = (0.5, 0.8)  # of the request rate of our fullest closed loop
 Row = dict[str, Any]
 
 
-def server_options(args: argparse.Namespace, tokenizer: Path) -> list[str]:
+def server_options(args: argparse.Namespace, asked: list[Load], tokenizer: Path) -> list[str]:
     """Options of every server alike."""
     share = len(args.backends) if args.together else 1
-    longest = max(1024, *(shape.input_len + shape.output_len for shape in args.shapes))
+    longest = max(1024, *(load.shape.input_len + load.shape.output_len for load in asked))
+    clients = max(load.concurrency or 1 for load in asked)
     options = ["--served-model-name", NAME, "--dtype", args.dtype, "--load-format", "dummy"]
     options += ["--tokenizer", str(tokenizer), "--block-size", "64"]
     # The random prompts are text: a few tokens more or less when they are read again.
-    options += ["--max-model-len", str(longest + 256), "--max-num-seqs", str(max(args.concurrency))]
+    options += ["--max-model-len", str(longest + 256), "--max-num-seqs", str(clients)]
     # Random prompts share nothing, and hits would be no comparison of attention.
     options += ["--no-enable-prefix-caching"]
     options += ["--gpu-memory-utilization", f"{0.9 / share:.3f}"]
-    if not args.compile:
+    if args.together:  # what is left of the GPU changes while the others start
+        options += ["--kv-cache-memory-bytes", str(int(args.cache_gib * 2**30))]
+    if not args.as_is:
+        overrides = dense_overrides(args.layers, args.heads[0])
+        options += ["--hf-overrides", json.dumps(overrides)]
+    if args.eager:
+        options += ["--enforce-eager"]
+    elif not args.compile:
         options += ["--compilation-config", '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}']
     return [*options, *args.server_options]
 
 
-def gpu_memory_gib() -> float | None:
-    """Memory in use on the first GPU, by whatever process."""
-    used = nvidia_smi("memory.used")
-    return float(used[0][0]) / 1024 if used else None
+def gpu_memory_gib(pids: set[int]) -> float | None:
+    """GPU memory of these processes; None where the driver does not say."""
+    used = [row for row in nvidia_smi("pid", "used_memory", of="compute-apps") if len(row) == 2]
+    mine = [float(mib) for pid, mib in used if mib.isdigit() and int(pid) in pids]
+    return sum(mine) / 1024 if mine else None
 
 
 def run(args: argparse.Namespace, save: Callable[[Row], None]) -> None:
     """Measure; rows go to `save`."""
+    deadline = time.monotonic() + args.time_limit
+    asked = loads(args.shapes, args.concurrency, args.rates, reduced=args.reduced)
     tokenizer = args.model
     if not (args.model / "tokenizer.json").exists():
         tokenizer = demo_model_path("v3")
-    options = server_options(args, tokenizer)
-    loads = Loads(args, tokenizer, save)
+    options = server_options(args, asked, tokenizer)
     groups = [args.backends] if args.together else [[backend] for backend in args.backends]
-    with tempfile.TemporaryDirectory() as logs:
+    with tempfile.TemporaryDirectory() as folder:
+        runner = Runner(args, asked, tokenizer, deadline, save)
         for group in groups:
             with contextlib.ExitStack() as stack:
-                before = gpu_memory_gib()
                 servers = [
                     stack.enter_context(
-                        Server(backend, args.model, options, Path(logs) / f"{backend}.log")
+                        Server(backend, args.model, options, Path(folder) / f"{backend}.log")
                     )
                     for backend in group
                 ]
-                started = [server for server in servers if loads.ready(server)]
-                after = gpu_memory_gib()
-                if before is not None and after is not None:
-                    save({"backend": " + ".join(group), "gpu_memory_gib": after - before})
-                loads.run(started)
+                runner.prepare()
+                started = [server for server in servers if runner.ready(server)]
+                for server in started:
+                    runner.warm_up(server)
+                runner.run(started)
+                for server in started:
+                    if (gib := gpu_memory_gib(server.pids)) is not None:
+                        save({"backend": server.backend, "gpu_memory_gib": gib})
+                for server in servers:
+                    server.terminate()
 
 
 def last_error(log: Path) -> str:
@@ -75,23 +91,32 @@ def last_error(log: Path) -> str:
     return lines[-1][-300:] if lines else ""
 
 
-class Loads:
+@dataclass
+class Runner:
     """All loads, on one server or on several in turns. The first server's closed loops set the
     rates of all open ones."""
 
-    def __init__(
-        self, args: argparse.Namespace, tokenizer: Path, save: Callable[[Row], None]
-    ) -> None:
-        self.args = args
-        self.tokenizer = tokenizer
-        self.save = save
-        self.deadline = time.monotonic() + args.time_limit
-        self.rates: dict[Shape, list[float]] = {}
-        self.said: list[int] | None = None
+    args: argparse.Namespace
+    asked: list[Load]
+    tokenizer: Path
+    deadline: float
+    save: Callable[[Row], None]
+    fullest: dict[Shape, float] = field(default_factory=dict)  # requests a second
+    first: str | None = None
+    said: list[int] | None = None
+
+    def requests(self, load: Load) -> int:
+        if load.concurrency is None:
+            return int(self.args.open_requests)
+        return int(load.concurrency * self.args.rounds)
+
+    def prepare(self) -> None:
+        """Make the prompts of all loads, while the servers start."""
+        for load in self.asked:
+            make_prompts(self.args.model, **self._describe(load))
 
     def ready(self, server: Server) -> bool:
         """Wait for it and ask it the prompts of the gate; False if it did not start."""
-        start = time.monotonic()
         try:
             server.wait_ready()
         except RuntimeError as error:
@@ -99,48 +124,56 @@ class Loads:
             reason = f"{error}: {last_error(server.log)}"
             self.save({"backend": server.backend, "error": reason})
             return False
+        start_s = time.monotonic() - server.started
         tokens = greedy_tokens(server.url, NAME, GATE_PROMPTS, GATE_TOKENS)
         self.said = self.said or tokens
-        row: Row = {"backend": server.backend, "start_s": time.monotonic() - start}
-        self.save({**row, "same_tokens_as_first": agreement(self.said, tokens)})
+        same = agreement(self.said, tokens)
+        self.save({"backend": server.backend, "start_s": start_s, "same_tokens_as_first": same})
         return True
+
+    def warm_up(self, server: Server) -> None:
+        """Two tokens to a few prompts of each shape, together."""
+        for load in {load.shape: load for load in self.asked}.values():
+            few = {"requests": min(4, self.requests(load)), "output_len": 2}
+            run_load(server.url, self.args.model, **self._describe(load) | few)
 
     def run(self, servers: list[Server]) -> None:
         """Each load on every server before the next load."""
-        for shape in self.args.shapes:
+        for load in self.asked:
             for server in servers:
-                self._load(server, shape, None, concurrency=max(self.args.concurrency), requests=2)
-            fullest = 0.0
-            for concurrency in self.args.concurrency:
-                key = {"loop": "closed", "concurrency": concurrency}
-                for place, server in enumerate(servers):
-                    requests = concurrency * self.args.rounds
-                    row = self._load(server, shape, key, concurrency=concurrency, requests=requests)
-                    if place == 0:
-                        fullest = max(fullest, row.get("request_s", 0.0))
-            shares = [round(fullest * share, 3) for share in OPEN_SHARES]
-            asked = shares if self.args.rates is None else self.args.rates
-            for rate in self.rates.setdefault(shape, asked):
-                for server in servers:
-                    key = {"loop": "open", "rate": rate}
-                    self._load(server, shape, key, rate=rate, requests=self.args.open_requests)
+                self.first = self.first or server.backend
+                row = self._measure(server, load)
+                if server.backend == self.first and load.concurrency and "request_s" in row:
+                    most = max(row["request_s"], self.fullest.get(load.shape, 0.0))
+                    self.fullest[load.shape] = most
 
-    def _load(self, server: Server, shape: Shape, key: Row | None, **load: Any) -> Row:
-        row: Row = {"backend": server.backend, "shape": str(shape), **(key or {})}
+    def _measure(self, server: Server, load: Load) -> Row:
+        row: Row = {"backend": server.backend, "shape": str(load.shape)}
+        rate = load.rate
+        if load.concurrency is not None:
+            row |= {"loop": "closed", "concurrency": load.concurrency}
+        else:
+            if load.share is not None and load.shape in self.fullest:
+                rate = round(load.share * self.fullest[load.shape], 3)
+            row |= {"loop": "open", "rate": rate}
         if time.monotonic() > self.deadline:
             row["not_run"] = "no time was left"
+        elif load.concurrency is None and rate is None:
+            row["not_run"] = "no closed loop of that shape was run on the first server"
         else:
-            row |= run_load(
-                server.url,
-                self.args.model,
-                served_name=NAME,
-                input_len=shape.input_len,
-                output_len=shape.output_len if key else 2,
-                tokenizer=self.tokenizer,
-                slo=self.args.slo,
-                seed=len(str(shape)) + load["requests"],
-                **load,
-            )
-        if key:
-            self.save(row)
+            how = self._describe(load) | {"concurrency": load.concurrency, "rate": rate}
+            row |= run_load(server.url, self.args.model, **how)
+        self.save(row)
         return row
+
+    def _describe(self, load: Load) -> Row:
+        """Arguments of `run_load`."""
+        return {
+            "served_name": NAME,
+            "requests": self.requests(load),
+            "input_len": load.shape.input_len,
+            "output_len": load.shape.output_len,
+            "tokenizer": self.tokenizer,
+            "slo": self.args.slo,
+            "seed": load.shape.input_len + self.requests(load),
+        }

@@ -11,6 +11,7 @@ from load import METRICS, STATISTICS
 from serve_cases import LABELS, OURS
 
 Row = dict[str, Any]
+STEMS = {"serve": "serving", "steps": "engine_steps"}
 MEANS = {"step_ms": "Whole steps", "gpu_ms": "GPU", "attention_ms": "Attention"}
 COLOURS = {OURS: "tab:red", "FLASHMLA": "tab:blue", "FLASH_ATTN_MLA": "tab:green"}
 
@@ -31,12 +32,12 @@ class Report:
 
     def write_json(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"engine_{self.mode}.json").write_text(json.dumps(asdict(self), indent=1) + "\n")
+        (folder / f"{STEMS[self.mode]}.json").write_text(json.dumps(asdict(self), indent=1) + "\n")
 
     def write(self, folder: Path) -> None:
-        """engine_serve or engine_steps, .json, .md and .png."""
+        """serving or engine_steps, .json, .md and .png."""
         self.write_json(folder)
-        (folder / f"engine_{self.mode}.md").write_text(self.markdown())
+        (folder / f"{STEMS[self.mode]}.md").write_text(self.markdown())
         try:
             import matplotlib
         except ImportError:
@@ -44,7 +45,7 @@ class Report:
             return
         matplotlib.use("Agg")
         draw = plot_steps if self.mode == "steps" else plot_serve
-        draw(self, folder / f"engine_{self.mode}.png")
+        draw(self, folder / f"{STEMS[self.mode]}.png")
 
     def markdown(self) -> str:
         title = "Decode steps in the engine" if self.mode == "steps" else "Serving on a GPU"
@@ -144,16 +145,26 @@ def _number(value: float | None, digits: int) -> str:
 
 def serve_lines(report: Report) -> list[str]:
     settings = report.settings
+    model = f"the shapes in configs/models/{settings['model']}"
+    if not settings["as_is"]:
+        heads = settings["heads"][0]
+        model = f"{settings['layers']} dense layers of DeepSeek-V3's width, {heads} heads"
+    together = (
+        "all servers hold their share of the GPU's memory from the start and are loaded one at a "
+        "time, so while one is measured the others do nothing; "
+    )
     lines = [
-        f"Random weights of the shapes in configs/models/{settings['model']}, so a step has "
-        "attention, MLPs and one output head of as many layers as that folder says. "
-        f"{settings['dtype']}, {'torch.compile' if settings['compile'] else 'no torch.compile'}; "
-        "vLLM's server with the same options for every backend, "
-        + ("all on the GPU at once and " if settings["together"] else "")
-        + "loaded by `vllm bench serve`. "
-        f"Closed loops of {settings['rounds']} requests a client; open loops of "
-        f"{settings['open_requests']} requests with Poisson arrivals. Goodput: requests a second "
-        f"within {settings['slo']} (milliseconds).",
+        f"Random weights of {model}, and DeepSeek-V3's vocabulary. {settings['dtype']}, "
+        f"{'torch.compile' if settings['compile'] else 'no torch.compile'}, "
+        f"{'no CUDA graphs' if settings['eager'] else 'CUDA graphs of decode steps'}, no prefix "
+        "caching; vLLM's server with the same options for every backend, "
+        f"{together if settings['together'] else ''}loaded by `vllm bench serve` with random "
+        f"prompts, the same for every backend. Closed loops of {settings['rounds']} requests a "
+        f"client; open loops of {settings['open_requests']} requests with Poisson arrivals. "
+        f"Goodput: requests a second within {settings['slo']} (milliseconds). Prefill is vLLM's "
+        "own in every row. So few layers make steps of a few milliseconds: with many clients the "
+        "HTTP server and the load generator, which are Python, take as long as the GPU.",
+        *(["", "A reduced list of loads, for want of time on the machine."] * settings["reduced"]),
         "",
         "| backend | same greedy tokens as the first | ready after s |",
         "|---|--:|--:|",
@@ -165,7 +176,8 @@ def serve_lines(report: Report) -> list[str]:
     lines.append("")
     for row in report.rows:
         if "gpu_memory_gib" in row:
-            lines.append(f"GPU memory of {row['backend']}: {row['gpu_memory_gib']:.1f} GiB.")
+            gib = f"{row['gpu_memory_gib']:.1f} GiB"
+            lines += [f"* GPU memory of {label(row['backend'])} at the end: {gib}"]
     heads = [f"{m.upper()} {s}" for m in METRICS for s in STATISTICS]
     lines += ["", "| shape | load | backend | output tok/s | goodput | " + " | ".join(heads) + " |"]
     lines.append("|---|---|---|--:|--:|" + "--:|" * len(heads))

@@ -11,6 +11,8 @@ import urllib.request
 from pathlib import Path
 from types import TracebackType
 
+import psutil
+
 START_SECONDS = 600
 STOP_SECONDS = 60
 BACKENDS = ("ours", "stock")  # on a CPU; any other name is one of vLLM's --attention-backend
@@ -44,6 +46,7 @@ class Server:
             options = [*options, "--attention-backend", backend]
         options = [*options, "--host", "127.0.0.1", "--port", str(self.port)]
         self.log = log
+        self.started = time.monotonic()
         with log.open("w") as out:
             self._process = subprocess.Popen(
                 [*entry, "--model", str(model), *options],
@@ -55,6 +58,12 @@ class Server:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def pids(self) -> set[int]:
+        """Of the server and of the processes that it started."""
+        children = psutil.Process(self.pid).children(recursive=True)
+        return {self.pid, *(child.pid for child in children)}
 
     @property
     def url(self) -> str:
@@ -82,13 +91,17 @@ class Server:
                 return line.partition("Using ")[2].split()[0].rstrip(".")
         return "CUSTOM" if self.backend == "ours" else "unknown"
 
+    def terminate(self) -> None:
+        """Ask it to end, without waiting."""
+        self._process.terminate()
+
     def __exit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._process.terminate()
+        self.terminate()
         try:
             self._process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:

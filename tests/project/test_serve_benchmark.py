@@ -28,6 +28,19 @@ def test_cases_come_in_the_order_of_the_list():
     assert len(step_cases(None, [1024, 4096])) == 10
 
 
+def test_loads_are_closed_loops_then_open_ones():
+    from serve_cases import REDUCED, SHARES, Load, Shape, loads
+
+    a, b = Shape(8, 8), Shape(9, 1)
+    assert loads([a, b], [4], [0.5], reduced=False) == [
+        Load(a, 4), Load(a, rate=0.5), Load(b, 4), Load(b, rate=0.5),
+    ]  # fmt: skip
+    assert [load.share for load in loads([a], [4, 1], None, reduced=False)[2:]] == list(SHARES)
+    assert loads([a], [4], None, reduced=True) == list(REDUCED)
+    closed = [load.shape for load in REDUCED if load.concurrency]
+    assert all(load.shape in closed for load in REDUCED if load.share)
+
+
 @pytest.mark.parametrize("text", ["1024", "1024/", "a/b", "0/5", "1/2/3", "-1/4"])
 def test_bad_shapes_are_refused(text):
     from serve_cases import Shape
@@ -138,8 +151,9 @@ def test_report_of_serving(tmp_path):
     from serve_report import Report
 
     times = {f"{m}_{s}": 10.0 for m in METRICS for s in STATISTICS}
-    settings = {"model": "m", "dtype": "bfloat16", "compile": False, "rounds": 3}
-    settings |= {"open_requests": 5, "together": False, "slo": "ttft:1 tpot:2"}
+    settings = {"model": "m", "dtype": "bfloat16", "compile": False, "rounds": 3, "layers": 4}
+    settings |= {"open_requests": 5, "together": True, "slo": "ttft:1 tpot:2", "as_is": False}
+    settings |= {"heads": [128], "eager": False, "reduced": True}
     load = {"shape": "8/8", "goodput_s": 1.5, "failed": 0, **times}
     rows = [
         {"backend": "CUSTOM", "start_s": 40.0, "same_tokens_as_first": 1.0},
@@ -149,13 +163,15 @@ def test_report_of_serving(tmp_path):
         {"backend": "FLASHMLA", "error": "FLASHMLA did not start"},
     ]
     Report("serve", "python x", {"gpu": "G"}, settings, rows).write(tmp_path)
-    page = (tmp_path / "engine_serve.md").read_text()
+    page = (tmp_path / "serving.md").read_text()
+    assert "4 dense layers of DeepSeek-V3's width, 128 heads" in page
+    assert "loaded one at a time" in page and "A reduced list of loads" in page
     assert "| mla-backend | 100.0% | 40 |" in page
-    assert "GPU memory of CUSTOM: 9.5 GiB." in page
+    assert "* GPU memory of mla-backend at the end: 9.5 GiB" in page
     assert "| 8/8 | 4 clients | mla-backend | 321 | 1.50 | 10.0 |" in page
     assert "| 8/8 | 0.5 a second | mla-backend | 99 | 1.50 |" in page
     assert "* backend FLASHMLA: FLASHMLA did not start" in page
-    assert (tmp_path / "engine_serve.png").exists()
+    assert (tmp_path / "serving.png").exists()
 
 
 @pytest.mark.engine
