@@ -14,7 +14,6 @@ from mla_kernels import checks
 from mla_kernels.decode.api import mla_decode
 from mla_kernels.decode.plan import MlaDecodePlan, plan_mla_decode
 from mla_kernels.sparse.api import mla_sparse_attention
-from mla_kernels.sparse.max_logits import sparse_max_logits
 
 __all__ = [
     "FlashMLASchedMeta",
@@ -177,6 +176,7 @@ def flash_mla_sparse_fwd(
     rows = kv.squeeze(1)
     slots = torch.where(indices.squeeze(1) < rows.shape[0], indices.squeeze(1), -1)
     pages = _as_pages(rows)
+    max_logits = q.new_empty(q.shape[:2], dtype=torch.float32)
     result, lse = mla_sparse_attention(
         q,
         pages,
@@ -186,8 +186,8 @@ def flash_mla_sparse_fwd(
         lengths=topk_length,
         sink=attn_sink,
         out=out,
+        max_logits=max_logits,
     )
-    max_logits = sparse_max_logits(q, rows, slots, scale=sm_scale, lengths=topk_length)
     return result, max_logits, _lonely_to_inf(lse)
 
 

@@ -27,9 +27,11 @@ def mla_sparse_attention(
     kv_scale: float | torch.Tensor | None = None,
     lengths: torch.Tensor | None = None,
     sink: torch.Tensor | None = None,
+    deterministic: bool = False,
     impl: str = "auto",
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
+    max_logits: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of each token over the cache rows that its slots name (DeepSeek Sparse Attention),
@@ -48,7 +50,11 @@ def mla_sparse_attention(
     sink       [H] fp32: a logit that takes part in the softmax and has no value; out is scaled by
                exp(lse) / (exp(lse) + exp(sink)), lse is returned as without it
     impl       "auto", "triton", "torch", "reference"
+    deterministic  the bits of a token's result do not depend on the other tokens of the call; with
+               few tokens slower, as a token is not split over the device
     out, lse   contiguous, as returned below: written in place if given
+    max_logits [T, H] fp32, contiguous, written if given: the largest scale * q . k of each row,
+               -inf without a slot; the sink does not count
     workspace  [bytes] uint8 from `mla_sparse_workspace`: scratch of the GPU kernel, which splits
                few tokens over the device. With out, lse and workspace nothing is allocated
 
@@ -56,7 +62,19 @@ def mla_sparse_attention(
     slot gives zeros and -inf. ValueError for arguments that do not fit, before any launch.
     """
     choice = _check_arguments(
-        q, kv_cache, slots, scale, kv_lora_rank, kv_scale, lengths, sink, impl, out, lse, workspace
+        q,
+        kv_cache,
+        slots,
+        scale,
+        kv_lora_rank,
+        kv_scale,
+        lengths,
+        sink,
+        impl,
+        out,
+        lse,
+        max_logits,
+        workspace,
     )
     if choice.impl == "triton":
         from mla_kernels.sparse.triton.launcher import mla_sparse_attention_triton
@@ -76,7 +94,9 @@ def mla_sparse_attention(
             sink=sink,
             out=out,
             lse=lse,
+            max_logits=max_logits,
             workspace=workspace,
+            deterministic=deterministic,
         )
         return out, lse
     reference = choice.impl == "reference"
@@ -90,6 +110,8 @@ def mla_sparse_attention(
         kv_scale=kv_scale,
         lengths=lengths,
         sink=sink,
+        max_logits=max_logits,
+        deterministic=deterministic,
     )
     out = result.to(q.dtype) if out is None else out.copy_(result)
     return out, (result_lse.float() if lse is None else lse.copy_(result_lse))
@@ -107,6 +129,7 @@ def _check_arguments(
     impl: str,
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
+    max_logits: torch.Tensor | None,
     workspace: torch.Tensor | None,
 ) -> Choice:
     """What can be checked without reading the device; the implementation that will run."""
@@ -137,6 +160,7 @@ def _check_arguments(
     results = (
         ("out", out, (T, H, kv_lora_rank), q.dtype),
         ("lse", lse, (T, H), torch.float32),
+        ("max_logits", max_logits, (T, H), torch.float32),
         ("workspace", workspace, ("bytes",), torch.uint8),
     )
     for name, tensor, shape, dtype in results:

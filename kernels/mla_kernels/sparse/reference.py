@@ -16,12 +16,16 @@ def mla_sparse_attention_reference(
     kv_scale: float | torch.Tensor | None,
     lengths: torch.Tensor | None,
     sink: torch.Tensor | None,
+    max_logits: torch.Tensor | None = None,
+    deterministic: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out [T, H, kv_lora_rank] fp64, lse [T, H] fp64)."""
+    """(out [T, H, kv_lora_rank] fp64, lse [T, H] fp64), token by token: always deterministic."""
     T, H, Dk = q.shape
     num_blocks, block_size = kv_cache.shape[:2]
     out = q.new_zeros(T, H, kv_lora_rank, dtype=torch.float64)
     lse = q.new_full((T, H), -torch.inf, dtype=torch.float64)
+    if max_logits is not None:
+        max_logits.fill_(-torch.inf)
     for t in range(T):
         limit = slots.shape[1] if lengths is None else max(int(lengths[t]), 0)
         mine = slots[t, :limit].long()
@@ -32,6 +36,8 @@ def mla_sparse_attention_reference(
         k = rows_as_float(rows.view(kv_cache.dtype), q.dtype, kv_lora_rank, Dk, kv_scale).double()
         scores = scale * (q[t].double() @ k.T)
         lse[t] = scores.logsumexp(-1)
+        if max_logits is not None:
+            max_logits[t] = scores.amax(-1)
         out[t] = scores.softmax(-1) @ k[:, :kv_lora_rank]
         if sink is not None:
             out[t] *= torch.sigmoid(lse[t] - sink.double())[:, None]

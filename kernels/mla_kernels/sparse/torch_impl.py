@@ -2,7 +2,8 @@
 """Sparse MLA attention in torch: batched over tokens, their rows gathered by slot, tile by tile.
 
 The softmax step is the dense one (decode/rescale.py). Nothing is read back from a GPU; on a CPU
-trailing columns of `slots` that no token uses are left out.
+trailing columns of `slots` that no token uses are left out, unless results must be deterministic:
+then tokens are taken one by one, all columns of them.
 """
 
 import torch
@@ -25,6 +26,8 @@ def mla_sparse_attention_torch(
     kv_scale: float | torch.Tensor | None,
     lengths: torch.Tensor | None,
     sink: torch.Tensor | None,
+    max_logits: torch.Tensor | None = None,
+    deterministic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out [T, H, kv_lora_rank] fp32, lse [T, H] fp32)."""
     T, H, Dk = q.shape
@@ -34,7 +37,7 @@ def mla_sparse_attention_torch(
     if lengths is not None:
         used &= torch.arange(slots.shape[1], device=q.device) < lengths[:, None]
     slots = torch.where(used, slots, 0).long()
-    if on_cpu:
+    if on_cpu and not deterministic:
         columns = used.any(0).nonzero()
         width = int(columns.max()) + 1 if columns.numel() else 0
         slots, used = slots[:, :width], used[:, :width]
@@ -47,6 +50,10 @@ def mla_sparse_attention_torch(
     step = TILE_ROWS  # a multiple of rescale.FOLD: then tiles do not change the order of additions
     rows_at_once = TILE_ROWS if on_cpu else TILE_ROWS_DEVICE
     tokens = max(1, rows_at_once // max(1, min(step, slots.shape[1])))
+    if deterministic:
+        tokens = 1
+    if max_logits is not None:
+        max_logits.fill_(-torch.inf)
     for part in (slice(t, t + tokens) for t in range(0, T, tokens)):
         for first in range(0, slots.shape[1], step):
             tile = slots[part, first : first + step]
@@ -56,6 +63,9 @@ def mla_sparse_attention_torch(
             keys.masked_fill_(hidden[..., None], 0)  # 0 * NaN would reach the output
             qk = torch.bmm(queries[part], keys.mT)
             qk.masked_fill_(hidden[:, None], -torch.inf)
+            if max_logits is not None:
+                top = max_logits[part]
+                torch.maximum(top, qk.amax(-1) * scale, out=top)
             pow2_step(state[part], qk, keys[..., :kv_lora_rank], scale_log2, q.dtype, first == 0)
     out, lse = finish(state, "pow2", q.dtype)
     if sink is not None:

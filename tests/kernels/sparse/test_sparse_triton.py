@@ -12,7 +12,7 @@ from mla_kernels.decode.triton.plan import arch_of
 from mla_kernels.layouts import MlaDims
 from mla_kernels.sparse.api import TRITON_DIMS
 from mla_kernels.sparse.reference import mla_sparse_attention_reference
-from mla_kernels.sparse.triton import tiles
+from mla_kernels.sparse.triton import launcher, tiles
 from mla_kernels.sparse.triton.launcher import mla_sparse_attention_triton
 from mla_kernels.testing.cases import decode_case
 from mla_kernels.testing.metrics import SHORT_BAR, measure
@@ -183,6 +183,41 @@ def test_sums_are_exact_and_every_slot_counts_once(device, splits):
     exact = (values.sum(0)[:512] / 256).bfloat16().to(device)
     assert torch.equal(out, exact.expand_as(out))
     assert (lse - math.log(256)).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("cache", FORMATS)
+@pytest.mark.parametrize("splits", [1, 3])
+def test_largest_scores(device, cache, splits):
+    """Also where rows are done again, and where the largest score is negative."""
+    q, kv, slots, options = sparse_case((200, 200, 0), 192, cache=cache, device=device, q_std=0.1)
+    slots[1, 5::2] = -1
+    if cache == "bf16":
+        kv.view(-1, kv.shape[2])[slots[0, 150].item()] = (q[0, 3] * 3000).to(kv.dtype)
+        q[1, 0] = -kv.view(-1, kv.shape[2])[slots[1, 0].item()] * 9
+        slots[1, 1:] = -1
+    got, want = (q.new_full(q.shape[:2], torch.nan, dtype=torch.float32) for _ in range(2))
+    check(q, kv, slots, options, splits, max_logits=got)
+    mla_sparse_attention(q, kv, slots, impl="reference", max_logits=want, **options)
+    torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
+    assert bool((got[2] == -torch.inf).all()) and (cache != "bf16" or got[1, 0] < -1)
+
+
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+def test_deterministic_bits_are_those_of_a_token_alone(device, impl, monkeypatch):
+    """Few tokens are split over the device otherwise: then the order of additions is another."""
+    q, kv, slots, options = sparse_case((300, 260, 3), 256, heads=8, device=device)
+    monkeypatch.setattr(launcher, "choose_split", None)  # by the number of tokens
+
+    def run(rows):
+        return mla_sparse_attention(
+            q[rows], kv, slots[rows], impl=impl, deterministic=True, **options
+        )
+
+    for batch in ([0, 1, 2], [2, 0], [1] * 7 + [2]):
+        together = run(batch)
+        for at in (0, len(batch) - 1):
+            for a, b in zip(run([batch[at]]), together, strict=True):
+                assert torch.equal(a[0], b[at])
 
 
 def test_a_slot_named_twice_counts_twice(device):

@@ -57,9 +57,11 @@ def attend_slots(
     HW_FP8: tl.constexpr,
     WGMMA: tl.constexpr,
     STAGES: tl.constexpr,
+    MAX_LOGITS: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """(O, k, l) over the slots [start, stop) of one token; O is PARTS times [BM, DV // PARTS].
+    """(O, k, l, top) over the slots [start, stop) of one token; O is PARTS times [BM, DV // PARTS].
+    With MAX_LOGITS top is the largest q . k of each row.
 
     k is the reference to start from; with REFERENCE "first" only tiles before `refresh` raise it.
     """
@@ -67,6 +69,7 @@ def attend_slots(
     # Row sums by a dot with ones, where they would take registers from O.
     SUM_BY_DOT: tl.constexpr = WGMMA and REFERENCE == "first"
     l = tl.zeros([BM], tl.float32)
+    top = tl.full([BM], -float("inf"), tl.float32)
     weight = tl.zeros([BM, 16 if SUM_BY_DOT else BN], tl.float32)
     acc = ()
     for _ in tl.static_range(PARTS):
@@ -100,6 +103,8 @@ def attend_slots(
         k_old = k
         if WGMMA:
             if num_heads > 0:
+                if MAX_LOGITS:
+                    top = tl.maximum(top, tl.max(tl.where(ok[None, :], qk, -float("inf")), 1))
                 t = scaled_scores(qk, row_scale, "pow2", INTERPRET)
                 t = tl.where(ok[None, :], t, -float("inf"))
                 p, k, l = weights_of_scores(
@@ -108,6 +113,8 @@ def attend_slots(
             else:
                 p = tl.load(q_ptr + tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :])
         else:
+            if MAX_LOGITS:
+                top = tl.maximum(top, tl.max(tl.where(ok[None, :], qk, -float("inf")), 1))
             t = scaled_scores(qk, row_scale, "pow2", INTERPRET)
             t = tl.where(ok[None, :], t, -float("inf"))
             p, k, l = weights_of_scores(
@@ -131,4 +138,4 @@ def attend_slots(
             l = tl.max(weight, 1)
         else:
             l = token_sum(weight, "rows")
-    return acc, k, l
+    return acc, k, l, top

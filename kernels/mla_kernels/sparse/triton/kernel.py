@@ -11,7 +11,7 @@ import triton.language as tl
 from mla_kernels.decode.triton.softmax import EXPONENT_FLOOR, OUTGROWN
 from mla_kernels.sparse.triton.attend import attend_slots
 from mla_kernels.sparse.triton.gather import appended, last_slot
-from mla_kernels.sparse.triton.results import write_program
+from mla_kernels.sparse.triton.results import write_max_logits, write_program
 
 SCAN = tl.constexpr(1024)
 
@@ -62,6 +62,7 @@ def mla_sparse_kernel(
     sink_ptr,  # [H] fp32, with HAS_SINK
     out_ptr,  # [T, H, DV]
     lse_ptr,  # [T, H] fp32
+    max_logits_ptr,  # [T, H] fp32, with MAX_LOGITS; -inf before, with SPLIT
     part_acc_ptr,  # [T, splits, H, DV] fp32, with SPLIT
     part_sum_ptr,  # [T, splits, H, 2] fp32: l, k
     scale_log2,  # softmax scale * log2(e)
@@ -93,6 +94,7 @@ def mla_sparse_kernel(
     HW_FP8: tl.constexpr,
     WGMMA: tl.constexpr,
     STAGES: tl.constexpr,
+    MAX_LOGITS: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
     row_tiles = tl.cdiv(num_heads, BM)
@@ -137,11 +139,11 @@ def mla_sparse_kernel(
                 refresh = start + BN
             if turn == 1:
                 refresh = stop
-            acc, k, l = attend_slots(
+            acc, k, l, top = attend_slots(
                 q, q_rope, q_ptr, used_scale, kv_ptr, kv_scale_view_ptr, kv_rope_view_ptr, slots,
                 page_stride, num_slots, cache_scale, start, stop, k, refresh, num_heads,
                 BM, BN, DV, DR, PAGE, ROW, FORMAT, GROUP, SCALE_OFFSET, ROPE_OFFSET,
-                PARTS, REFERENCE, DTYPE, FP16_DOTS, HW_FP8, WGMMA, STAGES, INTERPRET,
+                PARTS, REFERENCE, DTYPE, FP16_DOTS, HW_FP8, WGMMA, STAGES, MAX_LOGITS, INTERPRET,
             )  # fmt: skip
             # Through memory: a reduction here makes the compiler spill in the loop above.
             tl.debug_barrier()
@@ -155,16 +157,22 @@ def mla_sparse_kernel(
                     acc, k, l, 1.0, out_ptr, lse_ptr, sink_ptr, part_acc_ptr, part_sum_ptr,
                     result, row, row_ok, DV, PARTS, HAS_SINK, SPLIT,
                 )  # fmt: skip
+                if MAX_LOGITS:
+                    at = max_logits_ptr + (token * num_heads + row)
+                    write_max_logits(top, used_scale, at, row_ok, SPLIT)
                 turn = 3
     else:
         q, q_rope, used_scale = load_query(q_at, row_ok, row_scale, DV, DR, PARTS, FP16_DOTS)
-        acc, k, l = attend_slots(
+        acc, k, l, top = attend_slots(
             q, q_rope, q_ptr, used_scale, kv_ptr, kv_scale_view_ptr, kv_rope_view_ptr, slots,
             page_stride, num_slots, cache_scale, start, stop, k, start, num_heads,
             BM, BN, DV, DR, PAGE, ROW, FORMAT, GROUP, SCALE_OFFSET, ROPE_OFFSET,
-            PARTS, REFERENCE, DTYPE, FP16_DOTS, HW_FP8, WGMMA, STAGES, INTERPRET,
+            PARTS, REFERENCE, DTYPE, FP16_DOTS, HW_FP8, WGMMA, STAGES, MAX_LOGITS, INTERPRET,
         )  # fmt: skip
         write_program(
             acc, k, l, v_scale, out_ptr, lse_ptr, sink_ptr, part_acc_ptr, part_sum_ptr,
             result, row, row_ok, DV, PARTS, HAS_SINK, SPLIT,
         )  # fmt: skip
+        if MAX_LOGITS:
+            at = max_logits_ptr + (token * num_heads + row)
+            write_max_logits(top, used_scale, at, row_ok, SPLIT)

@@ -18,6 +18,7 @@ from mla_kernels.sparse.triton.tiles import (
     Tile,
     choose_split,
     choose_tile,
+    one_range,
     partial_bytes,
 )
 from mla_kernels.triton_common.formats import cache_format
@@ -36,7 +37,9 @@ def mla_sparse_attention_triton(
     sink: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
+    max_logits: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
+    deterministic: bool = False,
     tile: Tile | None = None,
     split: Split | None = None,
 ) -> None:
@@ -50,7 +53,8 @@ def mla_sparse_attention_triton(
     kv_format = cache_format(kv_cache.dtype)
     arch = arch_of(q.device)
     tile = tile or choose_tile(H, kv_format, arch)
-    split = split or choose_split(T, H, K, tile, arch, q.device)
+    if split is None:
+        split = one_range(K, tile) if deterministic else choose_split(T, H, K, tile, arch, q.device)
     acc, sums = lse, lse
     if split.splits > 1:
         needed = partial_bytes(T, H, split.splits, kv_lora_rank)
@@ -60,6 +64,8 @@ def mla_sparse_attention_triton(
             raise ValueError(f"Expected workspace of {needed} bytes, got {workspace.numel()}")
         floats = workspace[:needed].view(torch.float32)
         acc, sums = floats.split([T * split.splits * H * n for n in (kv_lora_rank, 2)])
+        if max_logits is not None:
+            max_logits.fill_(-torch.inf)
     kv, scale_view, rope_view = kv_cache, kv_cache, kv_cache
     if kv_format == "fp8":
         kv = kv_cache.view(torch.uint8)
@@ -76,6 +82,7 @@ def mla_sparse_attention_triton(
         lse if sink is None else sink,
         out,
         lse,
+        lse if max_logits is None else max_logits,
         acc,
         sums,
         scale_to_log2(scale),
@@ -93,6 +100,7 @@ def mla_sparse_attention_triton(
         HAS_LENGTHS=lengths is not None,
         HAS_SINK=sink is not None,
         SPLIT=split.splits > 1,
+        MAX_LOGITS=max_logits is not None,
         **tile_options(tile),
     )
     if split.splits > 1:

@@ -78,6 +78,16 @@ def write_program(
             tl.store(out_ptr + offset, o, mask=ok[:, None])
 
 
+@triton.jit
+def write_max_logits(top, row_scale, at, ok, SPLIT: tl.constexpr):
+    """The largest scores q . k, scaled; over the ranges of a token whichever is largest."""
+    logit = top * (row_scale * LN2)
+    if SPLIT:
+        tl.atomic_max(at, logit, mask=ok, sem="relaxed")
+    else:
+        tl.store(at, logit, mask=ok)
+
+
 @triton.jit(do_not_specialize=["num_heads", "splits"])
 def mla_sparse_merge_kernel(
     part_acc_ptr,  # [T, splits, H, DV] fp32

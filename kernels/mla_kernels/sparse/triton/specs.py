@@ -31,6 +31,7 @@ def _attention(arch: Arch) -> Iterator[KernelSpec]:
                 yield _attention_spec(arch, heads, kv_format, split=split)
         yield _attention_spec(arch, heads, "float", DIMS[1])
         yield _attention_spec(arch, heads, "float", dtype=torch.float16)
+        yield _attention_spec(arch, heads, "float", max_logits=True)
 
 
 def _attention_spec(
@@ -40,6 +41,7 @@ def _attention_spec(
     dims: MlaDims = DIMS[0],
     *,
     split: bool = False,
+    max_logits: bool = False,
     dtype: torch.dtype = torch.bfloat16,
     tile: Tile | None = None,
 ) -> KernelSpec:
@@ -58,10 +60,11 @@ def _attention_spec(
         "sink_ptr": "*fp32",
         "out_ptr": f"*{element}",
         "lse_ptr": "*fp32",
+        "max_logits_ptr": "*fp32",
         "part_acc_ptr": "*fp32",
         "part_sum_ptr": "*fp32",
     }
-    mode = "split" if split else "whole"
+    mode = "split" if split else "max_logits" if max_logits else "whole"
     return KernelSpec(
         name=f"sparse/{kv_format}/{element}/{dims.kv_lora_rank}+{dims.rope_dim}/m{heads}/{mode}",
         fn=mla_sparse_kernel,
@@ -78,6 +81,7 @@ def _attention_spec(
             "HAS_LENGTHS": split,
             "HAS_SINK": not split,
             "SPLIT": split,
+            "MAX_LOGITS": max_logits,
         },
         aligned=(*pointers, *STRIDES),
         options=tile_options(tile),

@@ -74,6 +74,11 @@ def choose_split(T: int, H: int, K: int, tile: Tile, arch: Arch, device: torch.d
     return even_split(T, -(-H // tile.rows), K, tile.tokens, sms * tile.per_sm)
 
 
+def one_range(K: int, tile: Tile) -> Split:
+    """A token as a whole, so that its result does not depend on how many there are."""
+    return Split(1, max(1, -(-K // tile.tokens)) * tile.tokens)
+
+
 @cache
 def even_split(T: int, row_tiles: int, K: int, tokens: int, capacity: int) -> Split:
     """The split whose longest chain of tiles is the shortest, where `capacity` programs run."""
