@@ -28,7 +28,8 @@ _PAGE = 16
 
 @dataclass
 class FlashMLASchedMeta:
-    """What calls with the same shapes and lengths share. Filled by the first of them."""
+    """What calls with the same shapes and lengths share, so the layers of one step; take a new one
+    for other lengths. Filled by the first call."""
 
     shape: tuple[object, ...] | None = None
     plan: MlaDecodePlan | None = None
@@ -71,6 +72,7 @@ def flash_mla_with_kvcache(
     indices         [B, s_q, topk] int32 = block * block_size + offset, -1 = none
     topk_length     [B] int32: only the leftmost of a request's indices are used
     attn_sink       [H] fp32, sparse only: see `mla_sparse_attention`
+    out             [B, s_q, H, head_dim_v] contiguous, to write into
 
     Returns (out [B, s_q, H, head_dim_v], lse [B, H, s_q] fp32, +inf for a row without a key).
     ValueError for what FlashMLA asserts, and for extra_k_cache, which is not supported.
@@ -94,7 +96,14 @@ def flash_mla_with_kvcache(
         kv_cache = kv_cache.view(torch.uint8)
     else:
         checks.check_dtype("k_cache", k_cache, (q.dtype,))
-    topk = None if indices is None else indices.shape[-1]
+    topk = None
+    if indices is not None:
+        checks.check_shape("indices", indices, (B, s_q, "topk"))
+        topk = indices.shape[2]
+    if out is not None:
+        checks.check_shape("out", out, (B, s_q, H, head_dim_v))
+        if not out.is_contiguous():
+            raise ValueError(f"Expected a contiguous out, got strides {out.stride()}")
     shape = (*q.shape, *k_cache.shape[1:], causal, is_fp8_kvcache, topk)
     meta = tile_scheduler_metadata
     if meta.shape not in (None, shape):
@@ -102,12 +111,10 @@ def flash_mla_with_kvcache(
             f"Expected the shapes and mode that the metadata was first used with, {meta.shape}, "
             f"got {shape}"
         )
-    meta.shape = shape
     scale = Dk**-0.5 if softmax_scale is None else softmax_scale
     if indices is not None:
         if causal:
             raise ValueError("Expected causal=False with indices, got True")
-        checks.check_shape("indices", indices, (B, s_q, "topk"))
         lengths = None
         if topk_length is not None:
             checks.check_shape("topk_length", topk_length, (B,))
@@ -134,6 +141,9 @@ def flash_mla_with_kvcache(
                 num_heads=H,
                 s_q=s_q,
                 kv_lora_rank=head_dim_v,
+                rope_dim=Dk - head_dim_v,
+                dtype=q.dtype,
+                kv_cache_dtype=kv_cache.dtype,
                 block_size=k_cache.shape[1],
             )
         result, lse = mla_decode(
@@ -147,6 +157,7 @@ def flash_mla_with_kvcache(
             plan=meta.plan,
             out=out,
         )
+    meta.shape = shape  # only now: what was refused leaves the metadata as it was
     return result, _lonely_to_inf(lse).transpose(1, 2)
 
 
@@ -172,7 +183,9 @@ def flash_mla_sparse_fwd(
     """
     checks.check_shape("q", q, ("s_q", "H", "Dk"))
     checks.check_shape("kv", kv, ("s_kv", 1, q.shape[2]))
+    checks.check_range("s_kv (kv.shape[0])", kv.shape[0], 1, 2**31 - 1)
     checks.check_shape("indices", indices, (q.shape[0], 1, "topk"))
+    checks.check_dtype("indices", indices, (torch.int32,))
     rows = kv.squeeze(1)
     slots = torch.where(indices.squeeze(1) < rows.shape[0], indices.squeeze(1), -1)
     pages = _as_pages(rows)

@@ -141,12 +141,51 @@ def test_parameters_are_those_of_flash_mla():
         ({"topk_length": torch.zeros(3)}, "with indices only"),
         ({"indices": torch.zeros(3, 1, 8, dtype=torch.int32), "causal": True}, "causal=False"),
         ({"indices": torch.zeros(3, 8, dtype=torch.int32)}, "indices of shape"),
+        ({"indices": [1, 2]}, "indices to be a tensor, got list"),
+        ({"out": torch.zeros(3, 1, 4, 500).bfloat16()}, r"out of shape \[3, 1, 4, 512\]"),
+        ({"out": torch.zeros(3, 1, 512, 4).bfloat16().mT}, "contiguous out, got strides"),
+        ({"softmax_scale": 0.0}, "softmax scale above 0, got 0.0"),
         ({"is_fp8_kvcache": True}, "k_cache.dtype"),
     ],
 )
 def test_what_is_not_supported_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         decode(decode_case(LENGTHS, num_heads=4), **options)
+
+
+def test_a_refused_call_leaves_the_metadata_for_the_next():
+    case, meta = decode_case(LENGTHS, num_heads=4), metadata()[0]
+    args = (case.q, case.kv_cache.unsqueeze(2), case.block_table, case.seq_lens, 512, meta)
+    with pytest.raises(ValueError, match="with indices only"):
+        flash_mla.flash_mla_with_kvcache(*args, causal=True, topk_length=case.seq_lens)
+    flash_mla.flash_mla_with_kvcache(*args)
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, []])
+def test_an_empty_batch(lengths):
+    case = decode_case(LENGTHS, num_heads=4)
+    n = len(lengths)
+    args = (case.q[:n], case.kv_cache.unsqueeze(2), case.block_table[:n], case.seq_lens[:n], 512)
+    out, lse = flash_mla.flash_mla_with_kvcache(*args, metadata()[0])
+    assert out.shape == (n, 1, 4, 512) and lse.shape == (n, 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kv": torch.zeros(0, 1, 576).bfloat16()}, r"s_kv \(kv.shape\[0\]\) in 1.*got 0"),
+        ({"indices": torch.zeros(5, 1, 8).long()}, "indices.dtype in .*int32.*got torch.int64"),
+        ({"indices": torch.zeros(4, 1, 8).int()}, r"indices of shape \[5, 1, topk\], got \[4"),
+        ({"kv": torch.zeros(96, 576).bfloat16()}, r"kv of shape \[s_kv, 1, 576\], got \[96, 576\]"),
+        ({"topk_length": torch.zeros(4).int()}, r"lengths of shape \[5\], got \[4\]"),
+        ({"sm_scale": float("nan")}, "softmax scale above 0, got nan"),
+    ],
+)
+def test_a_prefill_that_is_refused(change, message):
+    call = {"q": torch.zeros(5, 4, 576).bfloat16(), "kv": torch.zeros(96, 1, 576).bfloat16()}
+    call |= {"indices": torch.zeros(5, 1, 8).int(), "sm_scale": 0.1}
+    with pytest.raises(ValueError, match=message):
+        flash_mla.flash_mla_sparse_fwd(**call | change)
 
 
 def test_foreign_metadata_is_refused():

@@ -24,13 +24,14 @@ def write_indexer_cache(
     k             [T, D] bf16, fp16 or fp32 (D = 128 in DeepSeek-V3.2), RoPE already applied
     k_cache       [num_blocks, 64, D + 4] uint8 pages (`IndexerLayout`): e4m3 codes, one fp32 scale
                   a token; or [num_blocks, 64, D] bf16, where keys are only rounded
-    slot_mapping  [N] int32 or int64, N <= T: block * 64 + offset, -1 = skip
+    slot_mapping  [N] int32 or int64, N <= T: block * 64 + offset, negative = skip
     scale_format  of the fp8 cache: scale = max(amax |k|, 1e-4) / 448, "ue8m0" rounds it up to a
                   power of two (as DeepSeek-V3.2 is served), "fp32" keeps it
 
     The same bytes as vLLM's `indexer_k_quant_and_cache`. ValueError for arguments that do not fit.
     """
     checks.check_shape("k", k, ("T", "D"))
+    checks.check_range("D (k.shape[1])", k.shape[1], 1, 2**15)
     checks.check_dtype("k", k, checks.FLOAT_DTYPES)
     check_indexer_cache(k_cache, k.shape[1])
     checks.check_shape("slot_mapping", slot_mapping, ("N",))
@@ -84,6 +85,13 @@ def write_indexer_cache_torch(
     slots = slot_mapping.long()
     keep = slots >= 0
     if slots.device.type == "cpu":
+        size = k_cache.shape[0] * k_cache.shape[1]
+        if len(slots) and int(slots.max()) >= size:
+            token = int(slots.argmax())
+            raise ValueError(
+                f"Expected slot_mapping below {size} (blocks x block size), got "
+                f"{int(slots[token])} for token {token}"
+            )
         if not bool(keep.all()):
             k, slots = k[keep], slots[keep]
     elif len(slots):

@@ -9,6 +9,7 @@ padding row, and `positions` [T] says where it stands (chunked prefill, mixed ba
 import torch
 
 from mla_kernels import checks
+from mla_kernels.layouts import BLOCK_SIZE
 
 
 def check_rows(
@@ -39,6 +40,20 @@ def check_rows(
             f"Expected a multiple of {B} rows (the requests of block_table) without request_ids, "
             f"got {T}"
         )
+    if device.type == "cpu":  # where it costs no wait
+        check_request_ids(request_ids, B)
+        capacity = block_table.shape[1] * BLOCK_SIZE
+        if B and int(seq_lens.max()) > capacity:
+            raise ValueError(
+                f"Expected seq_lens up to {capacity}, the tokens of a row of block_table, got "
+                f"{int(seq_lens.max())}"
+            )
+
+
+def check_request_ids(request_ids: torch.Tensor | None, B: int) -> None:
+    """ValueError for a request that there is not. Reads the device."""
+    if request_ids is not None and len(request_ids) and int(request_ids.max()) >= B:
+        raise ValueError(f"Expected request_ids below {B}, got {int(request_ids.max())}")
 
 
 def indexer_lengths(
@@ -55,10 +70,23 @@ def indexer_lengths(
                  request are its last tokens
     request_ids  [T] int32, -1 = padding row (sees nothing); default: T / B rows a request, in order
 
-    Returns [T] int32. Compute it once a step and pass it to every layer as `lengths`.
+    Returns [T] int32. Compute it once a step and pass it to every layer as `lengths`. ValueError
+    for arguments that do not fit.
     """
+    checks.check_shape("seq_lens", seq_lens, ("B",))
+    checks.check_dtype("seq_lens", seq_lens, (torch.int32,))
+    checks.check_range("T", T, 0, 2**31 - 1)
+    B = seq_lens.shape[0]
+    for name, x in (("positions", positions), ("request_ids", request_ids)):
+        if x is not None:
+            checks.check_shape(name, x, (T,))
+            checks.check_dtype(name, x, (torch.int32,))
+            checks.check_device(name, x, seq_lens.device)
+    if request_ids is not None and positions is None:
+        raise ValueError("Expected positions together with request_ids, got None")
+    if request_ids is None and (T % B if B else T):
+        raise ValueError(f"Expected T to be a multiple of {B} requests, got {T}")
     if request_ids is None:
-        B = seq_lens.shape[0]
         rows = T // B if B else 0
         lengths = seq_lens[:, None].expand(B, rows)
         if positions is None:
@@ -66,7 +94,9 @@ def indexer_lengths(
             return (lengths + ahead).clamp_(min=0).reshape(T)
         lengths = lengths.reshape(T)
     else:
+        if seq_lens.device.type == "cpu":
+            check_request_ids(request_ids, B)
         lengths = seq_lens[request_ids.clamp(min=0)]
         lengths = torch.where(request_ids >= 0, lengths, 0)
-    assert positions is not None  # check_rows
+    assert positions is not None
     return torch.minimum(lengths, positions + 1).clamp_(min=0)

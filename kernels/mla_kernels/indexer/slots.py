@@ -5,6 +5,7 @@ import torch
 
 from mla_kernels import checks
 from mla_kernels.dispatch import choose_impl
+from mla_kernels.indexer.rows import check_request_ids
 from mla_kernels.layouts import BLOCK_SIZE
 
 AVAILABLE = ("triton", "torch", "reference")
@@ -48,6 +49,10 @@ def positions_to_slots(
 
         return launch_positions_to_slots(positions, block_table, request_ids, block_size)
     # The torch form is its own definition.
+    if block_table.shape[1] == 0 or B == 0:
+        return torch.full_like(positions, -1)
+    if positions.device.type == "cpu":
+        check_request_ids(request_ids, B)
     if request_ids is None:
         request_ids = torch.arange(T, device=positions.device) // max(T // max(B, 1), 1)
     block = positions.clamp(min=0) // block_size

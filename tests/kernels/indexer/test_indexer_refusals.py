@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The indexer's functions refuse what does not fit, and say what does."""
+
+import pytest
+import torch
+from mla_kernels import (
+    indexer_lengths,
+    indexer_scores,
+    indexer_topk,
+    positions_to_slots,
+    write_indexer_cache,
+)
+
+LENGTHS = torch.tensor([5, 70], dtype=torch.int32)
+TABLE = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seq_lens": LENGTHS.long()}, "seq_lens.dtype in .*got torch.int64"),
+        ({"seq_lens": LENGTHS[None]}, r"seq_lens of shape \[B\], got \[1, 2\]"),
+        ({"T": 3}, "T to be a multiple of 2 requests, got 3"),
+        ({"T": -2}, "T in 0.*got -2"),
+        ({"request_ids": ints(0, 1)}, "positions together with request_ids"),
+        ({"positions": ints(0, 1, 2)}, r"positions of shape \[2\], got \[3\]"),
+        (
+            {"positions": ints(0, 1), "request_ids": ints(0, 7)},
+            "request_ids below 2, got 7",
+        ),
+    ],
+)
+def test_lengths(change, message):
+    with pytest.raises(ValueError, match=message):
+        indexer_lengths(**{"seq_lens": LENGTHS, "T": 2} | change)
+
+
+@pytest.mark.parametrize("function", [indexer_scores, indexer_topk])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": None}, "q to be a tensor, got NoneType"),
+        ({"q": torch.zeros(2, 0, 128).bfloat16()}, r"heads .* in 1\.\.64, got 0"),
+        ({"block_table": TABLE[:, :1]}, "seq_lens up to 64, .*got 70"),
+        ({"request_ids": ints(0, 2), "positions": ints(1, 1)}, "request_ids below 2, got 2"),
+    ],
+)
+def test_scores_and_topk(function, change, message):
+    call = {
+        "q": torch.zeros(2, 4, 128).bfloat16(),
+        "k_cache": torch.zeros(4, 64, 132, dtype=torch.uint8),
+        "weights": torch.zeros(2, 4),
+        "block_table": TABLE,
+        "seq_lens": LENGTHS,
+    }
+    if function is indexer_topk:
+        call["k"] = 8
+    with pytest.raises(ValueError, match=message):
+        function(**call | change)
+
+
+@pytest.mark.parametrize("k", [0, -1, 2049, 8.0, "8", None])
+def test_k(k):
+    with pytest.raises(ValueError, match=rf"k in 1\.\.2048, got {k!r}"):
+        indexer_topk(
+            torch.zeros(2, 4, 128).bfloat16(),
+            torch.zeros(4, 64, 132, dtype=torch.uint8),
+            torch.zeros(2, 4),
+            TABLE,
+            LENGTHS,
+            k,
+        )
+
+
+def test_slots_without_pages_and_of_no_request():
+    positions = ints(0, 65).view(2, 1)
+    assert positions_to_slots(positions, TABLE[:, :0]).tolist() == [[-1], [-1]]
+    assert positions_to_slots(positions[:0], TABLE[:0]).shape == (0, 1)
+    with pytest.raises(ValueError, match="request_ids below 2, got 9"):
+        positions_to_slots(positions, TABLE, request_ids=ints(0, 9))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"slot_mapping": torch.tensor([0, 1, 128])},
+            "slot_mapping below 128.*got 128 for token 2",
+        ),
+        (
+            {"k": torch.zeros(3, 0), "k_cache": torch.zeros(2, 64, 4, dtype=torch.uint8)},
+            "D .*got 0",
+        ),
+    ],
+)
+def test_writes(change, message):
+    call = {"k": torch.ones(3, 128), "slot_mapping": torch.arange(3)}
+    call["k_cache"] = torch.zeros(2, 64, 132, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=message):
+        write_indexer_cache(**call | change)
+    assert not call["k_cache"].any()
