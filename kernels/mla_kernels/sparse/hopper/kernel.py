@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Hopper sparse kernel."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from mla_kernels.decode.hopper.kernel import barriers
+from mla_kernels.decode.hopper.layouts import BLOCK, CODES, HALF, ROPE, TILE, VECTOR
+from mla_kernels.sparse.hopper.layouts import SCALES
+from mla_kernels.sparse.hopper.scores import scores_warpgroup
+from mla_kernels.sparse.hopper.values_bf16 import values_warpgroup
+from mla_kernels.sparse.hopper.values_fp8 import values_fp8_warpgroup
+
+
+@gluon.jit(do_not_specialize=["slots_stride", "num_slots", "K", "span", "num_heads"])
+def hopper_sparse_kernel(
+    q_desc,  # [T * H, 576] bf16, boxes [64, 256]
+    q_rope_desc,  # the same, boxes [64, 64]
+    kv,  # the cache: bf16, or fp8_ds_mla rows as uint8, fp32 and bf16
+    kv_scale,
+    kv_rope,
+    slots,  # [T, K] int32
+    lengths,  # [T] int32, with HAS_LENGTHS
+    sink,  # [H] fp32, with HAS_SINK
+    out,  # [T, H, 512] bf16
+    lse,  # [T, H] fp32
+    part_acc,  # [T, splits, H, 512] fp32, with SPLIT
+    part_sums,  # [T, splits, H, 2] fp32: l, k
+    scale_log2,
+    page_stride,
+    slots_stride,
+    num_slots,  # of the cache
+    K,
+    span,  # slots of a program, a multiple of 64
+    num_heads,
+    SLOTS_A: gl.constexpr,
+    SLOTS_B: gl.constexpr,
+    SLOTS_R: gl.constexpr,
+    SLOTS_P: gl.constexpr,
+    WORKER_REGS: gl.constexpr,
+    FORMAT: gl.constexpr,  # of the cache: "bf16" or "fp8_ds_mla"
+    PAGE: gl.constexpr,
+    ROW: gl.constexpr,
+    HAS_LENGTHS: gl.constexpr,
+    HAS_SINK: gl.constexpr,
+    SPLIT: gl.constexpr,
+):
+    if SPLIT:
+        gdc_launch_dependents()
+    COUNT: gl.constexpr = 128 if FORMAT == "bf16" else 1
+    q_shared = gl.allocate_shared_memory(gl.bfloat16, [BLOCK, 128], TILE)
+    ring_a = gl.allocate_shared_memory(gl.bfloat16, [SLOTS_A, BLOCK, HALF], TILE)
+    ring_b = gl.allocate_shared_memory(gl.bfloat16, [SLOTS_B, BLOCK, HALF], TILE)
+    ring_r = gl.allocate_shared_memory(gl.bfloat16, [SLOTS_R, BLOCK, ROPE], TILE)
+    offsets = gl.allocate_shared_memory(gl.float32, [SLOTS_R, BLOCK], VECTOR)
+    p_ring = gl.allocate_shared_memory(gl.bfloat16, [SLOTS_P, BLOCK, BLOCK], TILE)
+    factors = gl.allocate_shared_memory(gl.float32, [SLOTS_P, BLOCK], VECTOR)
+    inverse = gl.allocate_shared_memory(gl.float32, [BLOCK], VECTOR)
+    full_a = barriers(SLOTS_A, COUNT)
+    full_b = barriers(SLOTS_B, COUNT)
+    full_v = barriers(SLOTS_R, 1)
+    full_p_a = barriers(SLOTS_P, 1)
+    full_p_b = barriers(SLOTS_P, 1)
+    empty_p = barriers(SLOTS_P, 2)
+    landed_q = barriers(1, 2).index(0)
+    full_q = barriers(1, 1).index(0)
+    full_out = barriers(1, 1).index(0)
+    if FORMAT == "bf16":
+        fence_async_shared()
+        gl.warp_specialize(
+            [
+                (scores_warpgroup, (
+                    slots, slots_stride, lengths, K, span, num_slots, page_stride, num_heads,
+                    scale_log2, sink, lse, part_sums, q_shared, ring_a, ring_b, ring_r, offsets,
+                    full_a, full_b, full_v, landed_q, full_q, p_ring, full_p_a, full_p_b, empty_p,
+                    factors, inverse, full_out, SLOTS_A, SLOTS_B, SLOTS_R, SLOTS_P,
+                    PAGE, ROW, HAS_LENGTHS, HAS_SINK, SPLIT, True,
+                )),
+                (values_warpgroup, (
+                    out, part_acc, q_desc, q_rope_desc, kv, slots, slots_stride, lengths, K, span,
+                    num_slots, page_stride, num_heads, ring_a, full_a, ring_r, offsets, full_v,
+                    landed_q, full_q, p_ring, full_p_a, empty_p, factors, inverse, full_out,
+                    0, SLOTS_A, SLOTS_P, PAGE, ROW, HAS_LENGTHS, SPLIT,
+                )),
+                (values_warpgroup, (
+                    out, part_acc, q_desc, q_rope_desc, kv, slots, slots_stride, lengths, K, span,
+                    num_slots, page_stride, num_heads, ring_b, full_b, ring_r, offsets, full_v,
+                    landed_q, full_q, p_ring, full_p_b, empty_p, factors, inverse, full_out,
+                    HALF, SLOTS_B, SLOTS_P, PAGE, ROW, HAS_LENGTHS, SPLIT,
+                )),
+            ],
+            [4, 4],
+            [WORKER_REGS, WORKER_REGS],
+        )  # fmt: skip
+    else:
+        codes_a = gl.allocate_shared_memory(gl.uint8, [BLOCK, HALF], CODES)
+        codes_b = gl.allocate_shared_memory(gl.uint8, [BLOCK, HALF], CODES)
+        scales_a = gl.allocate_shared_memory(gl.float32, [BLOCK, 4], SCALES)
+        scales_b = gl.allocate_shared_memory(gl.float32, [BLOCK, 4], SCALES)
+        fence_async_shared()
+        gl.warp_specialize(
+            [
+                (scores_warpgroup, (
+                    slots, slots_stride, lengths, K, span, num_slots, page_stride, num_heads,
+                    scale_log2, sink, lse, part_sums, q_shared, ring_a, ring_b, ring_r, offsets,
+                    full_a, full_b, full_v, landed_q, full_q, p_ring, full_p_a, full_p_b, empty_p,
+                    factors, inverse, full_out, SLOTS_A, SLOTS_B, SLOTS_R, SLOTS_P,
+                    PAGE, ROW, HAS_LENGTHS, HAS_SINK, SPLIT, False,
+                )),
+                (values_fp8_warpgroup, (
+                    out, part_acc, q_desc, q_rope_desc, kv, kv_scale, kv_rope, slots, slots_stride,
+                    lengths, K, span, num_slots, page_stride, num_heads, ring_a, full_a,
+                    codes_a, scales_a, ring_r, offsets, full_v, landed_q, full_q,
+                    p_ring, full_p_a, empty_p, factors, inverse, full_out,
+                    0, SLOTS_R, SLOTS_P, PAGE, ROW, HAS_LENGTHS, SPLIT,
+                )),
+                (values_fp8_warpgroup, (
+                    out, part_acc, q_desc, q_rope_desc, kv, kv_scale, kv_rope, slots, slots_stride,
+                    lengths, K, span, num_slots, page_stride, num_heads, ring_b, full_b,
+                    codes_b, scales_b, ring_r, offsets, full_v, landed_q, full_q,
+                    p_ring, full_p_b, empty_p, factors, inverse, full_out,
+                    HALF, SLOTS_R, SLOTS_P, PAGE, ROW, HAS_LENGTHS, SPLIT,
+                )),
+            ],
+            [4, 4],
+            [WORKER_REGS, WORKER_REGS],
+        )  # fmt: skip

@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layouts of the gathers; the rest is the dense kernel's (decode/hopper/layouts.py)."""
+
+from triton.experimental.gluon import language as gl
+
+from mla_kernels.decode.hopper.layouts import PASS_64
+
+# 16 bytes a thread. bf16 rows: 128 bytes of a row by 8 lanes, as TILE's swizzle wants them. Codes:
+# 64 bytes by 4 lanes; the rope part that goes with them keeps the same rows in each thread.
+GATHER_BF16 = PASS_64
+GATHER_CODES = gl.constexpr(gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0]))
+GATHER_ROPE = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
+GATHER_SCALES = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
+
+SCALES = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 1, [1, 0]))
+SCAN = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Warpgroup 0: S = Q K^T, the softmax, and P handed to the two PV warpgroups."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from mla_kernels import numerics
+from mla_kernels.decode.hopper.layouts import (
+    BLOCK,
+    PASS_128,
+    QUERY,
+    SCORES,
+    SCORES_COL,
+    SCORES_ROW,
+    SUMS,
+)
+from mla_kernels.decode.hopper.softmax import (
+    EXPONENT_FLOOR,
+    GRID_OFFSET,
+    TAU,
+    add_row_sums,
+    pow2_int,
+    round_bf16,
+)
+from mla_kernels.decode.hopper.stream import ring_next, ring_previous
+from mla_kernels.sparse.hopper.gather import program_rows, program_token
+
+LN2 = gl.constexpr(numerics.LN2)
+LOG2E = gl.constexpr(numerics.LOG2E)
+
+
+@gluon.jit
+def issue_scores(
+    q_a, q_b, q_rope, q_shared, ring_a, ring_b, ring_r, full_a, full_b,
+    ia, pa, ib, pb, ir, FENCE: gl.constexpr,
+):  # fmt: skip
+    """Q K^T of one tile, asynchronous; full_b stands for the rope columns too. FENCE: the tiles
+    were written by copies that the writers did not fence."""
+    s = gl.zeros([BLOCK, BLOCK], gl.float32, SCORES)
+    mbarrier.wait(full_b.index(ib), pb)
+    if FENCE:
+        fence_async_shared()
+    b = ring_b.index(ib)
+    b_k = b.slice(0, 128, dim=1).permute((1, 0))
+    s = warpgroup_mma(q_b, b_k, s, use_acc=False, is_async=True)
+    s = warpgroup_mma(q_shared, b.slice(128, 128, dim=1).permute((1, 0)), s, is_async=True)
+    s = warpgroup_mma(q_rope, ring_r.index(ir).permute((1, 0)), s, is_async=True)
+    mbarrier.wait(full_a.index(ia), pa)
+    if FENCE:
+        fence_async_shared()
+    return warpgroup_mma(q_a, ring_a.index(ia).permute((1, 0)), s, is_async=True)
+
+
+@gluon.jit
+def softmax_step(s, offset, k, l, scale_log2):
+    """decode/hopper/softmax.py's step, with the mask in what puts the scores on the grid."""
+    s, offset = gl.broadcast(s, offset[None, :])
+    t = gl.fma(s, scale_log2, offset)
+    row_max = gl.maximum(gl.ceil(gl.max(t, 1) - GRID_OFFSET), EXPONENT_FLOOR)
+    k_new = gl.where(row_max > k + TAU, row_max, k)
+    factor = pow2_int(k - k_new)
+    p = round_bf16(gl.exp2(t - (k_new + GRID_OFFSET)[:, None]))
+    return p, factor, k_new, add_row_sums(l, factor, p)
+
+
+@gluon.jit
+def scores_warpgroup(
+    slots, slots_stride, lengths, K, span, num_slots, page_stride, num_heads, scale_log2,
+    sink, lse, part_sums, q_shared, ring_a, ring_b, ring_r, offsets, full_a, full_b, full_v,
+    landed_q, full_q, p_ring, full_p_a, full_p_b, empty_p, factors, inverse, full_out,
+    SLOTS_A: gl.constexpr, SLOTS_B: gl.constexpr, SLOTS_R: gl.constexpr, SLOTS_P: gl.constexpr,
+    PAGE: gl.constexpr, ROW: gl.constexpr, HAS_LENGTHS: gl.constexpr, HAS_SINK: gl.constexpr,
+    SPLIT: gl.constexpr, FENCE: gl.constexpr,
+):  # fmt: skip
+    token, first_head = program_token(num_heads)
+    rows = program_rows(
+        slots, slots_stride, lengths, K, span, token, num_slots, page_stride, PAGE, ROW, HAS_LENGTHS
+    )
+    ia = gl.to_tensor(0)
+    pa = gl.to_tensor(0)
+    ib = gl.to_tensor(0)
+    pb = gl.to_tensor(0)
+    ir = gl.to_tensor(0)
+    pr = gl.to_tensor(0)
+    ip = gl.to_tensor(0)
+    pp = gl.to_tensor(1)
+    # The query tile came in the last slot of each ring: to registers, and 128 columns shared.
+    mbarrier.wait(landed_q, 0)
+    q_a = ring_a.index(SLOTS_A - 1).load(QUERY)
+    q_b = ring_b.index(SLOTS_B - 1).slice(0, 128, dim=1).load(QUERY)
+    q_rope = ring_r.index(SLOTS_R - 1).load(QUERY)
+    q_shared.store(ring_b.index(SLOTS_B - 1).slice(128, 128, dim=1).load(PASS_128))
+    fence_async_shared()
+    mbarrier.arrive(full_q, count=1)
+
+    k = gl.full([BLOCK], EXPONENT_FLOOR, gl.float32, SCORES_ROW)
+    l = gl.zeros([BLOCK, 8], gl.float32, SUMS)
+    for n in range(rows.tiles):
+        token_s = issue_scores(
+            q_a, q_b, q_rope, q_shared, ring_a, ring_b, ring_r, full_a, full_b,
+            ia, pa, ib, pb, ir, FENCE,
+        )  # fmt: skip
+        # Warpgroup 1 gets P(n-1) only now: its half of PV(n-1) fills the tensor cores while this
+        # warpgroup is busy with softmax(n).
+        mbarrier.arrive(full_p_a.index(ring_previous(ip, SLOTS_P)), count=1, pred=n > 0)
+        mbarrier.wait(full_v.index(ir), pr)
+        offset = offsets.index(ir).load(SCORES_COL)
+        s = warpgroup_mma_wait(0, deps=(token_s,))
+        ia, pa = ring_next(ia, pa, SLOTS_A)
+        ib, pb = ring_next(ib, pb, SLOTS_B)
+        ir, pr = ring_next(ir, pr, SLOTS_R)
+        p, factor, k, l = softmax_step(s, offset, k, l, scale_log2)
+        mbarrier.wait(empty_p.index(ip), pp)
+        p_ring.index(ip).store(p)
+        factors.index(ip).store(factor)
+        fence_async_shared()
+        mbarrier.arrive(full_p_b.index(ip), count=1)  # warpgroup 2 starts PV(n)
+        ip, pp = ring_next(ip, pp, SLOTS_P)
+    mbarrier.arrive(full_p_a.index(ring_previous(ip, SLOTS_P)), count=1)
+
+    head = first_head + gl.arange(0, BLOCK, SCORES_ROW)
+    ok = head < num_heads
+    total = gl.convert_layout(gl.sum(l, 1), SCORES_ROW)
+    seen = total > 0.0
+    if SPLIT:
+        at = ((token * gl.num_programs(1) + gl.program_id(1)) * num_heads + head) * 2
+        gl.store(part_sums + at, total, mask=ok)
+        gl.store(part_sums + at + 1, k, mask=ok)
+    else:
+        with_sink = total
+        if HAS_SINK:
+            logit = gl.load(sink + head, mask=ok, other=0.0)
+            with_sink = total + gl.exp2(logit * LOG2E - k)
+        inverse.store(gl.where(seen, 1.0 / with_sink, 0.0))
+        mbarrier.arrive(full_out, count=1)
+        value = gl.where(seen, (k + gl.log2(total)) * LN2, -float("inf"))
+        gl.store(lse + token * num_heads + head, value, mask=ok)

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The specialisations of the Hopper sparse kernel, for the offline compiler."""
+
+from mla_kernels.arch import Arch
+from mla_kernels.decode.hopper.specs import descriptors
+from mla_kernels.layouts import BLOCK_SIZE, Fp8DsMlaLayout, MlaDims
+from mla_kernels.offline.spec import KernelSpec
+from mla_kernels.sparse.hopper.kernel import hopper_sparse_kernel
+from mla_kernels.sparse.hopper.launcher import CONFIGS
+
+POINTERS = {
+    "slots": "*i32",
+    "lengths": "*i32",
+    "sink": "*fp32",
+    "out": "*bf16",
+    "lse": "*fp32",
+    "part_acc": "*fp32",
+    "part_sums": "*fp32",
+}
+CACHE = {
+    "bf16": ("*bf16", "*bf16", "*bf16"),
+    "fp8_ds_mla": ("*u8", "*fp32", "*bf16"),
+}
+ROW = {"bf16": MlaDims().head_dim, "fp8_ds_mla": Fp8DsMlaLayout().row_bytes}
+SCALARS = ("page_stride", "slots_stride", "num_slots", "K", "span", "num_heads")
+
+
+def specialisations(arch: Arch) -> list[KernelSpec]:
+    if arch.sm != 90:
+        return []
+    return [
+        KernelSpec(
+            name=f"sparse/hopper/{kv_format}{'_split' if split else ''}",
+            fn=hopper_sparse_kernel,
+            signature={
+                **{n: t for n, t in descriptors("bf16").items() if n.startswith("q_")},
+                **dict(zip(("kv", "kv_scale", "kv_rope"), CACHE[kv_format], strict=True)),
+                **POINTERS,
+                "scale_log2": "fp32",
+                **dict.fromkeys(SCALARS, "i32"),
+            },
+            constexprs={
+                **CONFIGS[kv_format],
+                "FORMAT": kv_format,
+                "PAGE": BLOCK_SIZE,
+                "ROW": ROW[kv_format],
+                "HAS_LENGTHS": split,
+                "HAS_SINK": not split,
+                "SPLIT": split,
+            },
+            aligned=("kv", "kv_scale", "kv_rope", *POINTERS, "page_stride"),
+            options={"num_warps": 4},
+            tensor_core="native",
+            quick=not split,
+        )
+        for kv_format in CACHE
+        for split in (False, True)
+    ]

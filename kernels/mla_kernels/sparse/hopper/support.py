@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the Hopper sparse kernel serves, and how it splits few tokens over the device."""
+
+import torch
+
+from mla_kernels.decode.hopper.layouts import BLOCK
+from mla_kernels.layouts import MlaDims
+from mla_kernels.sparse.triton.tiles import Split, even_split, partial_bytes
+
+# Tokens that no device splits (tiles.FULL waves of at most 512 SMs).
+MOST_SPLIT = 2048
+FORMATS = {torch.bfloat16: "bf16", torch.uint8: "fp8_ds_mla"}
+
+
+def choose_split(T: int, H: int, K: int, device: torch.device) -> Split:
+    """How T tokens of H heads and K slots are cut on this device, one program an SM."""
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return even_split(T, -(-H // BLOCK.value), K, BLOCK.value, sms)
+
+
+def one_range(K: int) -> Split:
+    """A token as a whole, so that its result does not depend on how many there are."""
+    return Split(1, max(1, -(-K // BLOCK.value)) * BLOCK.value)
+
+
+def largest_workspace(T: int, H: int, K: int, device: torch.device) -> int:
+    """Bytes that up to T tokens need."""
+    most = 0
+    for t in range(1, T + 1):
+        split = choose_split(t, H, K, device)
+        most = max(most, partial_bytes(t, H, split.splits, MlaDims().kv_lora_rank))
+        if t > MOST_SPLIT:
+            break
+    return most
+
+
+def refusal(
+    dims: MlaDims,
+    dtype: torch.dtype,
+    kv_cache_dtype: torch.dtype,
+    contiguous: bool,
+    aligned: bool,
+    max_logits: bool,
+) -> str | None:
+    """Why this kernel cannot serve such a batch; None if it can."""
+    if dims != MlaDims():
+        return f"it needs kv_lora_rank 512 and rope 64, got {dims.kv_lora_rank} and {dims.rope_dim}"
+    if dtype != torch.bfloat16:
+        return f"it needs q in bf16, got {dtype}"
+    if kv_cache_dtype not in FORMATS:
+        return f"it needs a cache of {list(FORMATS.values())}, got {kv_cache_dtype}"
+    if not contiguous:
+        return "it needs a contiguous q"
+    if not aligned:
+        return "it needs cache rows at multiples of 16 bytes"
+    if max_logits:
+        return "it keeps no max_logits"
+    return None

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What warpgroups 1 and 2 have in common: the query tile, P V, and the store of O."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from mla_kernels.decode.hopper.gluon_compat import tma_load
+from mla_kernels.decode.hopper.layouts import BLOCK, HALF, OUTPUT_COL, OUTPUT_ROW, ROPE
+from mla_kernels.decode.hopper.softmax import rescale
+
+LATENT = gl.constexpr(512)
+
+
+@gluon.jit
+def load_query(
+    q_desc, q_rope_desc, landed_q, tile, rope_tile, token, first_head, num_heads,
+    COL: gl.constexpr,
+):  # fmt: skip
+    """Columns [COL, COL + 256) of the query tile, and the rope columns with the second half."""
+    row = (token * num_heads + first_head).to(gl.int32)
+    mbarrier.expect(landed_q, BLOCK * (HALF + (ROPE if COL > 0 else 0)) * 2)
+    tma_load(q_desc, [row, COL], landed_q, tile)
+    if COL > 0:
+        tma_load(q_rope_desc, [row, LATENT], landed_q, rope_tile)
+
+
+@gluon.jit
+def add_values(acc, p_ring, tile, factors, empty_p, ip):
+    """O at P's reference, plus P V."""
+    acc = rescale(acc, factors.index(ip), "pow2")
+    token = warpgroup_mma(p_ring.index(ip), tile, acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=(token,))
+    mbarrier.arrive(empty_p.index(ip), count=1)
+    return acc
+
+
+@gluon.jit
+def store_output(
+    acc, out, part_acc, inverse, full_out, token, first_head, num_heads,
+    COL: gl.constexpr, SPLIT: gl.constexpr,
+):  # fmt: skip
+    """Write one half of O: the result, or this range's part of one that is merged later."""
+    head = first_head + gl.arange(0, BLOCK, OUTPUT_ROW)
+    ok = (head < num_heads)[:, None]
+    at = head[:, None] * LATENT + (COL + gl.arange(0, HALF, OUTPUT_COL))[None, :]
+    if SPLIT:
+        first = (token * gl.num_programs(1) + gl.program_id(1)) * num_heads
+        gl.store(part_acc + first * LATENT + at, acc, mask=ok)
+    else:
+        mbarrier.wait(full_out, 0)
+        acc = acc * inverse.load(OUTPUT_ROW)[:, None]
+        gl.store(out + token * num_heads * LATENT + at, acc.to(gl.bfloat16), mask=ok)
