@@ -22,13 +22,14 @@ STATISTICS = ("mean", "p50", "p95", "p99")
 
 
 def run_load(url: str, model: Path, **load: Any) -> dict[str, float]:
-    """Random prompts, greedy, answers of exactly `output_len` tokens. The server must be ready:
-    nothing is sent before the load.
+    """Random prompts, answers of exactly `output_len` tokens. The server must be ready: nothing is
+    sent before the load.
 
     model     a directory with config.json         served_name  the server's name for it
     requests  how many        input_len, output_len  tokens of each        seed  of the prompts
     concurrency  closed loop: so many requests at all times     rate  open loop: Poisson arrivals a
     second     tokenizer  if not the model's     slo  "ttft:2000 tpot:50", milliseconds, for goodput
+    temperature  of the sampling; 0, greedy, if left out
 
     Returns output_tok_s, request_s, completed, failed, goodput_s (requests a second within the slo)
     and, in milliseconds, ttft_mean, ttft_p50, ...
@@ -77,6 +78,7 @@ def _arguments(
     rate: float | None = None,
     tokenizer: Path | None = None,
     slo: str = "",
+    temperature: float = 0,
 ) -> argparse.Namespace:
     from vllm.benchmarks.serve import add_cli_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -95,7 +97,8 @@ def _arguments(
             *(("--tokenizer", str(tokenizer)) if tokenizer else ()),
             *(("--goodput", *slo.split()) if slo else ()),
             *("--ready-check-timeout-sec", "0"),
-            *("--ignore-eos", "--temperature", "0", "--seed", str(seed), "--disable-tqdm"),
+            *("--ignore-eos", "--temperature", str(temperature)),
+            *("--seed", str(seed), "--disable-tqdm"),
             *("--percentile-metrics", ",".join(METRICS), "--metric-percentiles", "50,95,99"),
         ]
     )

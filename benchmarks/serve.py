@@ -38,7 +38,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=6, help="dense, of DeepSeek-V3's width")
     parser.add_argument("--as-is", action="store_true", help="the model's own layers and heads")
     parser.add_argument(
-        "--cache-gib", type=float, default=15, help="KV cache of each engine that shares the GPU"
+        "--cache-gib", type=float, default=19, help="KV cache of each engine, at most"
     )
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     default = Path(__file__).parent / "results" / "h200"
@@ -47,8 +47,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     steps = parser.add_argument_group("--mode steps")
     steps.add_argument("--batches", nargs="+", type=int)
     steps.add_argument("--contexts", nargs="+", type=int)
-    steps.add_argument("--steps", type=int, default=200, help="of each case")
-    steps.add_argument("--case-seconds", type=float, default=10, help="at most, of each case")
+    steps.add_argument("--steps", type=int, default=200, help="of a round; each case has two")
+    steps.add_argument("--case-seconds", type=float, default=10, help="at most, of a round")
+    steps.add_argument(
+        "--layers-of-large", type=int, default=2, help="of engines for cases of too large a cache"
+    )
     serve = parser.add_argument_group("--mode serve")
     serve.add_argument(
         "--reduced", action="store_true", help="few telling loads (serve_cases.py), for short runs"

@@ -54,8 +54,8 @@ CONCURRENCY = (32, 96, 1, 8, 128)
 SHARES = (0.5, 0.8)
 # In about two minutes of one GPU for four servers; the most telling first.
 REDUCED = (
-    Load(MIDDLE, 32), Load(SHORT, 32), Load(SHORT, 1), Load(LONG, 8), Load(SHORT, 128),
-    Load(SHORT, share=0.7), Load(MIDDLE, 8),
+    Load(MIDDLE, 32), Load(SHORT, 32), Load(LONG, 8), Load(SHORT, 1), Load(SHORT, share=0.7),
+    Load(SHORT, 128), Load(MIDDLE, 8),
 )  # fmt: skip
 
 

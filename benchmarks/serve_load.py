@@ -14,7 +14,7 @@ from typing import Any
 
 from load import agreement, greedy_tokens, make_prompts, run_load
 from machine import nvidia_smi
-from mla_serving.demo_model import demo_model_path
+from mla_serving.demo_model import FAMILIES, demo_model_path
 from serve_cases import Load, Shape, dense_overrides, loads
 from servers import Server
 
@@ -38,9 +38,11 @@ def server_options(args: argparse.Namespace, asked: list[Load], tokenizer: Path)
     options += ["--gpu-memory-utilization", f"{0.9 / share:.3f}"]
     if args.together:  # what is left of the GPU changes while the others start
         options += ["--kv-cache-memory-bytes", str(int(args.cache_gib * 2**30))]
-    if not args.as_is:
-        overrides = dense_overrides(args.layers, args.heads[0])
-        options += ["--hf-overrides", json.dumps(overrides)]
+    overrides = {} if args.as_is else dense_overrides(args.layers, args.heads[0])
+    if tokenizer != args.model:
+        # For a token that the tokenizer lacks, vLLM would decode the whole prompt again.
+        overrides["vocab_size"] = FAMILIES["v3"]["vocab_size"]
+    options += ["--hf-overrides", json.dumps(overrides)] if overrides else []
     if args.eager:
         options += ["--enforce-eager"]
     elif not args.compile:
@@ -175,5 +177,6 @@ class Runner:
             "output_len": load.shape.output_len,
             "tokenizer": self.tokenizer,
             "slo": self.args.slo,
+            "temperature": 1,  # greedy answers of random weights repeat one token
             "seed": load.shape.input_len + self.requests(load),
         }

@@ -80,17 +80,31 @@ def steps_lines(report: Report) -> list[str]:
         f"Random weights: {model}. {settings['dtype']}, {graphs}, "
         f"{'torch.compile' if settings['compile'] else 'no torch.compile'}. A cache filled with "
         "random values by vLLM's DecodeBenchConnector; every request has blocks of its own. "
-        "`step`: median of wall times from step to step, scheduling and sampling included. `GPU`: "
-        "when any kernel of a step runs, by torch's profiler; `attn`: when only attention over the "
-        "cache does, plan and merge included. Milliseconds. `best peer / ours` above 1: ours is "
-        "faster. Where a step takes longer than the GPU works, the host decides; its time varies "
-        "from case to case.",
+        "`step`: median of wall times from step to step, scheduling and sampling included, of two "
+        "rounds, the engines in turns; the lower one. `GPU`: when any kernel of a step runs, by "
+        "torch's profiler; `attn`: when only attention over the cache does, plan and merge "
+        "included. Milliseconds. `best peer / ours` above 1: ours is faster. Where a step takes "
+        "longer than the GPU works, the host decides.",
         "",
     ]
     for heads in dict.fromkeys(row["heads"] for row in report.rows if "batch" in row):
         lines += [f"## {heads} heads", ""] if not settings["as_is"] else []
         lines += _steps_table(report, heads)
-    return lines
+    return lines + _disturbed(report)
+
+
+def _disturbed(report: Report) -> list[str]:
+    """How often the two rounds of a case differ."""
+    counts: dict[str, list[bool]] = {}
+    for row in report.rows:
+        if rounds := row.get("rounds_ms"):
+            differs = max(rounds) > 1.1 * min(rounds)
+            counts.setdefault(row["backend"], []).append(differs)
+    said = [f"{label(name)} {sum(seen)} of {len(seen)}" for name, seen in counts.items()]
+    if not said:
+        return []
+    line = "Cases whose two rounds differ by more than 10%, which is the host's doing: "
+    return [f"{line}{', '.join(said)}.", ""]
 
 
 def step_groups(report: Report, heads: int) -> dict[tuple[int, int], dict[str, Row]]:
@@ -116,7 +130,9 @@ def _steps_table(report: Report, heads: int) -> list[str]:
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     ratios: dict[str, list[float]] = {key: [] for key in MEANS}
     for (batch, context), rows in groups.items():
-        cells = [f"{batch} x {context}"]
+        layers = {row.get("layers", report.settings["layers"]) for row in rows.values()}
+        fewer = layers != {report.settings["layers"]} and not report.settings["as_is"]
+        cells = [f"{batch} x {context}" + f" ({min(layers)} layers)" * fewer]
         for name in names:
             row = rows.get(name, {})
             cells.append(
@@ -154,14 +170,15 @@ def serve_lines(report: Report) -> list[str]:
         "time, so while one is measured the others do nothing; "
     )
     lines = [
-        f"Random weights of {model}, and DeepSeek-V3's vocabulary. {settings['dtype']}, "
+        f"Random weights of {model}; the vocabulary is the tokenizer's, the demo models' of 2048 "
+        f"where {settings['model']} has none. {settings['dtype']}, "
         f"{'torch.compile' if settings['compile'] else 'no torch.compile'}, "
         f"{'no CUDA graphs' if settings['eager'] else 'CUDA graphs of decode steps'}, no prefix "
         "caching; vLLM's server with the same options for every backend, "
         f"{together if settings['together'] else ''}loaded by `vllm bench serve` with random "
-        f"prompts, the same for every backend. Closed loops of {settings['rounds']} requests a "
-        f"client; open loops of {settings['open_requests']} requests with Poisson arrivals. "
-        f"Goodput: requests a second within {settings['slo']} (milliseconds). Prefill is vLLM's "
+        "prompts, the same for every backend, at temperature 1. Closed loops of "
+        f"{settings['rounds']} requests a client; open loops of {settings['open_requests']} "
+        f"requests with Poisson arrivals. Goodput: requests a second within {settings['slo']} (milliseconds). Prefill is vLLM's "
         "own in every row. So few layers make steps of a few milliseconds: with many clients the "
         "HTTP server and the load generator, which are Python, take as long as the GPU.",
         *(["", "A reduced list of loads, for want of time on the machine."] * settings["reduced"]),

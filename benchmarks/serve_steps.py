@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`serve.py --mode steps`: for each head count, one engine per backend, and all cases on them."""
+"""`serve.py --mode steps`: for each head count, one engine per backend, and all cases on them.
+
+All engines of all head counts import vLLM together, then wait: only those that are measured have
+memory of the GPU. Cases whose cache is too large for four engines of the depth asked for run on
+engines of fewer layers.
+"""
 
 import argparse
 import contextlib
@@ -11,75 +16,101 @@ from pathlib import Path
 from typing import Any
 
 from serve_cases import dense_overrides, step_cases
-from step_driver import Engine, measure
+from step_driver import ROUNDS, Engine, measure
 
 Row = dict[str, Any]
+Case = tuple[int, int]
 
 
-def engine_options(args: argparse.Namespace, heads: int, batches: list[int], longest: int) -> Row:
+def growth(args: argparse.Namespace) -> int:
+    """Tokens by which a request grows while it is measured, and a bit."""
+    return ROUNDS * int(args.steps) + 64
+
+
+def engine_options(args: argparse.Namespace, heads: int, layers: int, cases: list[Case]) -> Row:
     """Keywords of vllm.LLM, the same for every backend."""
+    batches = sorted({batch for batch, _ in cases})
+    tokens = max(batch * (context + growth(args)) for batch, context in cases)
     options: Row = {
         "model": str(args.model),
         "dtype": args.dtype,
         "block_size": 64,
-        "max_model_len": longest + args.steps + 256,
+        "max_model_len": max(context for _, context in cases) + growth(args) + 192,
         "max_num_seqs": max(batches),
         "max_num_batched_tokens": max(2048, max(batches)),
-        "kv_cache_memory_bytes": int(args.cache_gib * 2**30),
+        # A block of padding, and one of each request that is not full.
+        "kv_cache_memory_bytes": (tokens + 64 * (max(batches) + 1)) * token_bytes(args, layers),
         # Of the weights and the working memory; the engines of all backends share the GPU.
         "gpu_memory_utilization": round(0.92 / len(args.backends), 3),
         "seed": 0,
     }
     if not args.as_is:
-        options["hf_overrides"] = dense_overrides(args.layers, heads)
+        options["hf_overrides"] = dense_overrides(layers, heads)
     if args.eager:
         options["enforce_eager"] = True
     elif not args.compile:
         options["compilation_config"] = {
             "mode": 0,
             "cudagraph_mode": "FULL_DECODE_ONLY",
-            "cudagraph_capture_sizes": sorted(set(batches)),
+            "cudagraph_capture_sizes": batches,
         }
     return options
 
 
-def cache_tokens(args: argparse.Namespace) -> int:
-    """Tokens that the cache of one engine holds."""
+def token_bytes(args: argparse.Namespace, layers: int) -> int:
+    """Cache of one token."""
     config = json.loads((args.model / "config.json").read_text())
-    layers = config["num_hidden_layers"] if args.as_is else args.layers
+    layers = config["num_hidden_layers"] if args.as_is else layers
     width = config["kv_lora_rank"] + config["qk_rope_head_dim"]
-    element = 4 if args.dtype == "float32" else 2
-    return int(args.cache_gib * 2**30) // (layers * width * element)
+    return int(layers * width * (4 if args.dtype == "float32" else 2))
+
+
+def depths(args: argparse.Namespace, cases: list[Case]) -> dict[int, list[Case]]:
+    """{layers: cases that engines of so many layers run}. ValueError if one fits neither."""
+
+    def fits(case: Case, layers: int) -> bool:
+        need = case[0] * (case[1] + growth(args)) * token_bytes(args, layers)
+        return bool(need <= args.cache_gib * 2**30)
+
+    found: dict[int, list[Case]] = {}
+    for case in cases:
+        fitting = [n for n in (args.layers, args.layers_of_large) if fits(case, n)]
+        if not fitting:
+            raise ValueError(f"{case} does not fit a cache of {args.cache_gib:g} GiB")
+        found.setdefault(fitting[0], []).append(case)
+    return found
 
 
 def run(args: argparse.Namespace, save: Callable[[Row], None]) -> None:
     """Measure; rows go to `save`."""
     deadline = time.monotonic() + args.time_limit
     cases = step_cases(args.batches, args.contexts)
-    fitting = [case for case in cases if case[0] * (case[1] + 64) <= cache_tokens(args)]
-    if not fitting:
-        raise ValueError(f"none of {cases} fits a cache of {args.cache_gib:g} GiB")
-    batches = sorted({batch for batch, _ in fitting})
-    longest = max(context for _, context in fitting)
-    heads_list = args.heads if not args.as_is else args.heads[:1]
-    share = args.time_limit / len(heads_list)
-    with tempfile.TemporaryDirectory() as folder:
-        for place, heads in enumerate(heads_list):
-            options = engine_options(args, heads, batches, longest)
-            with contextlib.ExitStack() as stack:
-                engines = [
-                    stack.enter_context(
-                        Engine(backend, options, Path(folder) / f"{backend}-{heads}.log")
-                    )
-                    for backend in args.backends
-                ]
-                measure(
-                    engines,
-                    cases,
-                    heads=heads,
-                    max_tokens=cache_tokens(args),
-                    steps=args.steps,
-                    seconds=args.case_seconds,
-                    deadline=deadline - share * (len(heads_list) - 1 - place),
-                    save=save,
-                )
+    groups = [
+        (heads, layers, chosen)
+        for layers, chosen in depths(args, cases).items()
+        for heads in (args.heads[:1] if args.as_is else args.heads)
+    ]
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        engines: dict[tuple[int, int], list[Engine]] = {}
+        for heads, layers, chosen in groups:
+            options = engine_options(args, heads, layers, chosen)
+            for backend in args.backends:
+                log = Path(folder) / f"{backend}-{heads}-{layers}.log"
+                engine = Engine(backend, options, log)
+                stack.callback(engine.kill)
+                engines.setdefault((heads, layers), []).append(engine)
+        for started in engines.values():
+            for engine in started:
+                engine.answer()  # that vLLM is imported
+        for heads, layers, chosen in groups:
+            measure(
+                engines[heads, layers],
+                chosen,
+                group={"heads": heads, "layers": layers},
+                steps=args.steps,
+                seconds=args.case_seconds,
+                deadline=deadline,
+                save=save,
+            )
+            for engine in engines[heads, layers]:
+                engine.kill()

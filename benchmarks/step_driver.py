@@ -1,27 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode steps of several engines on one GPU: all start together, one runs at a time, in turns."""
+"""Decode steps of several engines on one GPU: all hold their memory, and take turns."""
 
+import contextlib
 import json
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 WORKER = Path(__file__).with_name("step_worker.py")
-STOP_SECONDS = 30
+ROUNDS = 2
 Row = dict[str, Any]
 
 
 class Engine:
-    """A step_worker process; its log is in `log`."""
+    """A step_worker process, which imports vLLM and then waits; its log is in `log`."""
 
     def __init__(self, backend: str, options: Row, log: Path) -> None:
         self.backend = backend
         self.log = log
-        spec = {"backend": backend, "engine": {**options, "attention_backend": backend}}
+        spec = {"engine": {**options, "attention_backend": backend}}
         with log.open("w") as out:
             self._process = subprocess.Popen(
                 [sys.executable, str(WORKER), json.dumps(spec)],
@@ -34,12 +35,10 @@ class Engine:
         self._in: IO[str] = self._process.stdin
         self._out: IO[str] = self._process.stdout
 
-    def ask(self, case: Row) -> Row:
-        try:
-            print(json.dumps(case), file=self._in, flush=True)
-        except BrokenPipeError:
-            return {"error": f"the engine has died; see {self.log.name}"}
-        return self.answer()
+    def tell(self, do: str, **command: Any) -> None:
+        """Send a command; `answer` waits for what comes of it."""
+        with contextlib.suppress(BrokenPipeError):  # `answer` says that the process has ended
+            print(json.dumps({"do": do, **command}), file=self._in, flush=True)
 
     def answer(self) -> Row:
         """The next line, {"error": ...} if the process ended instead."""
@@ -50,52 +49,103 @@ class Engine:
         tail = [text for text in self.log.read_text().splitlines() if "Error" in text][-1:]
         return {"error": "the engine has died: " + "".join(tail)[-300:]}
 
-    def __enter__(self) -> "Engine":
-        return self
+    def ask(self, do: str, **command: Any) -> Row:
+        self.tell(do, **command)
+        return self.answer()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._in.close()
-        try:
-            self._process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
+    def kill(self) -> None:
+        """At once: there is nothing to keep, and the GPU's memory is wanted."""
+        self._process.kill()
+        self._process.wait()
+
+
+def all_ask(engines: list[Engine], do: str, **command: Any) -> list[Row]:
+    """All engines do it at the same time."""
+    for engine in engines:
+        engine.tell(do, **command)
+    return [engine.answer() for engine in engines]
+
+
+def summary(rounds: list[list[float]], batch: int) -> Row:
+    """Of the round with the lower median: what disturbs the host for a while is not the engine."""
+    best = min(rounds, key=statistics.median)
+    mean = statistics.fmean(best)
+    return {
+        "steps": len(best),
+        "step_ms": statistics.median(best),
+        "rounds_ms": [statistics.median(times) for times in rounds],
+        "mean_ms": mean,
+        "p99_ms": sorted(best)[int(0.99 * (len(best) - 1))],
+        "out_tok_s": 1e3 * batch / mean,
+    }
 
 
 def measure(
     engines: list[Engine],
     cases: list[tuple[int, int]],
     *,
-    heads: int,
-    max_tokens: int,
+    group: Row,
     steps: int,
     seconds: float,
     deadline: float,
     save: Callable[[Row], None],
 ) -> None:
-    """Every case on every engine; `save` gets each row as it comes, also those that were not run.
+    """Every case on every engine: first all are timed, then all are profiled, as a profiler may
+    leave something behind. `save` gets each row once, also those that were not run.
 
-    max_tokens  of cache in an engine; seconds bound one measurement, deadline (monotonic) the whole
+    group    what the rows of these engines have in common     seconds  bound one round of a case
+    deadline (monotonic) bounds the whole
     """
     alive = []
-    for engine in engines:
-        ready = engine.answer()
-        if "error" in ready:
+    for engine, built in zip(engines, all_ask(engines, "build"), strict=True):
+        if "error" in built:
             print(engine.log.read_text()[-4000:], file=sys.stderr)
-            save({"heads": heads, "backend": engine.backend, **ready})
+            save({**group, "backend": engine.backend, **built})
         else:
             alive.append(engine)
+    rows: dict[tuple[int, int, str], Row] = {}
     for batch, context in cases:
-        case = {"batch": batch, "context": context, "steps": steps, "seconds": seconds}
+        key = {**group, "batch": batch, "context": context}
+        of = {engine.backend: {**key, "backend": engine.backend} for engine in alive}
+        if time.monotonic() > deadline:
+            for row in of.values():
+                save(row | {"not_run": "no time was left"})
+            continue
+        running = start(alive, batch, context, of)
+        rounds: dict[str, list[list[float]]] = {engine.backend: [] for engine in running}
+        for _ in range(ROUNDS):
+            for engine in running:
+                said = engine.ask("time", steps=steps, seconds=seconds)
+                if "error" in said:
+                    of[engine.backend].update(said)
+                else:
+                    rounds[engine.backend].append(said["ms"])
+        all_ask(running, "stop")
         for engine in alive:
-            key = {"heads": heads, "batch": batch, "context": context, "backend": engine.backend}
-            if batch * (context + 64) > max_tokens:
-                save({**key, "not_run": "does not fit the cache of these engines"})
-            elif time.monotonic() > deadline:
-                save({**key, "not_run": "no time was left"})
-            else:
-                save({**key, **engine.ask(case)})
+            row = of[engine.backend]
+            if "error" not in row:
+                row.update(summary(rounds[engine.backend], batch))
+                rows[batch, context, engine.backend] = row
+            save(row)
+    for batch, context in cases:
+        timed = [engine for engine in alive if (batch, context, engine.backend) in rows]
+        if not timed or time.monotonic() > deadline:
+            continue
+        of = {engine.backend: rows[batch, context, engine.backend] for engine in timed}
+        running = start(timed, batch, context, of)
+        for engine in running:
+            of[engine.backend].update(engine.ask("profile"))
+        all_ask(running, "stop")
+
+
+def start(engines: list[Engine], batch: int, context: int, rows: dict[str, Row]) -> list[Engine]:
+    """Those that hold the requests now; the others' errors go to `rows`, by backend."""
+    running = []
+    said = all_ask(engines, "start", batch=batch, context=context)
+    for engine, answer in zip(engines, said, strict=True):
+        if "error" in answer:
+            rows[engine.backend].update(answer)
+            engine.ask("stop")
+        else:
+            running.append(engine)
+    return running

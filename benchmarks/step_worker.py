@@ -3,10 +3,17 @@
 
     python benchmarks/step_worker.py '{"backend": "CUSTOM", "engine": {...}}'
 
-Reads one case a line ({"batch": 8, "context": 4096, "steps": 200, "seconds": 2}) and answers with
-one line of JSON; what vLLM prints goes to stderr. The engine runs in this process. vLLM's
-DecodeBenchConnector fills the cache blocks of a new request (each request has its own blocks) with
-random values instead of a prefill, so every step that is timed decodes one token of each request.
+Imports vLLM and says so, then reads one line of JSON at a time and answers with one:
+
+    {"do": "build"}                                 the engine, in this process
+    {"do": "start", "batch": 8, "context": 4096}    requests of so many tokens
+    {"do": "time", "steps": 100, "seconds": 0.5}    their steps, at most so many or so long
+    {"do": "profile"}                               what the GPU does in them
+    {"do": "stop"}
+
+What vLLM prints goes to stderr. vLLM's DecodeBenchConnector fills the cache blocks of a new request
+(each request has its own blocks) with random values instead of a prefill, so every step that is
+timed decodes one token of each request.
 """
 
 import itertools
@@ -26,8 +33,8 @@ ATTENTION = re.compile(
     r"prepare_varlen|get_mla_metadata|_fwd_grouped_kernel|_fwd_kernel_stage",
     re.IGNORECASE,
 )
-WARM_STEPS = 5
-PROFILED_STEPS = 10
+WARM_STEPS = 3
+PROFILED_STEPS = 6
 FILL = {
     "kv_connector": "DecodeBenchConnector",
     "kv_role": "kv_both",
@@ -91,23 +98,11 @@ class Steps:
             self.engine.step()
 
 
-def run_case(llm: Any, case: Row) -> Row:
-    """Median and mean step time, and by profiler what the GPU did in a step."""
-    steps = Steps(llm, case["batch"], case["context"])
-    try:
-        warm = steps.run(WARM_STEPS)
-        count = max(20, min(case["steps"], int(case["seconds"] / statistics.median(warm))))
-        seconds = steps.run(count)
-        row = {
-            "steps": count,
-            "step_ms": 1e3 * statistics.median(seconds),
-            "mean_ms": 1e3 * statistics.fmean(seconds),
-            "p99_ms": 1e3 * sorted(seconds)[int(0.99 * (count - 1))],
-            "out_tok_s": case["batch"] / statistics.fmean(seconds),
-        }
-        return row | profile(steps)
-    finally:
-        steps.stop()
+def time_steps(steps: Steps, count: int, seconds: float) -> Row:
+    """Milliseconds of up to `count` steps: as many as fit into `seconds`, no fewer than 6."""
+    warm = steps.run(WARM_STEPS)
+    count = max(6, min(count, int(seconds / statistics.median(warm))))
+    return {"ms": [1e3 * step for step in steps.run(count)]}
 
 
 def profile(steps: Steps) -> Row:
@@ -170,28 +165,50 @@ def memory_gib() -> float | None:
     return torch.cuda.max_memory_reserved() / 2**30
 
 
-def main() -> int:
+class Worker:
+    """Answers the commands."""
+
+    def __init__(self, options: Row) -> None:
+        self.options = options
+        self.llm: Any = None
+        self.steps: Steps | None = None
+
+    def answer(self, command: Row) -> Row:
+        if command["do"] == "build":
+            self.llm = make_engine(self.options)
+            return {"blocks": self.llm.llm_engine.vllm_config.cache_config.num_gpu_blocks}
+        if command["do"] == "start":
+            self.steps = Steps(self.llm, command["batch"], command["context"])
+            self.steps.run(WARM_STEPS)
+            return {}
+        assert self.steps is not None, "no requests were started"
+        if command["do"] == "time":
+            return time_steps(self.steps, command["steps"], command["seconds"])
+        if command["do"] == "profile":
+            return profile(self.steps) | {"memory_gib": memory_gib()}
+        self.steps.stop()
+        self.steps = None
+        return {}
+
+
+def main() -> None:
     spec = json.loads(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM logs to stdout
 
-    def answer(row: Row) -> None:
+    def say(row: Row) -> None:
         print(json.dumps(row), file=answers, flush=True)
 
-    try:
-        llm = make_engine(spec["engine"])
-    except Exception as error:
-        answer({"error": f"{type(error).__name__}: {error}"[:500]})
-        return 1
-    blocks = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
-    answer({"ready": True, "blocks": blocks})
+    import vllm.v1.engine.llm_engine  # noqa: F401, before anything is timed
+
+    worker = Worker(spec["engine"])
+    say({"imported": True})
     for line in sys.stdin:
         try:
-            answer(run_case(llm, json.loads(line)) | {"memory_gib": memory_gib()})
+            say(worker.answer(json.loads(line)))
         except Exception as error:
-            answer({"error": f"{type(error).__name__}: {error}"[:500]})
-    return 0
+            say({"error": f"{type(error).__name__}: {error}"[:500]})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

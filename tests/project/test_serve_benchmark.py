@@ -83,39 +83,74 @@ def test_kernels_are_told_apart_by_name_and_overlaps_count_once():
 
 
 class FakeEngine:
+    """Steps of 1 ms, of 2 ms in the first round."""
+
     def __init__(self, backend, ready):
         self.backend = backend
         self.ready = ready
         self.asked = []
         self.log = Path(__file__)
 
-    def answer(self):
-        return self.ready
+    def tell(self, do, **command):
+        self.asked.append((do, *command.values()))
 
-    def ask(self, case):
-        self.asked.append((case["batch"], case["context"]))
-        return {"step_ms": 1.0}
+    def answer(self):
+        do = self.asked[-1][0]
+        if do == "build":
+            return self.ready
+        if do == "time":
+            timed = [asked for asked in self.asked if asked[0] == "time"]
+            return {"ms": [1.0 + len(timed) % 2] * 9 + [7.0]}
+        return {"gpu_ms": 0.5} if do == "profile" else {}
+
+    def ask(self, do, **command):
+        self.tell(do, **command)
+        return self.answer()
 
 
 def test_engines_take_turns_and_what_is_not_run_is_said():
     from step_driver import measure
 
     rows = []
-    good, bad = FakeEngine("CUSTOM", {"ready": True}), FakeEngine("FLASHMLA", {"error": "no GPU"})
-    limits = {"heads": 16, "max_tokens": 4096, "steps": 5, "seconds": 1.0, "save": rows.append}
-    late = time.monotonic() + 60
-    measure([good, bad], [(1, 1024), (8, 1024)], deadline=late, **limits)
-    assert good.asked == [(1, 1024)] and bad.asked == []
-    assert rows[0] == {"heads": 16, "backend": "FLASHMLA", "error": "no GPU"}
-    assert rows[1]["step_ms"] == 1.0
-    assert "does not fit" in rows[2]["not_run"]
-    measure([good], [(1, 1024)], deadline=time.monotonic() - 1, **limits)
+    good, bad = FakeEngine("CUSTOM", {"blocks": 7}), FakeEngine("FLASHMLA", {"error": "no GPU"})
+    how = {"group": {"heads": 16, "layers": 2}, "steps": 5, "seconds": 1.0, "save": rows.append}
+    measure([good, bad], [(1, 1024), (8, 4096)], deadline=time.monotonic() + 60, **how)
+    assert bad.asked == [("build",)]
+    timed = [("time", 5, 1.0)] * 2
+    assert good.asked == [
+        ("build",),
+        ("start", 1, 1024), *timed, ("stop",), ("start", 8, 4096), *timed, ("stop",),
+        ("start", 1, 1024), ("profile",), ("stop",), ("start", 8, 4096), ("profile",), ("stop",),
+    ]  # fmt: skip
+    assert rows[0] == {"heads": 16, "layers": 2, "backend": "FLASHMLA", "error": "no GPU"}
+    assert (rows[2]["batch"], rows[2]["context"], rows[2]["gpu_ms"]) == (8, 4096, 0.5)
+    assert sorted(rows[1]["rounds_ms"]) == [1.0, 2.0] and rows[1]["step_ms"] == 1.0
+    assert rows[1]["mean_ms"] == pytest.approx(1.6)
+    assert rows[1]["out_tok_s"] == pytest.approx(1e3 / 1.6)
+    measure([good], [(1, 1024)], deadline=time.monotonic() - 1, **how)
     assert rows[3]["not_run"] == "no time was left"
+
+
+def test_large_caches_go_to_shallow_engines():
+    from serve import parse_arguments
+    from serve_steps import depths, engine_options
+
+    words = "--mode steps --batches 8 128 --contexts 1024 65536 --steps 100 --cache-gib 19"
+    args = parse_arguments(words.split())
+    cases = [(8, 1024), (128, 1024), (8, 65536), (128, 65536)]
+    assert depths(args, cases) == {6: cases[:3], 2: cases[3:]}
+    options = engine_options(args, 16, 2, cases[3:])
+    assert options["hf_overrides"]["num_hidden_layers"] == 2
+    assert 18 * 2**30 < options["kv_cache_memory_bytes"] < 19 * 2**30
+    args.cache_gib = 1
+    with pytest.raises(ValueError, match=r"\(128, 65536\) does not fit a cache of 1 GiB"):
+        depths(args, cases[3:])
 
 
 def step_row(backend, batch, ms, attention):
     times = {"step_ms": ms, "gpu_ms": ms * 0.9, "attention_ms": attention}
     key = {"heads": 128, "batch": batch, "context": 16384, "backend": backend}
+    key |= {"layers": 2 if batch == 1 else 6, "rounds_ms": [ms, ms * (1.2 if batch == 1 else 1)]}
     return {**key, **times, "attention_share": attention / ms}
 
 
@@ -140,6 +175,8 @@ def test_report_of_steps(tmp_path):
     assert "| 1.25 | 1.25 | 1.50 | 50% |" in page  # FLASHMLA over ours, not TRITON_MLA
     assert "| 0.50 | 0.50 | 0.50 | 20% |" in page
     assert "geometric mean 0.791, at least as fast in 1 of 2 cases" in page
+    assert "| 1 x 16384 (2 layers) | 2.000" in page
+    assert "the host's doing: mla-backend 1 of 2, FLASHMLA 1 of 2, TRITON_MLA 0 of 1." in page
     assert "* heads 128 batch 8 context 65536 backend CUSTOM: no time" in page
     assert (tmp_path / "engine_steps.png").stat().st_size > 1000
     again = Report.read(tmp_path / "engine_steps.json")
@@ -177,7 +214,7 @@ def test_report_of_serving(tmp_path):
 @pytest.mark.engine
 def test_steps_of_a_tiny_engine(demo_checkpoint, tmp_path):
     """Real decode steps on a CPU; a backend that vLLM does not have is reported, not fatal."""
-    words = "--mode steps --as-is --eager --dtype float32 --steps 20 --case-seconds 1 "
+    words = "--mode steps --as-is --eager --dtype float32 --steps 20 --case-seconds 60 "
     words += "--backends CUSTOM NO_SUCH --batches 3 --contexts 100 --cache-gib 0.05"
     command = [sys.executable, str(BENCHMARKS / "serve.py"), *words.split()]
     command += ["--model", str(demo_checkpoint("v3")), "--results", str(tmp_path)]
