@@ -176,11 +176,13 @@ def serve_lines(report: Report) -> list[str]:
         f"{'no CUDA graphs' if settings['eager'] else 'CUDA graphs of decode steps'}, no prefix "
         "caching; vLLM's server with the same options for every backend, "
         f"{together if settings['together'] else ''}loaded by `vllm bench serve` with random "
-        "prompts, the same for every backend, at temperature 1. Closed loops of "
-        f"{settings['rounds']} requests a client; open loops of {settings['open_requests']} "
-        f"requests with Poisson arrivals. Goodput: requests a second within {settings['slo']} (milliseconds). Prefill is vLLM's "
-        "own in every row. So few layers make steps of a few milliseconds: with many clients the "
-        "HTTP server and the load generator, which are Python, take as long as the GPU.",
+        "prompts, the same for every backend, at temperature 1. "
+        f"Closed loops: {settings['rounds']} requests a client. "
+        f"Open loops: {settings['open_requests']} requests, Poisson arrivals. "
+        f"Goodput: requests a second within {settings['slo']}, in milliseconds. "
+        "Prefill is vLLM's own in every row. So few layers make steps of a few milliseconds: with "
+        "many clients the HTTP server and the load generator, which are Python, take as long as "
+        "the GPU.",
         *(["", "A reduced list of loads, for want of time on the machine."] * settings["reduced"]),
         "",
         "| backend | same greedy tokens as the first | ready after s |",
