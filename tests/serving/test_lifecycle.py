@@ -5,9 +5,12 @@ import asyncio
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 
 import httpx
+import psutil
 import pytest
 import uvicorn
 from mla_serving.server import lifecycle
@@ -177,3 +180,25 @@ def test_a_client_that_leaves_is_no_longer_counted(stand):
             assert r.stand.gate.running == 0
 
     asyncio.run(run())
+
+
+def test_a_start_that_swallows_its_signal_ends_all_the_same():
+    code = """
+import os, signal, subprocess, time
+from mla_serving.server import lifecycle
+lifecycle._START_STOP_SECONDS = 0.3
+lifecycle.catch_signals_while_starting()
+child = subprocess.Popen(["sleep", "60"])
+print(child.pid, flush=True)
+class Swallows:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)
+Swallows()
+time.sleep(60)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert "Exception ignored in" in done.stderr and "StopRequested" in done.stderr
+    assert done.returncode == 128 + signal.SIGTERM
+    child = int(done.stdout)  # where nobody reaps orphans it stays a zombie
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie"

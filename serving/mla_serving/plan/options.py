@@ -2,6 +2,7 @@
 """The command line of `mla-backend plan`, and the question it asks."""
 
 import argparse
+import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -54,14 +55,14 @@ def read(args: argparse.Namespace) -> "Question":
     memory_gib = args.gpu_memory_gib
     if memory_gib is None:
         memory_gib = rates.MEMORY_MIB[gpu] / 1024
-    if memory_gib <= 0:
+    if not 0 < memory_gib < math.inf:
         raise ValueError(f"Expected --gpu-memory-gib above 0, got {memory_gib:g}")
     if not 0 < args.gpu_memory_utilization <= 1:
         raise ValueError(
             f"Expected --gpu-memory-utilization above 0 and up to 1, got "
             f"{args.gpu_memory_utilization:g}"
         )
-    if args.reserve_gib < 0:
+    if not 0 <= args.reserve_gib < math.inf:
         raise ValueError(f"Expected --reserve-gib of 0 or more, got {args.reserve_gib:g}")
     others = args.dp * args.pp
     tp = args.tp or max(args.gpus // others, 1)

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every option of `vllm serve`, a few of our own, and the defaults that make MLA models ours."""
 
-from argparse import Namespace
+import math
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Callable
 from typing import Any
 
 from mla_kernels.layouts import BLOCK_SIZE
@@ -37,26 +39,26 @@ def make_parser() -> Any:
     )
     ours.add_argument(
         "--mla-max-body-mib",
-        type=float,
+        type=_positive,
         default=8.0,
         help="largest request body in MiB; a larger one is refused with 413",
     )
     ours.add_argument(
         "--mla-max-requests",
-        type=int,
+        type=_count,
         default=0,
         help="requests taken at once; more are refused with 429 (0: no limit)",
     )
     ours.add_argument(
         "--mla-drain-timeout",
         "--drain-timeout",
-        type=float,
+        type=_seconds,
         default=30.0,
         help="seconds that running requests have to finish after SIGINT or SIGTERM",
     )
     ours.add_argument(
         "--mla-hang-timeout",
-        type=float,
+        type=_seconds,
         default=120.0,
         help="seconds without an answer of the engine until /health fails (0: never)",
     )
@@ -67,6 +69,29 @@ def make_parser() -> Any:
     )
     parser.set_defaults(model=None)
     return parser
+
+
+def _number(text: str, *, allowed: str, ok: Callable[[float], bool]) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or not ok(value):
+        raise ArgumentTypeError(f"expected {allowed}, got {text}")
+    return value
+
+
+def _positive(text: str) -> float:
+    return _number(text, allowed="a number above 0", ok=lambda value: value > 0)
+
+
+def _seconds(text: str) -> float:
+    return _number(text, allowed="seconds, 0 or more", ok=lambda value: value >= 0)
+
+
+def _count(text: str) -> int:
+    whole = "a whole number, 0 or more"
+    return int(_number(text, allowed=whole, ok=lambda v: v >= 0 and v.is_integer()))
 
 
 def parse(layers: Layers) -> Namespace:

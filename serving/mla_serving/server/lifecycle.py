@@ -22,6 +22,9 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _ENGINE_CHECK_SECONDS = 1.0
 # After the drain: what still runs is cancelled, which aborts it in the engine.
 _CANCEL_SECONDS = 1
+# A start that is told to stop gets this long: the exception may have come where it is swallowed,
+# such as a destructor, and vLLM waits ten minutes for an engine that the same signal ended.
+_START_STOP_SECONDS = 30.0
 # vLLM's own default kills its processes at once, and leaks their shared memory.
 _ENGINE_STOP_SECONDS = 10.0
 
@@ -31,7 +34,8 @@ class StopRequested(KeyboardInterrupt):
 
 
 def catch_signals_while_starting() -> None:
-    """From here on SIGINT and SIGTERM raise StopRequested in the main thread.
+    """From here on SIGINT and SIGTERM raise StopRequested in the main thread, and end the process
+    and its children if that has not done it soon.
 
     SIGINT stays blocked in this thread and so in all threads and processes started later: Ctrl-C
     goes to the whole process group, and vLLM's workers would die of it in the middle of a drain.
@@ -46,6 +50,9 @@ def catch_signals_while_starting() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def stop(*_: object) -> None:
+        last_resort = threading.Timer(_START_STOP_SECONDS, kill_everything)
+        last_resort.daemon = True
+        last_resort.start()
         raise StopRequested
 
     for number in _SIGNALS:  # SIGINT: for threads that are older than the mask

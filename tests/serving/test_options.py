@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options of this server alone refuse values that would mean nothing."""
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def parser():
+    from mla_serving.server.args import make_parser
+
+    return make_parser()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--mla-max-body-mib", "0", "a number above 0, got 0"),
+        ("--mla-max-body-mib", "-1", "a number above 0, got -1"),
+        ("--mla-max-requests", "-1", "a whole number, 0 or more, got -1"),
+        ("--mla-max-requests", "1.5", "a whole number, 0 or more, got 1.5"),
+        ("--mla-drain-timeout", "-1", "seconds, 0 or more, got -1"),
+        ("--drain-timeout", "inf", "seconds, 0 or more, got inf"),
+        ("--mla-hang-timeout", "nan", "seconds, 0 or more, got nan"),
+        ("--mla-hang-timeout", "soon", "seconds, 0 or more, got soon"),
+        ("--mla-demo", "v9", "invalid choice: 'v9'"),
+    ],
+)
+def test_refused(parser, option, value, said, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        parser.parse_args([f"{option}={value}"])
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2
+    assert option in error
+    assert said in error
+
+
+def test_taken(parser):
+    args = parser.parse_args(["--mla-max-requests", "3", "--mla-hang-timeout", "0"])
+    assert (args.mla_max_requests, args.mla_hang_timeout, args.mla_max_body_mib) == (3, 0, 8)
+    assert isinstance(args.mla_max_requests, int)
