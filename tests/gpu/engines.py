@@ -49,11 +49,11 @@ def tokens(rng, count):
     return [0, *(rng.randrange(3, VOCAB) for _ in range(count - 1))]
 
 
-def parity_scenarios():
+def parity_scenarios(longest=2500):
     """plain: prompts around page boundaries and longer than a prefill chunk, together.
     prefix: prompts that repeat the first 1024 tokens of one in `plain`."""
     rng = random.Random(0)
-    lengths = (1, 2, 63, 64, 65, 127, 300, 511, 600, 1023, 1500, 2500)
+    lengths = (1, 2, 63, 64, 65, 127, 300, 511, 600, 1023, 1500, longest)
     plain = [{"prompt": tokens(rng, n), "max_tokens": 96} for n in lengths]
     shared = plain[-1]["prompt"][:1024]
     prefix = [{"prompt": shared + tokens(rng, n), "max_tokens": 96} for n in (1, 70, 700, 63)]
@@ -103,7 +103,12 @@ def all_engines():
     add("CUSTOM v3.2 compiled", "v3.2", **COMPILED)
     add("CUSTOM v3.2 fp8_ds_mla", "v3.2", kv_cache_dtype="fp8_ds_mla")
     drafts = MTP["speculative_config"] | {"attention_backend": "CUSTOM"}
-    add("CUSTOM v3.2 mtp", "v3.2", compilation_config=MTP_GRAPHS, speculative_config=drafts)
+    mtp = {"compilation_config": MTP_GRAPHS, "speculative_config": drafts}
+    add("CUSTOM v3.2 mtp", "v3.2", **mtp)
+    short = parity_scenarios(1900)
+    for backend in ("CUSTOM", "FLASHMLA_SPARSE"):
+        add(f"{backend} v3.2 all", "v3.2 all", scenarios=short, attention_backend=backend)
+    add("CUSTOM v3.2 all mtp", "v3.2 all", scenarios=short, **mtp)
     add("eager", **EAGER)
     add("compiled", **COMPILED)
     add("portable kernel", env={"MLA_BACKEND_IMPL": "triton"})
@@ -112,13 +117,15 @@ def all_engines():
     crowd = {"scenarios": {"churn": churn()}, "max_model_len": 1152, "disable_log_stats": False}
     add("roomy cache", **crowd)
     add("small cache", num_gpu_blocks_override=40, **crowd)
-    add(
-        "batch-invariant",
-        env={"VLLM_BATCH_INVARIANT": "1"},
-        scenarios=alone_and_together(),
-        max_num_batched_tokens=16384,  # no prompt is cut: a cut is another order of additions
-        enable_prefix_caching=False,
-    )
+    for name, heads in (("batch-invariant", 16), ("CUSTOM v3.2 batch-invariant", "v3.2")):
+        add(
+            name,
+            heads,
+            env={"VLLM_BATCH_INVARIANT": "1"},
+            scenarios=alone_and_together(),
+            max_num_batched_tokens=16384,  # no prompt is cut: a cut is another order of additions
+            enable_prefix_caching=False,
+        )
     asleep = {"before": parity["plain"], "after": parity["plain"]}
     add("sleep", scenarios=asleep, enable_sleep_mode=True, enable_prefix_caching=False)
     add("sleep, portable kernel", env={"MLA_BACKEND_IMPL": "triton"}, scenarios=asleep,

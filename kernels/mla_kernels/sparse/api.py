@@ -50,8 +50,8 @@ def mla_sparse_attention(
     sink       [H] fp32: a logit that takes part in the softmax and has no value; out is scaled by
                exp(lse) / (exp(lse) + exp(sink)), lse is returned as without it
     impl       "auto", "triton", "torch", "reference"
-    deterministic  the bits of a token's result do not depend on the other tokens of the call; with
-               few tokens slower, as a token is not split over the device
+    deterministic  the bits of a token's result do not depend on the other tokens of the call; few
+               tokens take longer, as they are not cut to fill the device
     out, lse   contiguous, as returned below: written in place if given
     max_logits [T, H] fp32, contiguous, written if given: the largest scale * q . k of each row,
                -inf without a slot; the sink does not count

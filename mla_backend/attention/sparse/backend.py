@@ -25,7 +25,3 @@ class SparseMlaBackend(MlaBackend):
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
         return list(support.SPARSE_HEAD_SIZES)
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        return False  # how a row is split depends on the batch

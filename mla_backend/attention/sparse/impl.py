@@ -17,7 +17,8 @@ from mla_backend.attention.kernel import cache_dtype
 from mla_backend.attention.sparse.indexer import take_over
 from mla_backend.attention.sparse.indexer_backend import IndexerBackend
 from mla_backend.attention.sparse.kernel import SparseKernel, attention_workspace
-from mla_backend.attention.sparse.metadata import SparseMetadata, max_tokens
+from mla_backend.attention.sparse.metadata import SparseMetadata
+from mla_backend.attention.sparse.rows import max_tokens
 from mla_backend.stats import STATS
 
 
@@ -64,20 +65,22 @@ class SparseMlaImpl(MLAAttentionImpl[SparseMetadata]):
         if buffer is None:
             raise ValueError("a sparse layer without an indexer and without a top-k buffer")
         self.topk_indices_buffer = buffer
-        device, dtype = buffer.device, cache_dtype(kv_cache_dtype, torch.get_default_dtype())
-        self._fp8_cache = dtype == torch.float8_e4m3fn
-        self._kernel = SparseKernel.choose(device)
+        device = buffer.device
+        self.dtype = torch.get_default_dtype()  # the model's, while vLLM builds it
+        self.kv_cache_element = cache_dtype(kv_cache_dtype, self.dtype)
+        self._fp8_cache = self.kv_cache_element == torch.float8_e4m3fn
+        self.kernel = SparseKernel.choose(device)
         self._workspace = attention_workspace(
             max_tokens(vllm_config),
             num_heads,
             buffer.shape[1],
             self.kv_lora_rank,
-            dtype,
+            self.kv_cache_element,
             device,
-            self._kernel.attention,
+            self.kernel.attention,
         )
         if indexer is not None:
-            take_over(indexer, self._kernel.indexer, IndexerBackend, vllm_config, device)
+            take_over(indexer, self.kernel.indexer, IndexerBackend, vllm_config, device)
 
     def prepare_for_batch(self, attn_metadata: Any) -> None:
         """vLLM 0.32 on a GPU asks before each batch; nothing needs to be prepared."""
@@ -133,7 +136,7 @@ class SparseMlaImpl(MLAAttentionImpl[SparseMetadata]):
             rows.block_table,
             request_ids=rows.request_ids,
             block_size=support.BLOCK_SIZE,
-            impl=self._kernel.indexer,
+            impl=self.kernel.indexer,
         )
         return mla_sparse_attention(
             q,
@@ -142,6 +145,7 @@ class SparseMlaImpl(MLAAttentionImpl[SparseMetadata]):
             scale=self.scale,
             kv_lora_rank=self.kv_lora_rank,
             kv_scale=layer._k_scale if self._fp8_cache else None,
-            impl=self._kernel.attention,
+            deterministic=self.kernel.deterministic,
+            impl=self.kernel.attention,
             workspace=self._workspace,
         )

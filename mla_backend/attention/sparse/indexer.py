@@ -5,11 +5,9 @@ vLLM computes its q, keys and weights; this takes over from there. The work is a
 own, so that torch.compile sees one opaque call and vLLM can split its graph there.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from mla_kernels import indexer_topk, write_indexer_cache
 from mla_kernels.indexer.api import HEAD_DIM, MAX_HEADS
 from mla_kernels.topk.api import MAX_K
 from vllm.forward_context import get_forward_context
@@ -17,24 +15,13 @@ from vllm.utils.torch_utils import direct_register_custom_op
 
 from mla_backend import compat
 from mla_backend.attention import support
+from mla_backend.attention.sparse.indexer_layer import LAYERS, IndexerLayer
 from mla_backend.attention.sparse.kernel import topk_workspace
-from mla_backend.attention.sparse.metadata import IndexerMetadata, max_tokens
+from mla_backend.attention.sparse.metadata import IndexerMetadata
+from mla_backend.attention.sparse.rows import max_tokens
 from mla_backend.stats import STATS
 
 OP_NAME = "mla_backend_sparse_indexer"
-
-
-@dataclass
-class _Layer:
-    """What does not change between the steps of one indexer."""
-
-    scale_format: str
-    impl: str
-    workspace: torch.Tensor | None
-
-
-# By the name of the indexer's cache, which is how an op finds its layer.
-_LAYERS: dict[str, _Layer] = {}
 
 
 def take_over(indexer: Any, impl: str, backend: type, vllm_config: Any, device: Any) -> None:
@@ -53,10 +40,13 @@ def take_over(indexer: Any, impl: str, backend: type, vllm_config: Any, device: 
             raise ValueError(f"{name} is {value}; the indexer's kernels take {allowed}")
     name = indexer.k_cache.prefix
     max_blocks = -(-vllm_config.model_config.max_model_len // support.BLOCK_SIZE)
-    _LAYERS[name] = _Layer(
-        "fp32" if indexer.scale_fmt is None else indexer.scale_fmt,
-        impl,
-        topk_workspace(max_tokens(vllm_config), max_blocks, device, impl),
+    LAYERS[name] = IndexerLayer(
+        heads=indexer.n_head,
+        dtype=torch.get_default_dtype(),  # the model's, while vLLM builds it
+        scale_format="fp32" if indexer.scale_fmt is None else indexer.scale_fmt,
+        impl=impl,
+        workspace=topk_workspace(max_tokens(vllm_config), max_blocks, device, impl),
+        topk_indices=indexer.topk_indices_buffer,
     )
 
     def forward(
@@ -68,7 +58,7 @@ def take_over(indexer: Any, impl: str, backend: type, vllm_config: Any, device: 
 
     compat.replace_indexer(indexer, forward, backend, quantise_queries)
     compat.split_graph_at(vllm_config, f"vllm::{OP_NAME}")
-    compat.route_fused_indexer(run_indexer, _LAYERS.__contains__)
+    compat.route_fused_indexer(run_indexer, LAYERS.__contains__)
 
 
 def run_indexer(
@@ -89,27 +79,11 @@ def run_indexer(
     if not isinstance(context.attn_metadata, dict):  # profiling: there is no cache yet
         return
     metadata: IndexerMetadata = context.attn_metadata[layer_name]
-    layer, rows = _LAYERS[layer_name], metadata.rows
     k_cache = context.no_compile_layers[layer_name].kv_cache
-    T = rows.lengths.shape[0]
     STATS.indexer_calls += 1
-    STATS.indexer_tokens += T
-    if k is not None:
-        write_indexer_cache(
-            k, k_cache, metadata.slot_mapping, scale_format=layer.scale_format, impl=layer.impl
-        )
-    indexer_topk(
-        q[:T],
-        k_cache,
-        weights[:T].float(),
-        rows.block_table,
-        rows.seq_lens,
-        topk_indices.shape[1],
-        request_ids=rows.request_ids,
-        lengths=rows.lengths,
-        out=topk_indices[:T],
-        workspace=layer.workspace,
-        impl=layer.impl,
+    STATS.indexer_tokens += metadata.rows.lengths.shape[0]
+    LAYERS[layer_name].run(
+        q, k, weights, topk_indices, k_cache, metadata.rows, metadata.slot_mapping
     )
 
 

@@ -8,6 +8,7 @@ import torch
 from mla_kernels import indexer_topk_workspace, mla_sparse_workspace
 from mla_kernels.dispatch import choose_impl
 from mla_kernels.sparse.api import AVAILABLE
+from vllm import envs as vllm_envs
 
 from mla_backend import envs
 from mla_backend.stats import STATS
@@ -15,11 +16,12 @@ from mla_backend.stats import STATS
 
 @dataclass(frozen=True)
 class SparseKernel:
-    """Implementations, settled at start-up. `indexer` is what was asked for: each of its ops has
-    its own best one."""
+    """Implementations, settled at start-up. `indexer` may be "auto": each of its ops has its own
+    best one."""
 
     attention: str
     indexer: str
+    deterministic: bool  # vLLM's batch-invariant mode
 
     @classmethod
     def choose(cls, device: torch.device) -> "SparseKernel":
@@ -37,7 +39,11 @@ class SparseKernel:
         asked = envs.get("MLA_BACKEND_IMPL")
         choice = choose_impl("mla_sparse_attention", asked, device, available=AVAILABLE)
         STATS.sparse = {"impl": choice.impl, "reason": choice.reason}
-        return cls(choice.impl, asked)
+        deterministic, indexer = bool(vllm_envs.VLLM_BATCH_INVARIANT), asked
+        if device.type == "cuda" and (asked == "hopper" or (deterministic and asked == "auto")):
+            # The portable kernels serve steps that the Hopper one does not, and round otherwise.
+            indexer = "triton" if deterministic else "auto"
+        return cls(choice.impl, indexer, deterministic)
 
 
 # Made while the model is built, so that vLLM counts them when it sizes the KV cache; every layer

@@ -13,7 +13,9 @@ from vllm.v1.attention.backend import (
 
 from mla_backend import envs
 from mla_backend.attention import support
-from mla_backend.attention.sparse.rows import RowsBuilder, TokenRows
+from mla_backend.attention.sparse.indexer_layer import LAYERS
+from mla_backend.attention.sparse.rows import RowsBuilder, TokenRows, max_tokens
+from mla_backend.attention.sparse.warmup import warm_up_attention, warm_up_indexer
 from mla_backend.attention.step_check import StepCheck
 from mla_backend.stats import STATS
 
@@ -53,8 +55,15 @@ class _Builder:
             return AttentionCGSupport.NEVER
         return cls._cudagraph_support
 
-    def _make_rows_builder(self, vllm_config: Any, device: torch.device) -> None:
-        self._rows = RowsBuilder(max_tokens(vllm_config), device)
+    def _make_rows_builder(self, vllm_config: Any, device: torch.device) -> tuple[int, int, int]:
+        """Returns the most tokens, requests and blocks of a request in a step."""
+        tokens = max_tokens(vllm_config)
+        self._rows = RowsBuilder(tokens, device)
+        requests = max(
+            vllm_config.scheduler_config.max_num_seqs,
+            vllm_config.compilation_config.max_cudagraph_capture_size or 0,
+        )
+        return tokens, requests, -(-vllm_config.model_config.max_model_len // support.BLOCK_SIZE)
 
 
 class SparseMetadataBuilder(_Builder, AttentionMetadataBuilder[SparseMetadata]):
@@ -68,11 +77,13 @@ class SparseMetadataBuilder(_Builder, AttentionMetadataBuilder[SparseMetadata]):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._make_rows_builder(vllm_config, device)
+        limits = self._make_rows_builder(vllm_config, device)
+        layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
         self._step_check: StepCheck | None = None
         if envs.get("MLA_BACKEND_CHECK"):
-            layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
             self._step_check = StepCheck(layer, kv_cache_spec.block_size)
+        if layer.impl.kernel.attention in support.GPU_IMPLS:
+            warm_up_attention(layer, *limits)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
@@ -105,7 +116,10 @@ class IndexerMetadataBuilder(_Builder, AttentionMetadataBuilder[IndexerMetadata]
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._make_rows_builder(vllm_config, device)
+        limits = self._make_rows_builder(vllm_config, device)
+        indexer = LAYERS[layer_names[0]]
+        if device.type != "cpu" and indexer.impl not in support.SLOW_IMPLS:
+            warm_up_indexer(indexer, *limits)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
@@ -113,10 +127,3 @@ class IndexerMetadataBuilder(_Builder, AttentionMetadataBuilder[IndexerMetadata]
         common = common_attn_metadata
         slots = common.slot_mapping[: common.num_actual_tokens]
         return IndexerMetadata(self._rows.build(common), slots)
-
-
-def max_tokens(vllm_config: Any) -> int:
-    """Most tokens that a step can have."""
-    scheduler, speculative = vllm_config.scheduler_config, vllm_config.speculative_config
-    drafts = speculative.num_speculative_tokens if speculative is not None else 0
-    return int(max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * (1 + drafts)))

@@ -60,6 +60,13 @@ class RowsBuilder:
         )
 
 
+def max_tokens(vllm_config: Any) -> int:
+    """Most tokens that a step can have."""
+    scheduler, speculative = vllm_config.scheduler_config, vllm_config.speculative_config
+    drafts = speculative.num_speculative_tokens if speculative is not None else 0
+    return int(max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * (1 + drafts)))
+
+
 def _in_equal_runs(common: Any) -> bool:
     """Whether token t belongs to request t // (T / B), padding at the end aside.
 

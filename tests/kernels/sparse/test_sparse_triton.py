@@ -63,6 +63,7 @@ def attend(q, kv, slots, options, splits=None, **more):
 def check(q, kv, slots, options, splits=None, **more):
     out, lse = attend(q, kv, slots, options, splits, **more)
     more.pop("tile", None)
+    more.pop("deterministic", None)
     want, want_lse = mla_sparse_attention_reference(
         q, kv, slots, **{"lengths": None, "sink": None, **options, **more}
     )
@@ -203,21 +204,33 @@ def test_largest_scores(device, cache, splits):
 
 
 @pytest.mark.parametrize("impl", ["triton", "torch"])
-def test_deterministic_bits_are_those_of_a_token_alone(device, impl, monkeypatch):
-    """Few tokens are split over the device otherwise: then the order of additions is another."""
-    q, kv, slots, options = sparse_case((300, 260, 3), 256, heads=8, device=device)
+@pytest.mark.parametrize("room", [None, 2])
+def test_deterministic_bits_are_those_of_a_token_alone(device, impl, room, monkeypatch):
+    """Also where the workspace holds fewer tokens than there are."""
+    q, kv, slots, options = sparse_case((700, 600, 3), 600, heads=8, device=device)
     monkeypatch.setattr(launcher, "choose_split", None)  # by the number of tokens
+    if room:
+        size = tiles.partial_bytes(room, 8, tiles.fixed_split(600).splits, 512)
+        options["workspace"] = torch.full((size,), 0xFF, dtype=torch.uint8, device=device)
 
     def run(rows):
         return mla_sparse_attention(
             q[rows], kv, slots[rows], impl=impl, deterministic=True, **options
         )
 
-    for batch in ([0, 1, 2], [2, 0], [1] * 7 + [2]):
+    for batch in ([0, 1, 2], [2, 2, 2, 0]):
         together = run(batch)
         for at in (0, len(batch) - 1):
             for a, b in zip(run([batch[at]]), together, strict=True):
                 assert torch.equal(a[0], b[at])
+    options.pop("workspace", None)
+    check(q, kv, slots, options, deterministic=True)
+
+
+def test_ranges_of_the_deterministic_mode():
+    assert [tiles.fixed_split(K).splits for K in (0, 1, 512, 513, 2048)] == [1, 1, 1, 2, 4]
+    one = tiles.partial_bytes(1, 16, 4, 512)
+    assert [tiles.tokens_at_once(16, 4, 512, n * one + 5) for n in (0, 3, 40)] == [0, 3, 32]
 
 
 def test_a_slot_named_twice_counts_twice(device):

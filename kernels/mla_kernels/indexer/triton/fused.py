@@ -42,6 +42,8 @@ def indexer_topk_triton(
         raise ValueError(
             f"Expected a workspace of at least {4 * words} bytes (one row), got {workspace.numel()}"
         )
+    if step > 16:  # later rows as aligned as the first: no other specialisation
+        step -= step % 16
     if step < T and request_ids is None and not hopper:  # a turn may end within a request
         rows_per_request = T // block_table.shape[0]
         request_ids = torch.arange(T, dtype=torch.int32, device=q.device) // rows_per_request

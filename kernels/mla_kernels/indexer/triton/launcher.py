@@ -16,8 +16,10 @@ from mla_kernels.triton_common.runtime import INTERPRET
 
 # Pages of keys in flight in one program.
 PAGES_IN_FLIGHT = 3
+# Tiles that a program counts the pages of: few numbers, as each is a specialisation.
+TILE_COUNTS = (16, 128, 1024)
 # Above this many tiles each gets a program of its own: they fill the device without splitting.
-MAX_SPLIT_TILES = 1024
+MAX_SPLIT_TILES = TILE_COUNTS[-1]
 PROGRAMS_PER_SM = 3
 # Stands for the CPU: room for any tile.
 INTERPRETED = Arch(0, 2**20, 2**20, "mma", False, False)
@@ -159,7 +161,7 @@ def score_constants(
         "D": D,
         "HEADS": padded_heads(heads),
         "ROWS": tiles.rows,
-        "TILES": triton.next_power_of_2(num_tiles) if split else 1,
+        "TILES": next(n for n in TILE_COUNTS if n >= num_tiles) if split else 1,
         "SPLIT": split,
         "RAGGED": ragged,
         "Q_FP8": q_fp8,

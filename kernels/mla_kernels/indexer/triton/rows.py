@@ -15,7 +15,7 @@ def row_request(requests_ptr, row, inside, rows_per_request, RAGGED: tl.constexp
     return request
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "rows_per_request"])
 def lengths_kernel(
     seq_lens_ptr,  # [B] int32
     positions_ptr,  # [T] int32, where HAS_POSITIONS
@@ -56,7 +56,7 @@ def fill_tail_kernel(
         tl.store(scores_ptr + row * stride_scores + i, minus_inf, mask=i < width)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows_per_request"])
 def positions_to_slots_kernel(
     positions_ptr,  # [T, K] int32
     table_ptr,  # [B, max_blocks] int32

@@ -203,7 +203,7 @@ def score_tile(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles", "num_rows", "rows_per_request"])
 def scores_kernel(
     q_ptr,  # [T, H, D] uint8 (e4m3) or bf16
     k_ptr,  # [num_blocks, 64, D + 4] uint8 pages or [num_blocks, 64, D] bf16

@@ -14,12 +14,14 @@ from mla_kernels.layouts import MlaDims
 from mla_kernels.sparse.triton.kernel import mla_sparse_kernel
 from mla_kernels.sparse.triton.results import launch_merge
 from mla_kernels.sparse.triton.tiles import (
+    FIXED_WORKSPACE,
     Split,
     Tile,
     choose_split,
     choose_tile,
-    one_range,
+    fixed_split,
     partial_bytes,
+    tokens_at_once,
 )
 from mla_kernels.triton_common.formats import cache_format
 from mla_kernels.triton_common.runtime import INTERPRET
@@ -53,8 +55,30 @@ def mla_sparse_attention_triton(
     kv_format = cache_format(kv_cache.dtype)
     arch = arch_of(q.device)
     tile = tile or choose_tile(H, kv_format, arch)
-    if split is None:
-        split = one_range(K, tile) if deterministic else choose_split(T, H, K, tile, arch, q.device)
+    if split is None and deterministic:
+        split = fixed_split(K)
+        room = FIXED_WORKSPACE if workspace is None else workspace.numel()
+        turn = tokens_at_once(H, split.splits, kv_lora_rank, room) if split.splits > 1 else T
+        if 0 < turn < T:
+            for part in (slice(t, t + turn) for t in range(0, T, turn)):
+                mla_sparse_attention_triton(
+                    q[part],
+                    kv_cache,
+                    slots[part],
+                    scale=scale,
+                    kv_lora_rank=kv_lora_rank,
+                    kv_scale=kv_scale,
+                    lengths=None if lengths is None else lengths[part],
+                    sink=sink,
+                    out=out[part],
+                    lse=lse[part],
+                    max_logits=None if max_logits is None else max_logits[part],
+                    workspace=workspace,
+                    tile=tile,
+                    split=split,
+                )
+            return
+    split = split or choose_split(T, H, K, tile, arch, q.device)
     acc, sums = lse, lse
     if split.splits > 1:
         needed = partial_bytes(T, H, split.splits, kv_lora_rank)
