@@ -55,12 +55,9 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MlaMetadata]):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, MlaMetadata)
-        if self.reorder_batch_threshold > support.MAX_QUERY_LEN:
-            raise ValueError(
-                f"{self.reorder_batch_threshold - 1} speculative tokens; the decode kernels take "
-                f"{support.MAX_QUERY_LEN} query tokens a request, so at most "
-                f"{support.MAX_QUERY_LEN - 1}. Mend: lower num_speculative_tokens"
-            )
+        # Under DCP the ranks of a group gather their heads.
+        heads = self.num_heads * self.dcp_world_size
+        support.refuse_step_shape(heads, self.reorder_batch_threshold)
         self._on_cpu = self.device.type == "cpu"
         if self._on_cpu:
             compat.skip_chunked_context_metadata()
@@ -72,8 +69,6 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MlaMetadata]):
             vllm_config.scheduler_config.max_num_seqs,
             vllm_config.compilation_config.max_cudagraph_capture_size or 0,
         )
-        # Under DCP the ranks of a group gather their heads.
-        heads = self.num_heads * self.dcp_world_size
         self._plans = StepPlans(
             layer.impl.decode_kernel,
             heads,

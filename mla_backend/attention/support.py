@@ -25,6 +25,7 @@ SLOW_IMPLS = ("torch", "reference")
 GPU_IMPLS = ("hopper", "triton")
 MIN_COMPUTE_CAPABILITY = (8, 0)
 MAX_QUERY_LEN = 8
+MAX_HEADS = 128
 
 
 def block_size_reason(block_size: int) -> str:
@@ -51,6 +52,21 @@ def refuse_layer_options(
     refused = [f"{name}={value}" for name, value in asked.items() if value is not None]
     if refused:
         raise ValueError(f"mla-backend does not support {', '.join(refused)}")
+
+
+def refuse_step_shape(heads: int, query_len: int) -> None:
+    """ValueError unless the decode kernels take steps of up to `query_len` new tokens a request,
+    with `heads` query heads: those of a rank, under DCP those that the ranks of a group gather."""
+    if heads > MAX_HEADS:
+        raise ValueError(
+            f"{heads} query heads on one rank; the decode kernels take {MAX_HEADS}. "
+            f"Mend: a --tensor-parallel-size that leaves each rank at most {MAX_HEADS}"
+        )
+    if query_len > MAX_QUERY_LEN:
+        raise ValueError(
+            f"{query_len - 1} speculative tokens; the decode kernels take {MAX_QUERY_LEN} query "
+            f"tokens a request, so at most {MAX_QUERY_LEN - 1}. Mend: lower num_speculative_tokens"
+        )
 
 
 def kv_cache_dtype_reason(kv_cache_dtype: str) -> str:

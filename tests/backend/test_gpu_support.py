@@ -5,11 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from mla_kernels.decode.api import MAX_HEADS, MAX_S_Q
 from mla_kernels.layouts import MlaDims
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
+from mla_backend.attention import support
 from mla_backend.attention.backend import MlaBackend
 from mla_backend.attention.kernel import DecodeKernel
 from mla_backend.attention.metadata import MlaMetadataBuilder
@@ -88,6 +90,21 @@ def test_plans_of_all_query_lengths_share_one_workspace(monkeypatch):
     assert len({x.data_ptr() for x in acc}) == 1
     assert [x.shape[1] for x in acc] == [16, 32, 48, 64]
     assert acc[3].nbytes <= plans.workspace_bytes < 1.05 * acc[3].nbytes
+
+
+@pytest.mark.parametrize(
+    "shape, message",
+    [
+        ((129, 1), "129 query heads on one rank; the decode kernels take 128. Mend: a --tensor"),
+        ((256, 9), "256 query heads on one rank"),
+        ((16, 9), "8 speculative tokens; the decode kernels take 8 query tokens a request, so at"),
+    ],
+)
+def test_steps_that_no_kernel_takes_are_refused_at_start_up(shape, message):
+    support.refuse_step_shape(128, 8)
+    assert (support.MAX_HEADS, support.MAX_QUERY_LEN) == (MAX_HEADS, MAX_S_Q)
+    with pytest.raises(ValueError, match=message):
+        support.refuse_step_shape(*shape)
 
 
 def test_warm_up_covers_every_specialisation():
