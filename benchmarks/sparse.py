@@ -14,6 +14,7 @@ import json
 import re
 import sys
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,11 @@ from sparse_report import write_report
 CHECKED = 3  # tokens compared with the definition
 
 
-def ours(batch: Batch) -> Run:
+def ours(batch: Batch, impl: str) -> Run:
     """As every layer of a step calls it: results and workspace made beforehand."""
     T, H, _ = batch.q.shape
     device = torch.device(DEVICE, torch.cuda.current_device())
-    workspace = mla_sparse_workspace(T, H, K, device=device)
+    workspace = mla_sparse_workspace(T, H, K, device=device, impl=impl)
     out = batch.q.new_full((T, H, LATENT), torch.nan)
     lse = out.new_empty((T, H), dtype=torch.float32)
 
@@ -46,6 +47,7 @@ def ours(batch: Batch) -> Run:
             out=out,
             lse=lse,
             workspace=workspace,
+            impl=impl,
         )[0]
 
     return run
@@ -57,7 +59,8 @@ def check(batch: Batch, wanted: re.Pattern[str]) -> tuple[list[dict[str, Any]], 
     tokens = sorted({round(i * last / (CHECKED - 1)) for i in range(CHECKED)})
     want = golden(batch, tokens)
     rows, runs = [], {}
-    for name, make in {"mla_kernels/triton": ours, **PEERS}.items():
+    kernels = {f"mla_kernels/{impl}": partial(ours, impl=impl) for impl in ("hopper", "triton")}
+    for name, make in {**kernels, **PEERS}.items():
         if not wanted.search(name):
             continue
         row: dict[str, Any] = {"case": batch.shape.name, "op": batch.shape.op, "impl": name}

@@ -6,15 +6,15 @@ import math
 import torch
 
 from mla_kernels import checks
-from mla_kernels.dispatch import Choice, choose_impl
+from mla_kernels.dispatch import Choice
 from mla_kernels.layouts import MlaDims
+from mla_kernels.sparse.choice import AVAILABLE as AVAILABLE
+from mla_kernels.sparse.choice import TRITON_DIMS as TRITON_DIMS
+from mla_kernels.sparse.choice import choose_sparse_impl
 from mla_kernels.sparse.reference import mla_sparse_attention_reference
 from mla_kernels.sparse.torch_impl import mla_sparse_attention_torch
 
-AVAILABLE = ("triton", "torch", "reference")
 MAX_HEADS = 128
-# (kv_lora_rank, Dk) that the kernel takes, in bf16 and fp16; "auto" takes torch for all else.
-TRITON_DIMS = ((512, 576), (256, 288))
 
 
 def mla_sparse_attention(
@@ -49,7 +49,7 @@ def mla_sparse_attention(
     lengths    [T] int32: token t uses slots[t, :lengths[t]] only
     sink       [H] fp32: a logit that takes part in the softmax and has no value; out is scaled by
                exp(lse) / (exp(lse) + exp(sink)), lse is returned as without it
-    impl       "auto", "triton", "torch", "reference"
+    impl       "auto", "hopper", "triton", "torch", "reference"
     deterministic  the bits of a token's result do not depend on the other tokens of the call; few
                tokens take longer, as they are not cut to fill the device
     out, lse   contiguous, as returned below: written in place if given
@@ -76,13 +76,29 @@ def mla_sparse_attention(
         max_logits,
         workspace,
     )
-    if choice.impl == "triton":
-        from mla_kernels.sparse.triton.launcher import mla_sparse_attention_triton
-
+    if choice.impl in ("hopper", "triton"):
         if out is None:
             out = q.new_empty(*q.shape[:2], kv_lora_rank)
         if lse is None:
             lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+        if choice.impl == "hopper":
+            from mla_kernels.sparse.hopper.launcher import mla_sparse_attention_hopper
+
+            mla_sparse_attention_hopper(
+                q,
+                kv_cache,
+                slots,
+                scale=scale,
+                lengths=lengths,
+                sink=sink,
+                out=out,
+                lse=lse,
+                workspace=workspace,
+                deterministic=deterministic,
+            )
+            return out, lse
+        from mla_kernels.sparse.triton.launcher import mla_sparse_attention_triton
+
         mla_sparse_attention_triton(
             q,
             kv_cache,
@@ -172,7 +188,20 @@ def _check_arguments(
                 raise ValueError(f"Expected a contiguous {name}, got strides {tensor.stride()}")
     for name, x in tensors.items():
         checks.check_device(name, x, q.device)
-    available: tuple[str, ...] = AVAILABLE
-    if impl == "auto" and (q.dtype == torch.float32 or (kv_lora_rank, Dk) not in TRITON_DIMS):
-        available = tuple(name for name in AVAILABLE if name != "triton")
-    return choose_impl("mla_sparse_attention", impl, q.device, available=available)
+    return choose_sparse_impl(
+        impl,
+        q.device,
+        dims=MlaDims(kv_lora_rank, Dk - kv_lora_rank),
+        dtype=q.dtype,
+        kv_cache_dtype=kv_cache.dtype,
+        contiguous=q.is_contiguous(),
+        aligned=_rows_aligned(kv_cache),
+        max_logits=max_logits is not None,
+    )
+
+
+def _rows_aligned(kv_cache: torch.Tensor) -> bool:
+    """Every row starts at a multiple of 16 bytes."""
+    size = kv_cache.element_size()
+    starts = (kv_cache.stride(0) * size, kv_cache.stride(1) * size, kv_cache.data_ptr())
+    return all(start % 16 == 0 for start in starts)

@@ -5,8 +5,8 @@ import torch
 
 from mla_kernels import checks
 from mla_kernels.dispatch import choose_impl
-from mla_kernels.sparse.api import AVAILABLE as IMPLS
 from mla_kernels.sparse.api import MAX_HEADS
+from mla_kernels.sparse.choice import AVAILABLE
 
 
 def mla_sparse_workspace(
@@ -28,8 +28,15 @@ def mla_sparse_workspace(
     checks.check_range("num_heads", num_heads, 1, MAX_HEADS)
     checks.check_range("num_slots", num_slots, 0, 2**31 - 1)
     size = 0
-    if choose_impl("mla_sparse_attention", impl, device, available=IMPLS).impl == "triton":
+    chosen = choose_impl("mla_sparse_attention", impl, device, available=AVAILABLE).impl
+    if chosen == "hopper":
+        from mla_kernels.sparse.hopper.support import largest_workspace as largest
+
+        size = largest(num_tokens, num_heads, num_slots, device)
+    # With "auto" the portable kernel takes what the Hopper kernel refuses.
+    if chosen == "triton" or (impl == "auto" and chosen == "hopper"):
         from mla_kernels.sparse.triton.tiles import largest_workspace
 
-        size = largest_workspace(num_tokens, num_heads, num_slots, kv_lora_rank, device)
+        portable = largest_workspace(num_tokens, num_heads, num_slots, kv_lora_rank, device)
+        size = max(size, portable)
     return torch.empty(size, dtype=torch.uint8, device=device)

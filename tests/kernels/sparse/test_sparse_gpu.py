@@ -16,18 +16,28 @@ pytestmark = [
 K = 2048
 SCALE = 576**-0.5
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "fp8_ds_mla": torch.uint8}
+HOPPER = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
+    reason="needs sm_90",
+)
+IMPLS = ["triton", pytest.param("hopper", marks=HOPPER)]
+CASES = [
+    *(("triton", cache) for cache in DTYPES),
+    *(pytest.param("hopper", cache, marks=HOPPER) for cache in ("bf16", "fp8_ds_mla")),
+]
 
 
 class Step:
     """A decode step as a server runs it: other queries and slots, the same memory."""
 
-    def __init__(self, T, heads, cache="bf16", blocks=256):
+    def __init__(self, T, heads, cache="bf16", blocks=256, impl="auto", page=64):
         g = torch.Generator("cuda").manual_seed(0)
+        self.impl, self.lengths, self.sink = impl, None, None
         rows = torch.randn(blocks * 64, 576, generator=g, device="cuda").bfloat16()
         self.kv_scale = 2.0**-6 if cache == "fp8" else None
         if cache != "bf16":
             rows = encode_rows(rows[:, :512], rows[:, 512:], DTYPES[cache], self.kv_scale)
-        self.kv = rows.view(blocks, 64, -1)
+        self.kv = rows.view(blocks * 64 // page, page, -1)
         self.q = torch.empty(T, heads, 576, dtype=torch.bfloat16, device="cuda")
         self.slots = torch.empty(T, K, dtype=torch.int32, device="cuda")
         self.out = torch.empty(T, heads, 512, dtype=torch.bfloat16, device="cuda")
@@ -39,7 +49,7 @@ class Step:
         """New queries and slots; one of several tokens has none. Results are poisoned."""
         g = torch.Generator("cuda").manual_seed(seed)
         self.q.normal_(generator=g).mul_(0.5)
-        T, num_slots = len(self.q), self.kv.shape[0] * 64
+        T, num_slots = len(self.q), self.kv.shape[0] * self.kv.shape[1]
         self.slots.random_(0, num_slots, generator=g)
         lengths = torch.randint(1, K + 1, (T, 1), generator=g, device="cuda")
         if T > 1:
@@ -52,6 +62,7 @@ class Step:
     def __call__(self):
         mla_sparse_attention(
             self.q, self.kv, self.slots, scale=SCALE, kv_scale=self.kv_scale,
+            lengths=self.lengths, sink=self.sink, impl=self.impl,
             out=self.out, lse=self.lse, workspace=self.workspace,
         )  # fmt: skip
 
@@ -61,7 +72,8 @@ class Step:
         some = sorted({*range(0, T, max(1, T // tokens)), T - 1})
         want, lse = mla_sparse_attention_reference(
             self.q[some], self.kv, self.slots[some], scale=SCALE, kv_lora_rank=512,
-            kv_scale=self.kv_scale, lengths=None, sink=None,
+            kv_scale=self.kv_scale, sink=self.sink,
+            lengths=None if self.lengths is None else self.lengths[some],
         )  # fmt: skip
         assert SHORT_BAR.failures(measure(self.out[some], want)) == []
         seen = torch.isfinite(lse)
@@ -69,20 +81,50 @@ class Step:
         assert (self.lse[some] - lse)[seen].abs().max() < 2**-8
 
 
-@pytest.mark.parametrize("cache", DTYPES)
+@pytest.mark.parametrize(("impl", "cache"), CASES)
 @pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
 @pytest.mark.parametrize("T", [1, 33, 300])
-def test_tokens_heads_and_caches(cache, heads, T):
-    step = Step(T, heads, cache)
+def test_tokens_heads_and_caches(impl, cache, heads, T):
+    step = Step(T, heads, cache, impl=impl)
     step.change(T + 1)
     step()
     step.check()
 
 
+@pytest.mark.parametrize(("impl", "cache"), CASES)
+@pytest.mark.parametrize(("T", "heads", "page"), [(1, 128, 64), (5, 20, 16), (150, 72, 64)])
+def test_holes_lengths_sinks_and_junk(impl, cache, T, heads, page):
+    """-1 and numbers outside the cache anywhere in a row; unused rows are NaN."""
+    step = Step(T, heads, cache, impl=impl, page=page)
+    g = torch.Generator("cuda").manual_seed(T)
+    num_slots = step.kv.shape[0] * page
+    for _ in range(3):
+        step.slots.random_(0, num_slots, generator=g)
+        hole = torch.rand(T, K, generator=g, device="cuda")
+        step.slots[hole < 0.3] = -1
+        step.slots[hole > 0.98] = num_slots
+        step.slots[:, K - 700 :] = -1
+        step.lengths = torch.randint(0, K + 1, (T,), generator=g, device="cuda").int()
+        step.lengths[0] = 65
+        step.lengths[T // 2] = 0 if T > 1 else 1
+        step.sink = torch.randn(heads, generator=g, device="cuda")
+        seen = step.slots[step.slots >= 0].long()
+        unused = torch.ones(num_slots, dtype=torch.bool, device="cuda")
+        unused[seen[seen < num_slots]] = False
+        junk = step.kv.view(torch.uint8).view(num_slots, -1)
+        kept = junk[unused].clone()
+        junk[unused] = 0xFF
+        step.out.fill_(torch.nan)
+        step()
+        step.check()
+        junk[unused] = kept
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize("T", [2, 64])
-def test_graph_replays_with_other_slots(heads, T):
-    step = Step(T, heads, "fp8_ds_mla")
+def test_graph_replays_with_other_slots(heads, T, impl):
+    step = Step(T, heads, "fp8_ds_mla", impl=impl)
     step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -94,10 +136,11 @@ def test_graph_replays_with_other_slots(heads, T):
         step.check()
 
 
-def test_steps_neither_allocate_nor_sync_nor_compile():
+@pytest.mark.parametrize("impl", IMPLS)
+def test_steps_neither_allocate_nor_sync_nor_compile(impl):
     import triton
 
-    step = Step(8, 16, "fp8_ds_mla")
+    step = Step(8, 16, "fp8_ds_mla", impl=impl)
     step()
     compiled = []
     torch.cuda.synchronize()
@@ -118,8 +161,9 @@ def test_steps_neither_allocate_nor_sync_nor_compile():
     step.check()
 
 
-def test_the_same_bits_every_time():
-    step = Step(40, 16)
+@pytest.mark.parametrize(("impl", "cache"), CASES)
+def test_the_same_bits_every_time(impl, cache):
+    step = Step(40, 16, cache, impl=impl)
     step()
     first, lse = step.out.clone(), step.lse.clone()
     for _ in range(20):
@@ -128,12 +172,13 @@ def test_the_same_bits_every_time():
         assert torch.equal(step.out, first) and torch.equal(step.lse, lse)
 
 
-def test_rows_past_two_to_the_31_elements():
+@pytest.mark.parametrize("impl", IMPLS)
+def test_rows_past_two_to_the_31_elements(impl):
     """int64 addresses: the last rows of a cache of 2.4e9 elements."""
     blocks = 2**16
     kv = torch.zeros(blocks, 64, 576, dtype=torch.bfloat16, device="cuda")
     kv[-1] = 1.0
     q = torch.zeros(1, 16, 576, dtype=torch.bfloat16, device="cuda")
     slots = torch.arange(blocks * 64 - 64, blocks * 64, dtype=torch.int32, device="cuda")[None]
-    out, _ = mla_sparse_attention(q, kv, slots, scale=SCALE, impl="triton")
+    out, _ = mla_sparse_attention(q, kv, slots, scale=SCALE, impl=impl)
     assert torch.equal(out, torch.ones_like(out))
