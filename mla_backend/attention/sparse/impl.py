@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from mla_kernels import mla_sparse_attention, positions_to_slots, write_kv_cache
+from mla_kernels.layouts import MlaDims
 from mla_kernels.query.api import join_query
 from vllm.config import get_current_vllm_config
 from vllm.platforms import current_platform
@@ -69,7 +70,8 @@ class SparseMlaImpl(MLAAttentionImpl[SparseMetadata]):
         self.dtype = torch.get_default_dtype()  # the model's, while vLLM builds it
         self.kv_cache_element = cache_dtype(kv_cache_dtype, self.dtype)
         self._fp8_cache = self.kv_cache_element == torch.float8_e4m3fn
-        self.kernel = SparseKernel.choose(device)
+        dims = MlaDims(self.kv_lora_rank, head_size - self.kv_lora_rank)
+        self.kernel = SparseKernel.choose(device, dims, self.dtype, self.kv_cache_element)
         self._workspace = attention_workspace(
             max_tokens(vllm_config),
             num_heads,

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 from mla_kernels import indexer_topk_workspace, mla_sparse_workspace
-from mla_kernels.dispatch import choose_impl
-from mla_kernels.sparse.api import AVAILABLE
+from mla_kernels.layouts import MlaDims
+from mla_kernels.sparse.choice import choose_sparse_impl
 from vllm import envs as vllm_envs
 
 from mla_backend import envs
@@ -24,7 +24,9 @@ class SparseKernel:
     deterministic: bool  # vLLM's batch-invariant mode
 
     @classmethod
-    def choose(cls, device: torch.device) -> "SparseKernel":
+    def choose(
+        cls, device: torch.device, dims: MlaDims, dtype: torch.dtype, kv_cache_dtype: torch.dtype
+    ) -> "SparseKernel":
         """By MLA_BACKEND_IMPL; the choice and its reason go to STATS.
 
         ValueError if what is asked for cannot run here, or for an MLA_BACKEND_RESCALE that the
@@ -37,7 +39,9 @@ class SparseKernel:
                 "powers of two only. Mend: unset MLA_BACKEND_RESCALE"
             )
         asked = envs.get("MLA_BACKEND_IMPL")
-        choice = choose_impl("mla_sparse_attention", asked, device, available=AVAILABLE)
+        choice = choose_sparse_impl(
+            asked, device, dims=dims, dtype=dtype, kv_cache_dtype=kv_cache_dtype
+        )
         STATS.sparse = {"impl": choice.impl, "reason": choice.reason}
         deterministic, indexer = bool(vllm_envs.VLLM_BATCH_INVARIANT), asked
         if device.type == "cuda" and (asked == "hopper" or (deterministic and asked == "auto")):
