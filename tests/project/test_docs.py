@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the pages name exists: links, commands, files, settings; and figures are those measured."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LISTED = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+FILES = LISTED.stdout.split()
+PAGES = [name for name in FILES if name.endswith(".md") and "results/" not in name]
+FOLDERS = ("", "kernels/", "kernels/mla_kernels/", "serving/", "benchmarks/")
+
+
+def anchors(text):
+    """GitHub's names of the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).strip().replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    here = ROOT / page
+    for link in re.findall(r"\]\((?!http)([^)]+)\)", here.read_text()):
+        path, _, anchor = link.partition("#")
+        target = here.parent / path if path else here
+        assert target.exists(), f"{page}: {link}"
+        if anchor:
+            assert anchor in anchors(target.read_text()), f"{page}: no heading #{anchor} in {path}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_and_files_exist(page):
+    text = (ROOT / page).read_text()
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"(?:^    |`)make ([a-z-]+)", text, re.MULTILINE)) <= targets
+    commands = {"serve", "doctor", "demo-model", "plan", "version"}
+    assert set(re.findall(r"(?:^    |`|\()mla-backend ([a-z-]+)", text, re.MULTILINE)) <= commands
+    for script in re.findall(r"python ([\w/]+\.py)", text):
+        assert script == "x.py" or (ROOT / script).exists(), f"{page}: {script}"
+    for module in re.findall(r"python -m (m\w+(?:\.\w+)*)", text):
+        path = module.replace(".", "/")
+        found = [ROOT / f / f"{path}{end}" for f in FOLDERS for end in (".py", "/__main__.py")]
+        assert any(p.exists() for p in found), f"{page}: {module}"
+    for name in re.findall(r"`([\w./-]+\.(?:py|md|json|yaml))`", text):
+        assert any(f"/{file}".endswith(f"/{name}") for file in FILES), f"{page}: {name}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_settings_exist(page):
+    from mla_backend.envs import ENV_VARS
+
+    named = re.findall(r"\bMLA_BACKEND_[A-Z_]+\b", (ROOT / page).read_text())
+    assert set(named) <= set(ENV_VARS)
+
+
+def test_the_kernel_example_runs():
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (example,) = [block for block in blocks if "mla_kernels" in block]
+    names = {}
+    exec(example, names)
+    assert names["out"].shape == (4, 1, 16, 512) and bool(names["out"].isfinite().all())
+    assert names["lse"][2].isinf().all()  # the request of length 0
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if "mla-backend plan --model configs" in (ROOT / page).read_text()],
+)
+def test_plans_can_be_made(page, monkeypatch, capsys):
+    from mla_serving import cli
+
+    monkeypatch.chdir(ROOT)
+    for line in re.findall(r"mla-backend (plan --model configs[^`\n]*)", (ROOT / page).read_text()):
+        assert cli.main(line.split()) == 0, line
+        assert "tokens" in capsys.readouterr().out
+
+
+def test_figures_of_the_readme_are_those_measured():
+    rows = re.findall(
+        r"\]\((benchmarks/results/\S+\.md)\)[^|]*\| ([\d.]+) \| (\d+ of \d+ cases) \|",
+        (ROOT / "README.md").read_text(),
+    )
+    assert len(rows) == 3
+    for path, mean, share in rows:
+        assert f"geometric mean {mean}, at least as fast in {share}" in (ROOT / path).read_text(), (
+            f"README's row of {path} is not what was measured last"
+        )
