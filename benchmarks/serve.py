@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serving on a GPU: this backend against vLLM's own MLA backends, in one run on one machine.
 
-    python benchmarks/serve.py --mode steps [--heads 128 16] [--time-limit 240]
+    python benchmarks/serve.py --mode steps [--family v3.2] [--heads 128 16] [--time-limit 240]
     python benchmarks/serve.py --mode serve [--shapes 1024/1024] [--concurrency 32] [--rates 1 4]
     python benchmarks/serve.py --mode serve --reduced --together --rounds 1 --open-requests 48
 
@@ -19,7 +19,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from serve_cases import BACKENDS, CONCURRENCY, MODEL, SHAPES, Shape
+from serve_cases import (
+    BACKENDS,
+    CONCURRENCY,
+    MODEL,
+    SHAPES,
+    SPARSE_BACKENDS,
+    SPARSE_BATCHES,
+    SPARSE_CONTEXTS,
+    SPARSE_MODEL,
+    Shape,
+)
 
 Row = dict[str, Any]
 
@@ -27,14 +37,18 @@ Row = dict[str, Any]
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--mode", choices=("serve", "steps"), default="serve")
-    parser.add_argument("--backends", nargs="+", default=list(BACKENDS), help="names of vLLM's")
-    parser.add_argument("--model", type=Path, default=MODEL, help="a directory with config.json")
+    parser.add_argument(
+        "--family", choices=("v3", "v3.2"), default="v3", help="dense or sparse attention"
+    )
+    parser.add_argument("--backends", nargs="+", help="names of vLLM's")
+    parser.add_argument("--model", type=Path, help="a directory with config.json")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="vLLM's name")
     parser.add_argument("--time-limit", type=float, default=36000, help="seconds; then it stops")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument(
         "--compile", action="store_true", help="with torch.compile (slower start); else graphs only"
     )
-    parser.add_argument("--heads", nargs="+", type=int, default=[128, 16], help="serve: the first")
+    parser.add_argument("--heads", nargs="+", type=int, help="serve: the first")
     parser.add_argument("--layers", type=int, default=6, help="dense, of DeepSeek-V3's width")
     parser.add_argument("--as-is", action="store_true", help="the model's own layers and heads")
     parser.add_argument(
@@ -70,7 +84,15 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="all servers at once, each with its share of the GPU's memory, loaded one at a time",
     )
     serve.add_argument("--server-options", type=shlex.split, default=[], help="more, in quotes")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    sparse = args.family == "v3.2"
+    args.backends = args.backends or list(SPARSE_BACKENDS if sparse else BACKENDS)
+    args.model = args.model or (SPARSE_MODEL if sparse else MODEL)
+    args.heads = args.heads or ([128] if sparse else [128, 16])
+    if sparse:
+        args.batches = args.batches or list(SPARSE_BATCHES)
+        args.contexts = args.contexts or list(SPARSE_CONTEXTS)
+    return args
 
 
 def main(argv: list[str] | None = None) -> int:

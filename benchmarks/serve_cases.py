@@ -10,6 +10,10 @@ BACKENDS = (OURS, "FLASHMLA", "FLASH_ATTN_MLA", "TRITON_MLA")
 LABELS = {OURS: "mla-backend"}
 MODEL = Path(__file__).parents[1] / "configs" / "models" / "deepseek-v3-5-layers"
 RELEASED_HEADS = 128
+# DeepSeek-V3.2: sparse attention.
+SPARSE_MODEL = MODEL.with_name("deepseek-v3.2-5-layers")
+SPARSE_BACKENDS = (OURS, "FLASHMLA_SPARSE")
+SPARSE_BATCHES, SPARSE_CONTEXTS = (1, 8, 32, 128), (8192, 32768)
 
 # (requests, tokens of each). A run that is short of time has done the first ones.
 STEPS = (

@@ -12,6 +12,7 @@ from serve_cases import LABELS, OURS
 
 Row = dict[str, Any]
 STEMS = {"serve": "serving", "steps": "engine_steps"}
+SPARSE_STEMS = {"serve": "sparse_serving", "steps": "sparse_steps"}
 MEANS = {"step_ms": "Whole steps", "gpu_ms": "GPU", "attention_ms": "Attention"}
 COLOURS = {OURS: "tab:red", "FLASHMLA": "tab:blue", "FLASH_ATTN_MLA": "tab:green"}
 
@@ -30,14 +31,19 @@ class Report:
     def read(cls, path: Path) -> "Report":
         return cls(**json.loads(path.read_text()))
 
+    @property
+    def stem(self) -> str:
+        sparse = self.settings.get("family") == "v3.2"
+        return (SPARSE_STEMS if sparse else STEMS)[self.mode]
+
     def write_json(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{STEMS[self.mode]}.json").write_text(json.dumps(asdict(self), indent=1) + "\n")
+        (folder / f"{self.stem}.json").write_text(json.dumps(asdict(self), indent=1) + "\n")
 
     def write(self, folder: Path) -> None:
         """serving or engine_steps, .json, .md and .png."""
         self.write_json(folder)
-        (folder / f"{STEMS[self.mode]}.md").write_text(self.markdown())
+        (folder / f"{self.stem}.md").write_text(self.markdown())
         try:
             import matplotlib
         except ImportError:
@@ -45,7 +51,7 @@ class Report:
             return
         matplotlib.use("Agg")
         draw = plot_steps if self.mode == "steps" else plot_serve
-        draw(self, folder / f"{STEMS[self.mode]}.png")
+        draw(self, folder / f"{self.stem}.png")
 
     def markdown(self) -> str:
         title = "Decode steps in the engine" if self.mode == "steps" else "Serving on a GPU"
@@ -71,10 +77,16 @@ def label(backend: str) -> str:
 
 def steps_lines(report: Report) -> list[str]:
     settings = report.settings
+    sparse = settings.get("family") == "v3.2"
     model = settings["model"] if settings["as_is"] else (
         f"{settings['layers']} dense layers of DeepSeek-V3's width, 128 heads, or 16 with an "
         "eighth of the MLP as on one of 8 tensor-parallel GPUs"
     )  # fmt: skip
+    if sparse and not settings["as_is"]:
+        model = (
+            f"{settings['layers']} layers of DeepSeek-V3.2 without experts, each with its indexer "
+            f"(2048 tokens are read), KV cache dtype {settings['kv_cache_dtype']}"
+        )
     graphs = "no CUDA graphs" if settings["eager"] else "CUDA graphs of whole decode steps"
     lines = [
         f"Random weights: {model}. {settings['dtype']}, {graphs}, "
@@ -83,8 +95,8 @@ def steps_lines(report: Report) -> list[str]:
         "`step`: median of wall times from step to step, scheduling and sampling included, of two "
         "rounds, the engines in turns; the lower one. `GPU`: when any kernel of a step runs, by "
         "torch's profiler; `attn`: when only attention over the cache does, plan and merge "
-        "included. Milliseconds. `best peer / ours` above 1: ours is faster. Where a step takes "
-        "longer than the GPU works, the host decides.",
+        f"included{' and the indexer' * sparse}. Milliseconds. `best peer / ours` above 1: ours is "
+        "faster. Where a step takes longer than the GPU works, the host decides.",
         "",
     ]
     for heads in dict.fromkeys(row["heads"] for row in report.rows if "batch" in row):

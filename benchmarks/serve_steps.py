@@ -42,6 +42,7 @@ def engine_options(args: argparse.Namespace, heads: int, layers: int, cases: lis
         "kv_cache_memory_bytes": (tokens + 64 * (max(batches) + 1)) * token_bytes(args, layers),
         # Of the weights and the working memory; the engines of all backends share the GPU.
         "gpu_memory_utilization": round(0.92 / len(args.backends), 3),
+        "kv_cache_dtype": args.kv_cache_dtype,
         "seed": 0,
     }
     if not args.as_is:
@@ -61,8 +62,12 @@ def token_bytes(args: argparse.Namespace, layers: int) -> int:
     """Cache of one token."""
     config = json.loads((args.model / "config.json").read_text())
     layers = config["num_hidden_layers"] if args.as_is else layers
-    width = config["kv_lora_rank"] + config["qk_rope_head_dim"]
-    return int(layers * width * (4 if args.dtype == "float32" else 2))
+    row = config["kv_lora_rank"] + config["qk_rope_head_dim"]
+    row *= 4 if args.dtype == "float32" else 2
+    if args.kv_cache_dtype == "fp8_ds_mla":
+        row = 656
+    index = config["index_head_dim"] + 4 if "index_head_dim" in config else 0
+    return int(layers * (row + index))
 
 
 def depths(args: argparse.Namespace, cases: list[Case]) -> dict[int, list[Case]]:

@@ -30,7 +30,10 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 # Kernels that are attention over the cache; each backend's plan and merge included.
 ATTENTION = re.compile(
     r"mla_decode_kernel|hopper_decode_kernel|merge_kernel|plan_kernel|flash_fwd|FlashAttn|"
-    r"prepare_varlen|get_mla_metadata|_fwd_grouped_kernel|_fwd_kernel_stage",
+    r"prepare_varlen|get_mla_metadata|_fwd_grouped_kernel|_fwd_kernel_stage|"
+    # DeepSeek-V3.2: of both, the indexer too.
+    r"sparse|scores_kernel|mqa_logits|topk|select_kernel|group_max|clear_state|smxx|combine|"
+    r"positions_to_slots|convert_req_index|indexer",
     re.IGNORECASE,
 )
 WARM_STEPS = 3
@@ -45,11 +48,13 @@ Row = dict[str, Any]
 
 def make_engine(options: Row) -> Any:
     """vLLM with our plugin registered, whether or not it is installed."""
+    from step_fill import fill_bytes_too
     from vllm import LLM
 
     from mla_backend.plugin import register
 
     register()
+    fill_bytes_too()
     return LLM(
         skip_tokenizer_init=True,
         load_format="dummy",

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
@@ -181,6 +182,31 @@ def test_report_of_steps(tmp_path):
     assert (tmp_path / "engine_steps.png").stat().st_size > 1000
     again = Report.read(tmp_path / "engine_steps.json")
     assert again.markdown() == page
+
+
+def test_family_names_model_backends_and_results():
+    from serve import parse_arguments
+    from serve_report import Report
+
+    sparse, dense = (parse_arguments(["--family", name]) for name in ("v3.2", "v3"))
+    assert "index_topk" in json.loads((sparse.model / "config.json").read_text())
+    assert sparse.backends == ["CUSTOM", "FLASHMLA_SPARSE"] and sparse.heads == [128]
+    assert len(dense.backends) == 4 and dense.heads == [128, 16] and dense.batches is None
+    report = Report("steps", "", {}, vars(sparse) | {"model": "m"})
+    assert report.stem == "sparse_steps" and "and the indexer" in report.markdown()
+
+
+def test_pages_of_bytes_decode_to_numbers():
+    from mla_kernels.cache.rows import rows_as_float
+    from mla_kernels.indexer.reference import page_keys
+    from step_fill import random_pages
+
+    keys = page_keys(random_pages(2, 132, "cpu"), 1)
+    rows = rows_as_float(random_pages(2, 656, "cpu")[1], torch.bfloat16, 512, 576).double()
+    for x in (keys, rows):
+        assert torch.isfinite(x).all() and 0 < x.abs().max() < 1 and x.std() > 0
+    with pytest.raises(ValueError, match=r"\[132, 656\] bytes a token, got 100"):
+        random_pages(1, 100, "cpu")
 
 
 def test_report_of_serving(tmp_path):
