@@ -11,6 +11,7 @@ Import-light: vLLM is imported inside functions only, because the platform entry
 | DeepSeek-V3.2's indexer on CUDA | a module | a function in the model's file | as 0.32 |
 | chunked-context metadata on CPU | wants pinned memory | works | works |
 | `kv_b_proj.weight` on CPU | freed after packing | kept for MLA | kept for MLA |
+| width of a block table | blocks of max_model_len | a multiple of 128 tokens | as 0.32 |
 | `get_supported_kernel_block_sizes` | () | (kv_cache_spec=None) | (kv_cache_spec=None) |
 | `do_kv_cache_update` | 6 arguments | 6 arguments | + skip_scale |
 | metadata builder `_build_decode` | no max_query_len | max_query_len | max_query_len |
@@ -134,6 +135,15 @@ def skip_chunked_context_metadata() -> None:
     from vllm.model_executor.layers.attention import mla_attention
 
     mla_attention.build_mla_chunked_context_metadata = lambda **_: None
+
+
+def block_table_width(max_model_len: int, block_size: int) -> int:
+    """Columns of vLLM's block tables: workspaces are sized for it, and kernels specialised."""
+    from vllm.v1.worker import block_table
+
+    blocks = -(-max_model_len // block_size)
+    aligned = getattr(block_table, "get_block_table_width", None)
+    return int(aligned(blocks, block_size)) if aligned else blocks
 
 
 def keep_kv_b_weight(kv_b_proj: Any) -> None:

@@ -92,7 +92,9 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MlaMetadata]):
                 num_heads=heads,
                 max_requests=max_requests,
                 max_s_q=self.reorder_batch_threshold,
-                max_blocks=-(-vllm_config.model_config.max_model_len // support.BLOCK_SIZE),
+                max_blocks=compat.block_table_width(
+                    vllm_config.model_config.max_model_len, support.BLOCK_SIZE
+                ),
             )
 
     @classmethod

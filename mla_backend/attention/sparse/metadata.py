@@ -11,7 +11,7 @@ from vllm.v1.attention.backend import (
     AttentionMetadataBuilder,
 )
 
-from mla_backend import envs
+from mla_backend import compat, envs
 from mla_backend.attention import support
 from mla_backend.attention.sparse.indexer_layer import LAYERS
 from mla_backend.attention.sparse.rows import RowsBuilder, TokenRows, max_tokens
@@ -63,7 +63,8 @@ class _Builder:
             vllm_config.scheduler_config.max_num_seqs,
             vllm_config.compilation_config.max_cudagraph_capture_size or 0,
         )
-        return tokens, requests, -(-vllm_config.model_config.max_model_len // support.BLOCK_SIZE)
+        max_model_len = vllm_config.model_config.max_model_len
+        return tokens, requests, compat.block_table_width(max_model_len, support.BLOCK_SIZE)
 
 
 class SparseMetadataBuilder(_Builder, AttentionMetadataBuilder[SparseMetadata]):
