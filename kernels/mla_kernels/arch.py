@@ -14,7 +14,6 @@ import torch
 
 KB = 1024
 MAX_REGISTERS_PER_THREAD = 255
-REGISTERS_PER_SM = 65536
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""benchmarks/soak.py without a server: its verdict, and the page that it writes."""
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def benchmarks_importable(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+def sound_ledger():
+    from soak_ledger import OUTCOMES, Ledger
+
+    samples = [
+        {"time_s": 5.0 * i, "kv_cache_usage": 0.9, "server_mib": 900.0, "engine_mib": 3000.0}
+        for i in range(80)
+    ]
+    return Ledger(Counter(dict.fromkeys(OUTCOMES, 10)), samples)
+
+
+def sound_end():
+    from soak_ledger import End
+
+    return End(
+        blocks_used=0,
+        requests_in_engine=0,
+        kv_cache_usage=0.0,
+        preemptions=3,
+        health=200,
+        tracebacks=0,
+        corrupted=0,
+        same_probes=True,
+    )
+
+
+def test_a_sound_soak_in_one_line():
+    from soak_ledger import summary_line, verdict
+
+    ledger, end = sound_ledger(), sound_end()
+    assert verdict(ledger, end) == []
+    assert verdict(ledger, replace(end, corrupted=None)) == []
+    assert summary_line(30.0, ledger, end, []) == (
+        "soak: 30.0 min, 40 requests (10 answered, 10 left by the client, 10 bad and refused, "
+        "10 probes), 3 preemptions, no error, no leak, no NaN"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"blocks_used": 2}, "2 cache blocks leaked"),
+        ({"kv_cache_usage": 0.004}, "cache blocks leaked"),
+        ({"requests_in_engine": 1}, "still in the engine"),
+        ({"preemptions": 0}, "no request was preempted"),
+        ({"health": 503}, "/health says 503"),
+        ({"tracebacks": 1}, "1 tracebacks"),
+        ({"corrupted": 4}, "4 requests had NaN"),
+        ({"same_probes": False}, "otherwise than before"),
+        ({"gpu_leak_mib": 17.0}, "17.0 MiB more of the GPU"),
+    ],
+)
+def test_what_is_wrong_at_the_end(change, says):
+    from soak_ledger import summary_line, verdict
+
+    end = replace(sound_end(), **change)
+    (wrong,) = verdict(sound_ledger(), end)
+    assert says in wrong
+    assert f"FAILED: {wrong}" in summary_line(1, sound_ledger(), end, [wrong])
+
+
+def test_a_server_that_is_gone():
+    from soak_ledger import summary_line, verdict
+
+    wrong = verdict(sound_ledger(), None)
+    assert wrong == ["the server has no sound end state"]
+    assert "? preemptions, FAILED: the server has no sound end state" in summary_line(
+        1, sound_ledger(), None, wrong
+    )
+
+
+def test_faults_are_counted_and_the_first_ones_kept():
+    from soak_ledger import KEPT_FAULTS, summary_line, verdict
+
+    ledger = sound_ledger()
+    for i in range(KEPT_FAULTS + 5):
+        ledger.fault(f"fault {i}")
+    wrong = verdict(ledger, sound_end())
+    assert wrong[0] == "fault 0" and wrong[-1] == "and 5 more faults"
+    line = summary_line(1, ledger, sound_end(), wrong)
+    assert line.endswith(f"FAILED: fault 0 (and {KEPT_FAULTS} more)")
+
+
+@pytest.mark.parametrize("outcome", ["done", "left", "refused", "probes"])
+def test_a_soak_that_tried_less_fails(outcome):
+    from soak_ledger import OUTCOMES, verdict
+
+    ledger = sound_ledger()
+    del ledger.outcomes[outcome]
+    assert verdict(ledger, sound_end()) == [f"no request was {OUTCOMES[outcome]}"]
+
+
+@pytest.mark.parametrize("name", ["server_mib", "engine_mib", "gpu_mib"])
+def test_memory_may_grow_at_first_only(name):
+    from soak_ledger import growth_mib, verdict
+
+    ledger = sound_ledger()
+    for i, row in enumerate(ledger.samples):
+        row[name] = 1000.0 + 100 * min(i, 39) + 500 * (i % 3)  # steps come and go
+    assert growth_mib(ledger.samples, name) == 0
+    assert verdict(ledger, sound_end()) == []
+    for i, row in enumerate(ledger.samples):
+        row[name] = 1000.0 + 3 * max(i - 39, 0) + 500 * (i % 3)
+    assert growth_mib(ledger.samples, name) == pytest.approx(120, abs=20)
+    (wrong,) = verdict(ledger, sound_end())
+    assert f"grew by {growth_mib(ledger.samples, name):.0f} MiB" in wrong
+
+
+def test_where_tensors_are_counted_what_torch_keeps_is_no_leak():
+    from soak_ledger import verdict
+
+    ledger = sound_ledger()
+    for i, row in enumerate(ledger.samples):
+        row["gpu_mib"] = 9000.0 + 50 * i
+    assert "memory of the GPU grew" in verdict(ledger, sound_end())[0]
+    assert verdict(ledger, replace(sound_end(), gpu_leak_mib=3.0)) == []
+
+
+def test_memory_of_tensors_is_asked_of_all_workers():
+    from soak import gpu_mib
+
+    def info(*workers):
+        return {"attention": {"workers": list(workers)}}
+
+    assert gpu_mib(info({"gpu_bytes": 2**20}, {"gpu_bytes": 2**21})) == 3.0
+    assert gpu_mib(info({"gpu_bytes": 2**20}, {"gpu_bytes": None})) is None
+    assert gpu_mib(info({})) is None
+    assert gpu_mib(info()) is None
+    assert gpu_mib({"attention": {"workers": None}}) is None
+
+
+def test_too_few_samples_tell_nothing():
+    from soak_ledger import verdict
+
+    ledger = sound_ledger()
+    ledger.samples = ledger.samples[:7]
+    assert verdict(ledger, sound_end()) == ["7 samples of memory tell nothing"]
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_the_page(alive):
+    from dataclasses import asdict
+
+    from soak import parse_arguments, public
+    from soak_ledger import markdown
+
+    args = vars(parse_arguments(["--minutes", "1", "--dtype", "float32"]))
+    assert args["blocks"] == 1 + 141
+    page = markdown(
+        {
+            "line": "soak: all well",
+            "wrong": [] if alive else ["the server has no sound end state"],
+            "command": public(["--minutes", "1", "--results", "there", "--eager"]),
+            "machine": {"cpu": "C", "vllm": "1", "torch": "2"},
+            "model": "demo v3",
+            "settings": args,
+            "counts": vars(sound_ledger()),
+            "end": asdict(sound_end()) if alive else None,
+            "samples": sound_ledger().samples,
+        }
+    )
+    assert "`python benchmarks/soak.py --minutes 1 --eager`" in page
+    assert "| engine | 3000 | 3000 | 3000 | 3000 | +0.0 |" in page
+    assert "GPU" not in page
+    assert ("* WRONG: the server has no sound end state" in page) != alive
+    assert ("before and after: yes" in page) == alive
