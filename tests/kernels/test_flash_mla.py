@@ -85,6 +85,7 @@ def test_sparse_prefill(s_kv):
     kv = torch.randn(s_kv, 1, 576, generator=g).bfloat16()
     indices = torch.randint(-1, s_kv + 3, (5, 1, 40), generator=g, dtype=torch.int32)
     indices[3] = s_kv + 5
+    indices[0, 0, :4] = torch.tensor([s_kv, s_kv + 2, -1, -7])  # just outside, on both sides
     length = torch.tensor([40, 9, 1, 40, 0], dtype=torch.int32)
     out, max_logits, lse = flash_mla.flash_mla_sparse_fwd(q, kv, indices, 0.1, topk_length=length)
     for t, n in enumerate(length.tolist()):
@@ -98,6 +99,31 @@ def test_sparse_prefill(s_kv):
         assert SHORT_BAR.failures(measure(out[t], scores.softmax(-1) @ keys[:, :512])) == []
         torch.testing.assert_close(lse[t].double(), scores.logsumexp(-1), atol=4e-3, rtol=0)
         torch.testing.assert_close(max_logits[t].double(), scores.amax(-1), atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_the_plan_is_for_what_will_run(dtype, fp8, monkeypatch):
+    seen = {}
+
+    def plan(seq_lens, **arguments):
+        seen.update(arguments)
+
+    monkeypatch.setattr(flash_mla, "plan_mla_decode", plan)
+    case = decode_case(
+        LENGTHS, num_heads=4, s_q=2, dtype=dtype, cache_dtype=torch.uint8 if fp8 else None
+    )
+    decode(case, is_fp8_kvcache=fp8)
+    cache = torch.uint8 if fp8 else dtype
+    assert seen == {
+        "num_heads": 4,
+        "s_q": 2,
+        "kv_lora_rank": 512,
+        "rope_dim": 64,
+        "dtype": dtype,
+        "kv_cache_dtype": cache,
+        "block_size": 64,
+    }
 
 
 def test_output_buffers_are_written_in_place():
