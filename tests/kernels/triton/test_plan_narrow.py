@@ -28,3 +28,20 @@ def test_a_plan_is_not_narrowed_to_none_or_to_more(num_requests):
     plan = plan_mla_decode(torch.zeros(5, dtype=torch.int32), num_heads=16, s_q=1)
     with pytest.raises(ValueError, match=f"1 to 5 requests, got {num_requests}"):
         plan.narrow(num_requests)
+
+
+@pytest.mark.parametrize(("requests", "lent"), [(5, True), (1, False)])
+def test_memory_is_lent_where_it_is_enough(requests, lent):
+    def plan(n, s_q, lender=None):
+        lengths = torch.full((n,), 900, dtype=torch.int32)
+        options = {"num_heads": 16, "s_q": s_q, "impl": "triton", "deterministic": True}
+        return plan_mla_decode(lengths, max_seq_len=4096, lender=lender, **options)
+
+    lender = plan(requests, 2)
+    borrower = plan(3, 1, lender)
+    for name in ("acc", "sums"):
+        mine, theirs = (getattr(p.device_plan, name) for p in (borrower, lender))
+        assert (mine.data_ptr() == theirs.data_ptr()) == lent
+        assert mine.shape[:2] == (3 * borrower.device_plan.max_chunks, 16)
+    shared = borrower.workspace.keys() & lender.workspace.keys()
+    assert len(shared) == (2 if lent else 0)
