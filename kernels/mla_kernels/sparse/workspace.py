@@ -6,7 +6,7 @@ import torch
 from mla_kernels import checks
 from mla_kernels.dispatch import choose_impl
 from mla_kernels.sparse.api import MAX_HEADS
-from mla_kernels.sparse.choice import AVAILABLE
+from mla_kernels.sparse import choice
 
 
 def mla_sparse_workspace(
@@ -28,7 +28,7 @@ def mla_sparse_workspace(
     checks.check_range("num_heads", num_heads, 1, MAX_HEADS)
     checks.check_range("num_slots", num_slots, 0, 2**31 - 1)
     size = 0
-    chosen = choose_impl("mla_sparse_attention", impl, device, available=AVAILABLE).impl
+    chosen = choose_impl("mla_sparse_attention", impl, device, available=choice.AVAILABLE).impl
     if chosen == "hopper":
         from mla_kernels.sparse.hopper.support import largest_workspace as largest
 
