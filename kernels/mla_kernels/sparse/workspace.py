@@ -5,8 +5,8 @@ import torch
 
 from mla_kernels import checks
 from mla_kernels.dispatch import choose_impl
-from mla_kernels.sparse.api import MAX_HEADS
 from mla_kernels.sparse import choice
+from mla_kernels.sparse.api import MAX_HEADS
 
 
 def mla_sparse_workspace(
