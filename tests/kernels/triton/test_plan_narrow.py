@@ -45,3 +45,11 @@ def test_memory_is_lent_where_it_is_enough(requests, lent):
         assert mine.shape[:2] == (3 * borrower.device_plan.max_chunks, 16)
     shared = borrower.workspace.keys() & lender.workspace.keys()
     assert len(shared) == (2 if lent else 0)
+
+
+def test_an_update_clears_what_a_sleeping_engine_lost():
+    lengths = torch.tensor([900, 3], dtype=torch.int32)
+    plan = plan_mla_decode(lengths, num_heads=16, s_q=1, impl="triton")
+    plan.device_plan.outgrown.fill_(7)
+    plan.update(lengths)
+    assert not plan.device_plan.outgrown.any()
