@@ -57,7 +57,13 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MlaMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, MlaMetadata)
         # Under DCP the ranks of a group gather their heads.
         heads = self.num_heads * self.dcp_world_size
-        support.refuse_step_shape(heads, self.reorder_batch_threshold)
+        speculative = vllm_config.speculative_config
+        support.refuse_step_shape(
+            heads,
+            self.reorder_batch_threshold,
+            dcp=self.dcp_world_size,
+            drafts=speculative.num_speculative_tokens if speculative is not None else 0,
+        )
         self._on_cpu = self.device.type == "cpu"
         if self._on_cpu:
             compat.skip_chunked_context_metadata()
@@ -99,13 +105,9 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MlaMetadata]):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """None where torch computes on a GPU: it reads lengths on the host. Under DCP steps of one
-        token a request: vLLM runs others as prefill, as a rank's keys end elsewhere for each query.
-        """
+        """None where torch computes on a GPU: it reads lengths on the host."""
         if envs.get("MLA_BACKEND_IMPL") in support.SLOW_IMPLS:
             return AttentionCGSupport.NEVER
-        if vllm_config.parallel_config.decode_context_parallel_size > 1:
-            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
         return cls._cudagraph_support
 
     def _build_decode(

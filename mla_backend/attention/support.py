@@ -54,9 +54,19 @@ def refuse_layer_options(
         raise ValueError(f"mla-backend does not support {', '.join(refused)}")
 
 
-def refuse_step_shape(heads: int, query_len: int) -> None:
+def refuse_step_shape(heads: int, query_len: int, *, dcp: int = 1, drafts: int = 0) -> None:
     """ValueError unless the decode kernels take steps of up to `query_len` new tokens a request,
-    with `heads` query heads: those of a rank, under DCP those that the ranks of a group gather."""
+    with `heads` query heads: those of a rank, under DCP those that the ranks of a group gather.
+
+    Drafts under DCP are refused because vLLM (0.26 to 0.33) computes the lengths of the ranks on
+    the host, before it knows which drafts were rejected: answers were seen to be wrong.
+    """
+    if dcp > 1 and drafts:
+        raise ValueError(
+            f"{drafts} speculative tokens with decode context parallelism, whose ranks vLLM gives "
+            "lengths that count rejected drafts. Mend: --decode-context-parallel-size 1, or leave "
+            "out --speculative-config"
+        )
     if heads > MAX_HEADS:
         raise ValueError(
             f"{heads} query heads on one rank; the decode kernels take {MAX_HEADS}. "

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the dense backend says of a GPU, asked on any machine."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from mla_kernels.decode.api import MAX_HEADS, MAX_S_Q
@@ -49,20 +47,12 @@ def test_rows_of_fp8_ds_mla_are_bytes():
 
 
 @pytest.mark.parametrize(
-    "impl, dcp, support",
-    [
-        ("auto", 1, AttentionCGSupport.UNIFORM_BATCH),
-        # With drafts a graph of whole steps would fail at start-up: they are prefill then.
-        ("auto", 2, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE),
-        # Nothing may wait for the device.
-        ("torch", 1, AttentionCGSupport.NEVER),
-        ("torch", 2, AttentionCGSupport.NEVER),
-    ],
+    "impl, expected",
+    [("auto", AttentionCGSupport.UNIFORM_BATCH), ("torch", AttentionCGSupport.NEVER)],
 )
-def test_which_steps_a_graph_may_hold(impl, dcp, support, monkeypatch):
+def test_graphs_only_where_nothing_waits_for_the_device(impl, expected, monkeypatch):
     monkeypatch.setenv("MLA_BACKEND_IMPL", impl)
-    config = SimpleNamespace(parallel_config=SimpleNamespace(decode_context_parallel_size=dcp))
-    assert MlaMetadataBuilder.get_cudagraph_support(config, None) == support
+    assert MlaMetadataBuilder.get_cudagraph_support(None, None) == expected
 
 
 @pytest.mark.parametrize("switch", ["0", "1"])
@@ -105,6 +95,12 @@ def test_steps_that_no_kernel_takes_are_refused_at_start_up(shape, message):
     assert (support.MAX_HEADS, support.MAX_QUERY_LEN) == (MAX_HEADS, MAX_S_Q)
     with pytest.raises(ValueError, match=message):
         support.refuse_step_shape(*shape)
+
+
+def test_drafts_under_context_parallelism_are_refused():
+    support.refuse_step_shape(128, 1, dcp=2)
+    with pytest.raises(ValueError, match="3 speculative tokens with decode context parallelism"):
+        support.refuse_step_shape(128, 1, dcp=2, drafts=3)
 
 
 def test_warm_up_covers_every_specialisation():

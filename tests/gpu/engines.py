@@ -138,6 +138,6 @@ def all_engines():
             ranks = ranks | {"disable_custom_all_reduce": True}
             for backend in ("CUSTOM", RANKS_STOCK):
                 add(f"{backend} {name}", 128, NO_MULTICAST, attention_backend=backend, **ranks)
-            add(f"CUSTOM {name} mtp", 128, NO_MULTICAST, compilation_config=MTP_GRAPHS,
-                **MTP, **ranks)  # fmt: skip
+        add("CUSTOM tp 2 mtp", 128, NO_MULTICAST, compilation_config=MTP_GRAPHS,
+            disable_custom_all_reduce=True, **MTP, **RANKS["tp 2"])  # fmt: skip
     return engines
