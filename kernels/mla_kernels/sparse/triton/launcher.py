@@ -54,7 +54,7 @@ def mla_sparse_attention_triton(
         return
     kv_format = cache_format(kv_cache.dtype)
     arch = arch_of(q.device)
-    tile = tile or choose_tile(H, kv_format, arch)
+    tile = tile or choose_tile(H, kv_format, arch, half=q.dtype == torch.float16)
     if split is None and deterministic:
         split = fixed_split(K)
         room = FIXED_WORKSPACE if workspace is None else workspace.numel()

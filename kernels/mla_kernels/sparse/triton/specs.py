@@ -45,7 +45,7 @@ def _attention_spec(
     dtype: torch.dtype = torch.bfloat16,
     tile: Tile | None = None,
 ) -> KernelSpec:
-    tile = tile or choose_tile(heads, kv_format, arch)
+    tile = tile or choose_tile(heads, kv_format, arch, half=dtype == torch.float16)
     element = "bf16" if dtype == torch.bfloat16 else "fp16"
     cache = element if kv_format == "float" else CACHE_POINTER[kv_format]
     row = Fp8DsMlaLayout(dims).row_bytes if kv_format == "fp8_ds_mla" else dims.head_dim

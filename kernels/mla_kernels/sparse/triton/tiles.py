@@ -56,14 +56,19 @@ class Split:
     span: int
 
 
-def choose_tile(heads: int, kv_format: str, arch: Arch) -> Tile:
-    """The tile for `heads` query heads: few are not padded to 64."""
-    if heads > 32 and arch.tensor_core == "wgmma":
-        return Tile(64, 64, warps=8, stages=2, parts=2 if kv_format == "float" else 1, wgmma=True)
+def choose_tile(heads: int, kv_format: str, arch: Arch, *, half: bool = False) -> Tile:
+    """The tile for `heads` query heads: few are not padded to 64. `half`: fp16 queries."""
+    wgmma = arch.tensor_core == "wgmma"
+    if heads > 32 and wgmma:
+        if kv_format == "float":
+            return Tile(64, 32, warps=8, stages=3, parts=2, wgmma=True)
+        return Tile(64, 64, warps=8, stages=2, parts=1, wgmma=True)
     small = arch.shared_memory < 128 * KB
     integer = kv_format != "float" and not arch.e4m3_convert
     if heads > 16:
-        if arch.tensor_core == "wgmma":
+        if wgmma and (kv_format == "fp8_ds_mla" or half):
+            return Tile(32, 64, warps=8, stages=2)  # with 4 warps the loop spills
+        if wgmma:
             return Tile(32, 32, warps=4, stages=3, per_sm=2)
         return Tile(32, 32, warps=8, stages=2)
     if integer:  # conversions by integer operations spill with fewer warps
