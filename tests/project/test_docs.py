@@ -56,13 +56,23 @@ def test_settings_exist(page):
     assert set(named) <= set(ENV_VARS)
 
 
-def test_the_kernel_example_runs():
+def test_the_kernel_examples_run():
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    (example,) = [block for block in blocks if "mla_kernels" in block]
-    names = {}
-    exec(example, names)
+    dense, sparse, names = *(block for block in blocks if "mla_kernels" in block), {}
+    exec(dense, names)
     assert names["out"].shape == (4, 1, 16, 512) and bool(names["out"].isfinite().all())
     assert names["lse"][2].isinf().all()  # the request of length 0
+    whole = names["out"][:, 0]
+    exec(sparse, names)
+    assert names["chosen"].shape == (4, 2048)  # more than any request has: all tokens are read
+    assert (names["out"].float() - whole.float()).norm() < 0.01 * whole.float().norm()
+
+
+def test_the_readme_names_every_public_function():
+    import mla_kernels
+
+    text = (ROOT / "README.md").read_text()
+    assert [name for name in mla_kernels.__all__ if f"`{name}`" not in text] == []
 
 
 @pytest.mark.parametrize(
