@@ -86,12 +86,28 @@ def test_dummy_steps_and_shared_caches():
     dummy = make_step(LENS, NEW)
     dummy["slot_mapping"].fill_(-1)
     check(dummy)
+    dummy["seq_lens"].zero_()
+    check(dummy)
     shared = make_step(LENS, NEW)
     shared["slot_mapping"][::2] = -1  # the other ranks' tokens
     check(shared, dcp=2)
     shared["slot_mapping"][1] = BLOCKS * BLOCK
     with pytest.raises(ValueError, match="request 1 "):
         check(shared, dcp=2)
+
+
+def test_ranks_that_share_a_cache_hold_longer_requests():
+    step = make_step(LENS, NEW)
+    step["slot_mapping"].fill_(-1)
+    capacity = step["block_table"].shape[1] * BLOCK
+    step["seq_lens"][1] = 2 * capacity
+    with pytest.raises(ValueError, match=rf"expected a seq_len in 0\.\.{capacity}"):
+        check(step)
+    step["block_table"][1] = 0
+    check(step, dcp=2)
+    step["seq_lens"][1] += 1
+    with pytest.raises(ValueError, match=rf"expected a seq_len in 0\.\.{2 * capacity}"):
+        check(step, dcp=2)
 
 
 def test_reads_what_vllm_hands_over():
