@@ -46,6 +46,7 @@ def expected_rows(query_lens, seq_lens, tokens):
         ([1, 5, 1, 17], [70, 5, 1, 200], 24),
         ([3, 0, 2], [3, 9, 300], 5),
         ([2, 1, 0], [65, 64, 0], 8),
+        ([3, 1, 2], [70, 5, 9], 9),  # as many tokens as equal runs of 3 would have
         ([1], [1], 1),
     ],
 )
@@ -106,6 +107,13 @@ def fake_config(topk_rows=64, dcp=1, drafts=0):
         model_config=types.SimpleNamespace(max_model_len=384),
         compilation_config=types.SimpleNamespace(splitting_ops=["vllm::sparse_attn_indexer"]),
     )
+
+
+@pytest.mark.parametrize("batched, drafts, most", [(64, 0, 64), (3, 0, 4), (3, 2, 12)])
+def test_most_tokens_of_a_step(batched, drafts, most):
+    from mla_backend.attention.sparse.rows import max_tokens
+
+    assert max_tokens(fake_config(topk_rows=batched, drafts=drafts)) == most
 
 
 def make_impl(monkeypatch, kv_cache_dtype="auto", dtype=torch.float32, config=None, **changes):

@@ -116,6 +116,7 @@ def test_pipeline_stages_are_those_of_vllm(v3):
     whole = sum(Layout(tp=8).weights(v3).values())
     half = sum(Layout(tp=8, pp=2).weights(v3).values())
     assert 0.5 * whole < half < 0.54 * whole
+    assert Layout(tp=8, pp=2).weights(v3)["embeddings"] == EMBEDDING / 8 * 2  # one of the two
 
 
 def question(model, layout, **changes):
