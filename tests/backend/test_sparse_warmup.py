@@ -55,6 +55,7 @@ def keys(monkeypatch):
     from mla_kernels.indexer.hopper import launcher as hopper
     from mla_kernels.indexer.triton import fused, row_launchers  # noqa: F401
     from mla_kernels.query.triton import launcher as join  # noqa: F401
+    from mla_kernels.sparse.hopper import launcher as hopper_sparse  # noqa: F401
     from mla_kernels.sparse.triton import launcher as sparse
     from mla_kernels.sparse.triton import tiles
 
@@ -162,9 +163,12 @@ def test_no_step_launches_what_was_not_compiled(keys, max_blocks):
     assert not late, late[:3]
 
 
-def test_no_step_attends_with_what_was_not_compiled(keys, monkeypatch):
+@pytest.mark.parametrize("kernel", ["hopper", "triton"])
+def test_no_step_attends_with_what_was_not_compiled(kernel, keys, monkeypatch):
     sys.path.insert(0, str(Path(__file__).parent))
     import test_sparse
+    from mla_kernels.sparse import api as sparse_api
+    from mla_kernels.sparse.hopper import launcher as hopper
 
     from mla_backend.attention.sparse.rows import RowsBuilder
     from mla_backend.attention.sparse.warmup import warm_up_attention
@@ -178,11 +182,16 @@ def test_no_step_attends_with_what_was_not_compiled(keys, monkeypatch):
         topk_indices_buffer=buffer,
         num_heads=HEADS,
     )
+    choice = types.SimpleNamespace(impl=kernel)
+    monkeypatch.setattr(sparse_api, "choose_sparse_impl", lambda *args, **kwargs: choice)
+    monkeypatch.setattr(hopper, "device_arch", lambda device: ARCHS[90])
+    impl._workspace = torch.empty(2**26, dtype=torch.uint8)
     layer = types.SimpleNamespace(_k_scale=torch.ones(1), impl=impl)
     warm_up_attention(layer, 300, MAX_REQUESTS, 64)
     compiled = set(keys)
     assert {key[0] for key in compiled} >= {
-        "mla_sparse_kernel", "mla_sparse_merge_kernel", "positions_to_slots_kernel",
+        "hopper_sparse_kernel" if kernel == "hopper" else "mla_sparse_kernel",
+        "mla_sparse_merge_kernel", "positions_to_slots_kernel",
         "write_kv_cache_kernel", "join_query_kernel",
     }  # fmt: skip
     assert len(compiled) < 30

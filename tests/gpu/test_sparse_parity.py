@@ -15,7 +15,7 @@ from test_features import done, scenario
 from test_parity import outputs_of
 
 OURS = re.compile(
-    "mla_sparse|positions_to_slots|scores_kernel|select_kernel|group_max|spread_topk|clear_state|"
+    "mla_sparse|hopper_sparse|positions_to_slots|scores_kernel|select_kernel|group_max|spread_topk|clear_state|"
     "write_|join_query|lengths_kernel"
 )
 MODES = ("eager", "compiled", "mtp", "fp8_ds_mla")
