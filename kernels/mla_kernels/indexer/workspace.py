@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workspace of `indexer_topk`: the scores of some rows and the levels of their top-k."""
+"""Workspace of `indexer_topk`: the scores of some rows and what their top-k needs."""
 
 import torch
 
 from mla_kernels.layouts import BLOCK_SIZE
-from mla_kernels.topk.plan import level_widths
+from mla_kernels.topk.plan import workspace_words
 
 # Largest workspace that is allocated on its own: 1024 rows of 64K, 512 of 128K.
 MAX_WORKSPACE_BYTES = 320 * 2**20
 
 
 def row_words(max_blocks: int) -> int:
-    """4-byte words of workspace a row: the scores, then the levels of the top-k."""
+    """4-byte words of workspace a row: the scores, then the workspace of the top-k."""
     width = max_blocks * BLOCK_SIZE
-    return width + sum(level_widths(width))
+    return width + workspace_words(width)
 
 
 def indexer_topk_workspace(rows: int, max_blocks: int, device: torch.device) -> torch.Tensor:

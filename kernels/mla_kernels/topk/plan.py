@@ -13,6 +13,12 @@ GROUP = 8
 # Keys that one program holds in registers: the widest row taken in one round.
 MAX_TOP = 16384
 MAX_WIDTH = MAX_TOP * GROUP**2
+# Keys a program where several share a row; the words of state of such a row: counts of three
+# digits, and one word for each program.
+SPREAD_CHUNKS = (2048, 4096, 8192, 16384)
+SPREAD_DIGITS = 2048
+SPREAD_PARTS = 256
+SPREAD_WORDS = 3 * SPREAD_DIGITS + SPREAD_PARTS
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,15 @@ def topk_tiles(width: int, k: int) -> TopkTiles:
     return TopkTiles(levels, top, tile, min(max(tile // 1024, 4), 16))
 
 
+def spread_chunk(rows: int, width: int, programs: int) -> int | None:
+    """Keys a program if every row is shared by several of `programs` at most; None: too many."""
+    fitting = [chunk for chunk in SPREAD_CHUNKS if rows * cdiv(width, chunk) <= programs]
+    # Up to a warp of programs, where they allow it: more wait longer for each other than they save.
+    few = [chunk for chunk in fitting if cdiv(width, chunk) <= 32]
+    chunk = min(few or fitting, default=None)
+    return chunk if chunk is not None and cdiv(width, chunk) <= SPREAD_PARTS else None
+
+
 def level_widths(width: int) -> tuple[int, int]:
     """Entries of a row of levels 1 and 2, padded to 64 bytes."""
     level1 = cdiv(width, GROUP)
@@ -51,9 +66,14 @@ def level_widths(width: int) -> tuple[int, int]:
     return 16 * cdiv(level1, 16), 16 * cdiv(level2, 16)
 
 
+def workspace_words(width: int) -> int:
+    """Words of workspace a row: the two upper levels, or what its programs share."""
+    return max(sum(level_widths(width)), SPREAD_WORDS)
+
+
 def exact_topk_workspace(rows: int, width: int, device: torch.device) -> torch.Tensor:
-    """Workspace of `exact_topk` for [rows, width] scores: the two upper levels, flat int32."""
-    return torch.empty(rows * sum(level_widths(width)), dtype=torch.int32, device=device)
+    """Workspace of `exact_topk` for [rows, width] scores, flat int32."""
+    return torch.empty(rows * workspace_words(width), dtype=torch.int32, device=device)
 
 
 def level_views(

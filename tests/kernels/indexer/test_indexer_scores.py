@@ -10,6 +10,7 @@ from mla_kernels.indexer.triton import fused as fused_launcher
 from mla_kernels.indexer.triton import launcher
 from mla_kernels.testing.indexer_case import make_indexer_case
 from mla_kernels.topk import plan
+from mla_kernels.topk.triton import spread_launcher
 
 INF = float("inf")
 IMPLS = ["torch", "triton"]
@@ -130,9 +131,14 @@ def test_zeros_of_the_relu_are_exact_and_nan_is_kept(impl, device):
 
 
 @pytest.mark.parametrize(("k", "lengths"), [(37, [130, 0, 1, 64]), (70, [700, 65])])
-@pytest.mark.parametrize(("s_q", "prepared"), [(1, True), (2, True), (2, False)])
-def test_fused_equals_the_two_steps_bit_for_bit(s_q, prepared, lengths, k, device, monkeypatch):
-    if not prepared:
+@pytest.mark.parametrize(
+    ("s_q", "how"), [(1, "levels"), (2, "levels"), (2, "plain"), (1, "shared")]
+)
+def test_fused_equals_the_two_steps_bit_for_bit(s_q, how, lengths, k, device, monkeypatch):
+    programs = {"levels": 0, "plain": 0, "shared": 100}[how]
+    monkeypatch.setattr(spread_launcher, "resident_programs", lambda device: programs)
+    monkeypatch.setattr(plan, "SPREAD_CHUNKS", (256,))
+    if how == "plain":
         monkeypatch.setattr(fused_launcher, "MAX_PREPARED_PAGES", 0)
     # Every row takes levels, as rows above 32K do on a device.
     monkeypatch.setattr(plan, "MAX_TOP", 128)
@@ -183,7 +189,7 @@ def test_no_rows(device):
 
 @pytest.mark.skipif(not HOPPER, reason="needs an sm_90 GPU")
 @pytest.mark.parametrize("heads", [64, 40, 8])
-@pytest.mark.parametrize("lengths", [[130, 0, 1, 64, 700], [900] * 40, [0, 0], [20000]])
+@pytest.mark.parametrize("lengths", [[130, 0, 1, 64, 700], [900] * 40, [0, 0], [20000, 0, 7]])
 def test_hopper_kernel(lengths, heads):
     case = make_indexer_case(lengths, heads=heads, device="cuda")
     want, visible = expected(case)

@@ -5,6 +5,8 @@ import pytest
 import torch
 from mla_kernels import exact_topk, exact_topk_workspace
 from mla_kernels.topk import plan
+from mla_kernels.topk.triton import spread_launcher
+from mla_kernels.topk.triton.launcher import exact_topk_triton
 
 INF, NAN = float("inf"), float("nan")
 IMPLS = ["reference", "torch", "triton"]
@@ -84,9 +86,20 @@ def test_scores_past_the_length_do_not_take_part(impl, device):
 
 @pytest.fixture
 def short_levels(monkeypatch):
-    """Rows of a few thousand take one or two levels, as rows of 32K to 1M do on a device."""
+    """Rows of a few thousand take one or two levels, as rows of 32K to 1M do on a device; each row
+    is one program's."""
+    monkeypatch.setattr(spread_launcher, "resident_programs", lambda device: 0)
     if not torch.cuda.is_available():
         monkeypatch.setattr(plan, "MAX_TOP", 128)
+
+
+@pytest.fixture
+def shared_rows(monkeypatch):
+    """Rows of a few thousand are shared by programs, as few rows of 32K and more are."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(plan, "MAX_TOP", 128)
+        monkeypatch.setattr(plan, "SPREAD_CHUNKS", (128, 512))
+        monkeypatch.setattr(spread_launcher, "resident_programs", lambda device: 30)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -102,17 +115,64 @@ def test_levels_of_groups_lose_nothing(short_levels, n, k, levels, kind, device)
     check(scores, k, "triton", device, lengths)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("n", "k", "chunk"), [(301, 150, 128), (1400, 100, 512)])
+def test_rows_shared_by_programs_lose_nothing(shared_rows, n, k, chunk, kind, device):
+    if device == "cpu":
+        assert spread_launcher.chunk_of_rows(3, n, k, torch.device(device)) == chunk
+    else:
+        n, k = 100 * n, 10 * k
+    scores = rows_of(kind, 3, n, torch.Generator().manual_seed(7))
+    # Rows of one table have different numbers of programs.
+    check(scores, k, "triton", device, torch.tensor([n, n // 2, 5], dtype=torch.int32))
+
+
+def test_shared_rows_of_one_length(shared_rows, device):
+    n = 40016 if device == "cuda" else 400
+    check(rows_of("normal", 2, n, torch.Generator().manual_seed(9)), 30, "triton", device)
+
+
+def first_digits(scores, lengths, multiple):
+    """State of shared rows in which the first digits are counted."""
+    state = torch.zeros(len(scores), plan.SPREAD_WORDS, dtype=torch.int32)
+    for t, row in enumerate(scores):
+        n = int(lengths[t])
+        bits = row[:n].view(torch.int32).long() & 0xFFFFFFFF
+        keys = torch.where(row[:n] < 0, 0xFFFFFFFF - bits, bits | 0x80000000)
+        padded = torch.zeros(max(-(-n // multiple), 1) * multiple, dtype=torch.int64)
+        padded[:n] = torch.where(row[:n] > -INF, keys, 0)
+        digits = (0xFFFFFFFF - padded) >> 21
+        state[t, : plan.SPREAD_DIGITS] = torch.bincount(digits, minlength=plan.SPREAD_DIGITS)
+    return state
+
+
+@pytest.mark.parametrize("kind", ["normal", "zeros", "inf and nan", "all masked"])
+def test_the_first_digits_may_be_counted_before(shared_rows, kind, device):
+    n, k = (40000, 2048) if device == "cuda" else (500, 100)
+    lengths = torch.tensor([n, 0, n // 2, 65], dtype=torch.int32)
+    scores = rows_of(kind, 4, n, torch.Generator().manual_seed(8))
+    state = first_digits(scores, lengths, 64).to(device).flatten()
+    moved = scores.to(device), lengths.to(device)
+    got = exact_topk_triton(moved[0], k, lengths=moved[1], workspace=state, counted=64)
+    assert torch.equal(got.cpu(), stable_sort_topk(scores, k, lengths))
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="rows too long for the interpreter")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("n", "k"), [(40000, 2048), (40001, 2048), (140000, 100), (300001, 2048)])
-def test_long_rows(n, k, kind):
+@pytest.mark.parametrize("shared", [True, False])
+def test_long_rows(n, k, kind, shared, monkeypatch):
+    if not shared:
+        monkeypatch.setattr(spread_launcher, "resident_programs", lambda device: 0)
     g = torch.Generator().manual_seed(6)
     scores = rows_of(kind, 3, n, g)
     check(scores, k, "triton", "cuda", torch.tensor([n, n // 2, 300], dtype=torch.int32))
     check(scores, k, "triton", "cuda", torch.tensor([n - 1, 0, 17000], dtype=torch.int32))
 
 
-def test_the_best_may_sit_in_one_group_or_one_in_each(short_levels, device):
+@pytest.mark.parametrize("how", ["short_levels", "shared_rows"])
+def test_the_best_may_sit_in_one_group_or_one_in_each(how, device, request):
+    request.getfixturevalue(how)
     n, k = 4096, 32
     scores = torch.randn(3, n, generator=torch.Generator().manual_seed(3))
     scores[0, 1000 : 1000 + k] += 100  # k neighbours
@@ -122,14 +182,19 @@ def test_the_best_may_sit_in_one_group_or_one_in_each(short_levels, device):
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
-def test_a_hundred_runs_agree(impl, device, short_levels):
-    scores = rows_of("few", 2, 1000, torch.Generator().manual_seed(4)).to(device)
+@pytest.mark.parametrize("how", ["short_levels", "shared_rows"])
+def test_a_hundred_runs_agree(how, impl, device, request):
+    request.getfixturevalue(how)
+    n = 40000 if device == "cuda" else 300
+    scores = rows_of("few", 2, n, torch.Generator().manual_seed(4)).to(device)
     first = exact_topk(scores, 16, impl=impl)
-    for _ in range(100 if device == "cuda" else 10):  # the interpreter runs in order
+    for _ in range(100 if device == "cuda" else 3):  # the interpreter runs in order
         assert torch.equal(exact_topk(scores, 16, impl=impl), first)
 
 
-def test_rows_may_be_strided_and_the_workspace_given(short_levels, device):
+@pytest.mark.parametrize("how", ["short_levels", "shared_rows"])
+def test_rows_may_be_strided_and_the_workspace_given(how, device, request):
+    request.getfixturevalue(how)
     wide = rows_of("normal", 3, 3000, torch.Generator().manual_seed(5)).to(device)
     scores = wide[:, 100:2100]
     workspace = exact_topk_workspace(3, 2000, torch.device(device))
@@ -162,7 +227,19 @@ def test_refusals(change, message):
         exact_topk(**{"scores": torch.zeros(2, 9), "k": 3, **change})
 
 
-def test_a_small_workspace_and_a_row_too_long_are_refused(short_levels, device):
+def test_when_rows_are_shared():
+    assert plan.spread_chunk(1, 131072, 132) == 4096
+    assert plan.spread_chunk(1, 2**20, 132) == 8192
+    assert plan.spread_chunk(8, 131072, 132) == 8192
+    assert plan.spread_chunk(64, 32768, 132) == 16384
+    assert plan.spread_chunk(64, 131072, 132) is None
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    assert spread_launcher.chunk_of_rows(1, 16384, 2048, device) is None  # one program holds it
+
+
+@pytest.mark.parametrize("how", ["short_levels", "shared_rows"])
+def test_a_small_workspace_and_a_row_too_long_are_refused(how, device, request):
+    request.getfixturevalue(how)
     scores = torch.zeros(2, 4000, device=device)
     if not torch.cuda.is_available():
         small = torch.empty(10, dtype=torch.int32, device=device)

@@ -8,6 +8,7 @@ from mla_kernels.indexer.workspace import indexer_topk_workspace, row_words
 from mla_kernels.layouts import BLOCK_SIZE
 from mla_kernels.topk.plan import level_views, topk_tiles
 from mla_kernels.topk.triton.launcher import exact_topk_triton
+from mla_kernels.topk.triton.spread_launcher import chunk_of_rows
 
 # Up to this many pages the portable score kernel also prepares the top-k. Measured on an H200: it
 # saves a launch (46.5 against 48.2 us for 1 row of 128K), but from 16384 pages on it costs more.
@@ -48,15 +49,17 @@ def indexer_topk_triton(
         rows_per_request = T // block_table.shape[0]
         request_ids = torch.arange(T, dtype=torch.int32, device=q.device) // rows_per_request
     levels = topk_tiles(width, k).levels
-    if hopper:  # its warps hold 8 tokens side by side, not the 64 of the second level
-        prepare = levels == 1
-    else:
-        prepare = levels > 0 and min(T, step) * max_blocks <= MAX_PREPARED_PAGES
     for a in range(0, T, step):
         b = min(a + step, T)
         words_used = workspace[: 4 * (b - a) * words].view(torch.int32)
         scores = words_used[: (b - a) * width].view(torch.float32).view(b - a, width)
         room = words_used[(b - a) * width :]
+        if chunk_of_rows(b - a, width, k, q.device) is not None:
+            prepare = False  # rows that programs share have no levels
+        elif hopper:  # its warps hold 8 tokens side by side, not the 64 of the second level
+            prepare = levels == 1
+        else:
+            prepare = levels > 0 and (b - a) * max_blocks <= MAX_PREPARED_PAGES
         views = level_views(room, b - a, width) if prepare else None
         if hopper:
             from mla_kernels.indexer.hopper.launcher import launch_hopper_scores
@@ -82,6 +85,11 @@ def indexer_topk_triton(
                 levels=views,
             )
         exact_topk_triton(
-            scores, k, lengths=lengths[a:b], out=out[a:b], workspace=room, levels_ready=prepare
+            scores,
+            k,
+            lengths=lengths[a:b],
+            out=out[a:b],
+            workspace=room,
+            levels_ready=prepare,
         )
     return out

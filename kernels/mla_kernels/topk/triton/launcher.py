@@ -14,6 +14,7 @@ from mla_kernels.topk.plan import (
     next_power_of_2,
     topk_tiles,
 )
+from mla_kernels.topk.triton import spread_launcher
 from mla_kernels.topk.triton.select import group_max_kernel, select_kernel
 from mla_kernels.triton_common.runtime import INTERPRET
 
@@ -30,8 +31,11 @@ def exact_topk_triton(
     out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
     levels_ready: bool = False,
+    counted: int | None = None,
 ) -> torch.Tensor:
-    """See `exact_topk`. With `levels_ready` the workspace already holds the upper levels."""
+    """See `exact_topk`. With `levels_ready` the workspace already holds the upper levels; with
+    `counted`, of rows shared by programs, the counts of the first digit (see `launch_spread`).
+    """
     T, width = scores.shape
     if out is None:
         out = torch.empty((T, k), dtype=torch.int32, device=scores.device)
@@ -44,6 +48,12 @@ def exact_topk_triton(
     if tiles.levels:
         if workspace is None:
             workspace = exact_topk_workspace(T, width, scores.device)
+        chunk = spread_launcher.chunk_of_rows(T, width, k, scores.device)
+        if chunk is not None:
+            spread_launcher.launch_spread(
+                scores, k, lengths, out, workspace, chunk, pdl=pdl, counted=counted
+            )
+            return out
         level1, level2 = level_views(workspace, T, width)
         if not levels_ready:
             launch_group_max(scores, lengths, level1, level2, tiles, pdl=pdl)

@@ -19,6 +19,18 @@ COUNTERS = tl.constexpr(
     mov.u32 $0, topk_counters;
     }"""
 )
+# Two sets of 2048 counters and one for what is not counted; a copy of 2048 sums, 32 sums of them.
+WIDE = tl.constexpr(2048)
+WIDE_ROW = tl.constexpr(64)
+WIDE_SET = tl.constexpr(4 * 2080)
+WIDE_COPY = tl.constexpr(4 * 4160)
+WIDE_SUMS = tl.constexpr(4 * 6208)
+WIDE_COUNTERS = tl.constexpr(
+    """{
+    .shared .align 16 .b32 topk_wide_counters[6240];
+    mov.u32 $0, topk_wide_counters;
+    }"""
+)
 WRITE = tl.constexpr("{ st.shared.b32 [$1], $2; mov.b32 $0, 0; }")
 COUNT = tl.constexpr("{ red.shared.add.u32 [$1], 1; mov.b32 $0, 0; }")
 READ = tl.constexpr("ld.shared.b32 $0, [$1];")
@@ -77,6 +89,50 @@ def count_in_shared(counters, digits):
 def counts_of_row(counters, row):
     """[32] counts of the digits 32 row .. 32 row + 31."""
     return run(READ, "=r,r", [counters + (row * ROW + tl.arange(0, ROW)) * 4])
+
+
+@triton.jit
+def wide_bins():
+    return tl.arange(0, WIDE // WIDE_ROW)[:, None] * WIDE_ROW + tl.arange(0, WIDE_ROW)[None, :]
+
+
+@triton.jit
+def wide_counters(step):
+    """Address of the counters, zero for a first step."""
+    counters = run(WIDE_COUNTERS, "=r", [])
+    run(WRITE, "=r,r,r", [counters + (step & 1) * WIDE_SET + wide_bins() * 4, 0])
+    tl.debug_barrier()
+    return counters
+
+
+@triton.jit
+def count_wide(counters, step, digits):
+    """[32, 64] counts of digits (0..2047; 2048 is not counted), in one set of counters after the
+    other. Clears the other set: those who read it are behind a barrier, and those who will count
+    in it have the one of `share_wide` before them."""
+    own = counters + (step & 1) * WIDE_SET
+    run(COUNT, "=r,r", [own + digits * 4])
+    tl.debug_barrier()
+    other = counters + ((step & 1) ^ 1) * WIDE_SET
+    run(WRITE, "=r,r,r", [other + wide_bins() * 4, 0])
+    return run(READ, "=r,r", [own + wide_bins() * 4])
+
+
+@triton.jit
+def share_wide(counters, counts):
+    """[32] sums of the rows of [32, 64] counts, in every warp; `pairs_of_row` reads the counts."""
+    run(WRITE, "=r,r,r", [counters + WIDE_COPY + wide_bins() * 4, counts])
+    sums_at = counters + WIDE_SUMS + tl.arange(0, WIDE // WIDE_ROW) * 4
+    run(WRITE, "=r,r,r", [sums_at, tl.sum(counts, axis=1)])
+    tl.debug_barrier()
+    return run(READ, "=r,r", [sums_at])
+
+
+@triton.jit
+def pairs_of_row(counters, row):
+    """The 64 shared counts of a row as two [32], the even and the odd ones."""
+    at = counters + WIDE_COPY + (row * WIDE_ROW + tl.arange(0, WIDE_ROW // 2) * 2) * 4
+    return run(READ, "=r,r", [at]), run(READ, "=r,r", [at + 4])
 
 
 @triton.jit

@@ -3,9 +3,16 @@
 
 from mla_kernels.arch import Arch
 from mla_kernels.offline.spec import KernelSpec
-from mla_kernels.topk.plan import topk_tiles
+from mla_kernels.topk.plan import SPREAD_CHUNKS, topk_tiles
 from mla_kernels.topk.triton.launcher import GROUP_MAX_WARPS, group_max_constants, select_constants
 from mla_kernels.topk.triton.select import group_max_kernel, select_kernel
+from mla_kernels.topk.triton.spread import OUTPUT, clear_state_kernel, spread_topk_kernel
+from mla_kernels.topk.triton.spread_launcher import (
+    CLEAR_BLOCK,
+    CLEAR_WARPS,
+    spread_constants,
+    spread_options,
+)
 
 STRIDES = {"stride_scores": "i32", "stride_level1": "i32", "stride_level2": "i32"}
 LEVELS = {"level1_ptr": "*i32", "level2_ptr": "*i32"}
@@ -15,7 +22,8 @@ SHAPES = ((2048, 64), (8192, 2048), (16384, 2048), (32768, 2048), (131072, 2048)
 
 def specialisations(arch: Arch) -> list[KernelSpec]:
     group_max = [_group_max(arch, width) for width in (131072, 2**20)]
-    return [_select(arch, width, k) for width, k in SHAPES] + group_max
+    spread = [_spread(arch, chunk) for chunk in SPREAD_CHUNKS]
+    return [_select(arch, width, k) for width, k in SHAPES] + group_max + spread + [_clear(arch)]
 
 
 def _select(arch: Arch, width: int, k: int) -> KernelSpec:
@@ -54,4 +62,47 @@ def _group_max(arch: Arch, width: int) -> KernelSpec:
         aligned=(*pointers, "width", *STRIDES),
         options={"num_warps": GROUP_MAX_WARPS, "launch_pdl": arch.programmatic_launch},
         quick=width == 131072,
+    )
+
+
+def _spread(arch: Arch, chunk: int) -> KernelSpec:
+    pointers = {
+        "scores_ptr": "*fp32",
+        "lengths_ptr": "*i32",
+        "state_ptr": "*i32",
+        "out_ptr": "*i32",
+    }
+    strides = {"stride_scores": "i32", "stride_out": "i32"}
+    pdl = arch.programmatic_launch
+    return KernelSpec(
+        name=f"exact_topk/spread/{chunk}",
+        fn=spread_topk_kernel,
+        signature={**pointers, "width": "i32", **strides},
+        constexprs=spread_constants(
+            2048,
+            131072,
+            chunk,
+            0,
+            OUTPUT.value,
+            chunk,
+            has_lengths=True,
+            pdl=pdl,
+            ptx=True,
+        ),
+        aligned=(*pointers, "width", *strides),
+        options=spread_options(chunk, pdl=pdl),
+        quick=chunk == 8192,
+    )
+
+
+def _clear(arch: Arch) -> KernelSpec:
+    pdl = arch.programmatic_launch
+    return KernelSpec(
+        name="exact_topk/clear_state",
+        fn=clear_state_kernel,
+        signature={"state_ptr": "*i32"},
+        constexprs={"BLOCK": CLEAR_BLOCK, "PDL": pdl},
+        aligned=("state_ptr",),
+        options={"num_warps": CLEAR_WARPS, "launch_pdl": pdl},
+        quick=True,
     )
