@@ -219,7 +219,34 @@ def serve_lines(report: Report) -> list[str]:
         cells.append(_number(row.get("goodput_s"), 2))
         cells += [f"{row[f'{m}_{s}']:.1f}" for m in METRICS for s in STATISTICS]
         lines.append("| " + " | ".join(cells) + " |")
-    return [*lines, "", "Times in milliseconds."]
+    return [*lines, "", "Times in milliseconds.", "", *_serve_ratios(report)]
+
+
+def _serve_ratios(report: Report) -> list[str]:
+    """Ours over each peer, load by load."""
+    groups: dict[tuple[str, str, float], dict[str, Row]] = {}
+    for row in serve_rows(report):
+        groups.setdefault((row["shape"], *load_key(row)), {})[row["backend"]] = row
+    peers = [name for name in report.backends if name != OURS]
+    if not any(OURS in rows and len(rows) > 1 for rows in groups.values()):
+        return []
+    lines = [
+        "Ours beside each peer: our output tokens a second over its, its median ITL over ours. "
+        "Above 1, ours is better.",
+        "",
+        "| shape | load | " + " | ".join(f"{label(p)}: tok/s, ITL" for p in peers) + " |",
+        "|---|---|" + "--:|" * len(peers),
+    ]
+    for (shape, kind, size), rows in sorted(groups.items()):
+        cells = [shape, f"{size:g} clients" if kind == "closed" else f"{size:g} a second"]
+        for peer in peers:
+            if OURS not in rows or peer not in rows:
+                cells.append("")
+                continue
+            speed = rows[OURS]["output_tok_s"] / rows[peer]["output_tok_s"]
+            cells.append(f"{speed:.2f}, {rows[peer]['itl_p50'] / rows[OURS]['itl_p50']:.2f}")
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
 
 
 def serve_rows(report: Report) -> list[Row]:

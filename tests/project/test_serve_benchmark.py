@@ -224,6 +224,8 @@ def test_report_of_serving(tmp_path):
         {"backend": "CUSTOM", "loop": "closed", "concurrency": 4, "output_tok_s": 321.0, **load},
         {"backend": "CUSTOM", "loop": "open", "rate": 0.5, "output_tok_s": 99.0, **load},
         {"backend": "FLASHMLA", "error": "FLASHMLA did not start"},
+        {"backend": "TRITON_MLA", "loop": "open", "rate": 0.5, "output_tok_s": 66.0, **load}
+        | {"itl_p50": 12.5},
     ]
     Report("serve", "python x", {"gpu": "G"}, settings, rows).write(tmp_path)
     page = (tmp_path / "serving.md").read_text()
@@ -233,6 +235,8 @@ def test_report_of_serving(tmp_path):
     assert "* GPU memory of mla-backend at the end: 9.5 GiB" in page
     assert "| 8/8 | 4 clients | mla-backend | 321 | 1.50 | 10.0 |" in page
     assert "| 8/8 | 0.5 a second | mla-backend | 99 | 1.50 |" in page
+    assert "| 8/8 | 4 clients |  |  |" in page
+    assert "| 8/8 | 0.5 a second |  | 1.50, 1.25 |" in page
     assert "* backend FLASHMLA: FLASHMLA did not start" in page
     assert (tmp_path / "serving.png").exists()
 
