@@ -54,6 +54,7 @@ def keys(monkeypatch):
     from mla_kernels.indexer import api as indexer_api
     from mla_kernels.indexer.hopper import launcher as hopper
     from mla_kernels.indexer.triton import fused, row_launchers  # noqa: F401
+    from mla_kernels.indexer.triton import launcher as scores
     from mla_kernels.query.triton import launcher as join  # noqa: F401
     from mla_kernels.sparse.hopper import launcher as hopper_sparse  # noqa: F401
     from mla_kernels.sparse.triton import launcher as sparse
@@ -71,6 +72,7 @@ def keys(monkeypatch):
                 monkeypatch.setattr(module, attribute, lambda device, number=number: number)
     monkeypatch.setattr(tiles, "INTERPRETED_SMS", 132)
     monkeypatch.setattr(sparse, "arch_of", lambda device: ARCHS[90])
+    monkeypatch.setattr(scores, "INTERPRETED", ARCHS[90])
     monkeypatch.setattr(
         torch.cuda,
         "get_device_properties",
@@ -103,13 +105,15 @@ def make_indexer(max_blocks):
 
 
 def random_step(rng, max_tokens):
-    """(query lengths, padding) of a decode, draft, prompt, mixed or padded step."""
-    kind = rng.choice(["decode", "draft", "prompt", "mixed", "padded"])
+    """(query lengths, padding) of a step of one kind or another."""
+    kind = rng.choice(["decode", "draft", "prompt", "mixed", "padded", "uneven drafts"])
     if kind == "decode":
         return [1] * rng.randint(1, MAX_REQUESTS), 0
     if kind == "draft":
         run = rng.randint(2, 5)
         return [run] * rng.randint(1, max_tokens // run // 2), 0
+    if kind == "uneven drafts":
+        return [rng.randint(1, 2) for _ in range(rng.randint(2, max_tokens // 2))], 0
     if kind == "prompt":
         run = rng.randint(1, max_tokens)
         return [run] * min(rng.randint(1, 3), max_tokens // run), 0
