@@ -19,7 +19,7 @@ from mla_backend.attention.warmup import batch_sizes
 
 # Query rows (tokens x heads) of the attention from which on a token is never split: more compile
 # nothing else and would take memory.
-MOST_ROWS = 2**17
+MOST_ROWS = 2**16
 
 
 @dataclass(frozen=True)
