@@ -12,6 +12,7 @@ Import-light: vLLM is imported inside functions only, because the platform entry
 | chunked-context metadata on CPU | wants pinned memory | works | works |
 | `kv_b_proj.weight` on CPU | freed after packing | kept for MLA | kept for MLA |
 | width of a block table | blocks of max_model_len | a multiple of 128 tokens | as 0.32 |
+| layouts of a KV cache | by stride order | by name | as 0.32 |
 | `get_supported_kernel_block_sizes` | () | (kv_cache_spec=None) | (kv_cache_spec=None) |
 | `do_kv_cache_update` | 6 arguments | 6 arguments | + skip_scale |
 | metadata builder `_build_decode` | no max_query_len | max_query_len | max_query_len |
@@ -44,6 +45,16 @@ class VllmVersionStatus:
     installed: str | None
     supported: bool
     message: str
+
+
+def layer_compact_layouts() -> tuple[Any, ...] | None:
+    """vLLM's KV cache layouts that keep a layer's pages together, its default first; None before
+    0.32, which asks for a stride order instead."""
+    try:
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+    except ImportError:
+        return None
+    return (KVCacheLayout.LBNHC, KVCacheLayout.LBHNC)
 
 
 def installed_vllm_version() -> str | None:

@@ -7,6 +7,7 @@ import torch
 from mla_kernels.layouts import Fp8DsMlaLayout, MlaDims
 from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
 
+from mla_backend import compat
 from mla_backend.attention import support
 from mla_backend.attention.impl import MlaImpl
 from mla_backend.attention.metadata import MlaMetadataBuilder
@@ -47,6 +48,19 @@ class MlaBackend(MLACommonBackend):
         if cache_dtype_str == "fp8_ds_mla":
             head_size = Fp8DsMlaLayout(MlaDims()).row_bytes
         return (num_blocks, block_size, head_size)
+
+    # The Hopper kernels read the pages of a layer as one matrix: no other layer's may lie between
+    # them, whatever a KV connector prefers.
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[Any, ...] | None:
+        return compat.layer_compact_layouts()
+
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        """The same for vLLM 0.26, which then gives each layer a cache of its own."""
+        if include_num_layers_dimension:
+            raise NotImplementedError("one cache for all layers")
+        return (0, 1, 2)
 
     @staticmethod
     def get_supported_kernel_block_sizes(*_: Any, **__: Any) -> list[int]:
