@@ -6,5 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.language import core
 
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+tma_store_wait = tma.store_wait
 cta_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 aggregate = getattr(core, "aggregate", None) or core._aggregate

@@ -29,6 +29,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from mla_kernels.decode.hopper.layouts import BLOCK, CODES, HALF, ROPE, SCALES, TILE, VECTOR
 from mla_kernels.decode.hopper.scores import scores_warpgroup
+from mla_kernels.decode.hopper.stream import read_start
 from mla_kernels.decode.hopper.values import values_warpgroup
 from mla_kernels.decode.hopper.values_fp8 import values_fp8_warpgroup
 
@@ -53,9 +54,9 @@ def hopper_decode_kernel(
     seq_lens,  # [B] int32
     parts,  # [parts, 8] int32: the plan
     requests,  # [B, 4] int32: the plan
-    out,  # [B, s_q, H, 512] bf16
+    out,  # [B, s_q, H, 512] bf16; FULL: boxes [64, 256] of [B * s_q * H, 512]
     lse,  # [B, s_q, H] fp32
-    part_acc,  # [slots, s_q * H, 512] fp32
+    part_acc,  # [slots, s_q * H, 512] fp32; FULL: boxes [64, 128] of [slots * s_q * H, 512]
     part_sums,  # [slots, s_q * H, 2] fp32: l, k
     scale_log2,
     table_stride,
@@ -74,8 +75,10 @@ def hopper_decode_kernel(
     RESCALE: gl.constexpr,  # "pow2" or "amla"
     CAUSAL: gl.constexpr,
     CHUNKED: gl.constexpr,
+    FULL: gl.constexpr,  # bf16 cache, s_q * H a multiple of 64: TMA writes out and part_acc
 ):
     gdc_launch_dependents()
+    start = read_start(parts)
     q_shared = gl.allocate_shared_memory(gl.bfloat16, [BLOCK, 128], TILE)
     ring_a = gl.allocate_shared_memory(gl.bfloat16, [SLOTS_A, BLOCK, HALF], TILE)
     ring_b = gl.allocate_shared_memory(gl.bfloat16, [SLOTS_B, BLOCK, HALF], TILE)
@@ -97,7 +100,7 @@ def hopper_decode_kernel(
         gl.warp_specialize(
             [
                 (scores_warpgroup, (
-                    parts, requests, seq_lens, table, table_stride, lse, part_sums, scale_log2,
+                    start, requests, seq_lens, table, table_stride, lse, part_sums, scale_log2,
                     q_shared, ring_a, ring_b, ring_r, full_a, full_b, full_r,
                     p_ring, full_p_a, full_p_b, empty_p, full_q,
                     factors, inverse, full_out, empty_out, num_rows, num_heads, s_q,
@@ -105,15 +108,15 @@ def hopper_decode_kernel(
                 )),
                 (values_warpgroup, (
                     out, part_acc, q_desc, q_rope_desc, kv_desc, kv_rope_desc, table, table_stride,
-                    parts, requests, seq_lens, ring_a, full_a, ring_r, full_r,
+                    start, requests, seq_lens, ring_a, full_a, ring_r, full_r,
                     p_ring, full_p_a, empty_p, full_q, factors, inverse, full_out, empty_out,
-                    num_rows, 0, SLOTS_A, SLOTS_R, SLOTS_P, RESCALE, CHUNKED,
+                    num_rows, 0, SLOTS_A, SLOTS_R, SLOTS_P, RESCALE, CHUNKED, FULL,
                 )),
                 (values_warpgroup, (
                     out, part_acc, q_desc, q_rope_desc, kv_desc, kv_rope_desc, table, table_stride,
-                    parts, requests, seq_lens, ring_b, full_b, ring_r, full_r,
+                    start, requests, seq_lens, ring_b, full_b, ring_r, full_r,
                     p_ring, full_p_b, empty_p, full_q, factors, inverse, full_out, empty_out,
-                    num_rows, HALF, SLOTS_B, SLOTS_R, SLOTS_P, RESCALE, CHUNKED,
+                    num_rows, HALF, SLOTS_B, SLOTS_R, SLOTS_P, RESCALE, CHUNKED, FULL,
                 )),
             ],
             [4, 4],
@@ -138,7 +141,7 @@ def hopper_decode_kernel(
         gl.warp_specialize(
             [
                 (scores_warpgroup, (
-                    parts, requests, seq_lens, table, table_stride, lse, part_sums, scale_log2,
+                    start, requests, seq_lens, table, table_stride, lse, part_sums, scale_log2,
                     q_shared, ring_a, ring_b, ring_r, full_a, full_b, full_r,
                     p_ring, full_p_a, full_p_b, empty_p, full_q,
                     factors, inverse, full_out, empty_out, num_rows, num_heads, s_q,
@@ -146,7 +149,7 @@ def hopper_decode_kernel(
                 )),
                 (values_fp8_warpgroup, (
                     out, part_acc, q_desc, q_rope_desc, kv_desc, kv_rope_desc, scale_desc, kv_scale,
-                    table, table_stride, parts, requests, seq_lens,
+                    table, table_stride, start, requests, seq_lens,
                     ring_a, full_a, codes_a, landed_a, scales_a, ring_r, full_r, codes_r, landed_r,
                     p_ring, full_p_a, empty_p, full_q, factors, inverse, full_out, empty_out,
                     num_rows, 0, SLOTS_CA, SLOTS_R, SLOTS_P,
@@ -154,7 +157,7 @@ def hopper_decode_kernel(
                 )),
                 (values_fp8_warpgroup, (
                     out, part_acc, q_desc, q_rope_desc, kv_desc, kv_rope_desc, scale_desc, kv_scale,
-                    table, table_stride, parts, requests, seq_lens,
+                    table, table_stride, start, requests, seq_lens,
                     ring_b, full_b, codes_b, landed_b, scales_b, ring_r, full_r, codes_r, landed_r,
                     p_ring, full_p_b, empty_p, full_q, factors, inverse, full_out, empty_out,
                     num_rows, HALF, SLOTS_CB, SLOTS_R, SLOTS_P,

@@ -80,6 +80,13 @@ def launch_decode(
     _, s_q, H, _ = q.shape
     rows = s_q * H
     kv_format = FORMATS[kv_cache.dtype]
+    full = kv_format == "bf16" and rows % layouts.BLOCK.value == 0 and out.data_ptr() % 16 == 0
+    results: tuple[Any, Any] = (out, plan.acc)
+    if full:
+        results = (
+            _boxes(out.view(-1, out.shape[-1]), layouts.HALF.value, layouts.TILE),
+            _boxes(plan.acc.view(-1, out.shape[-1]), layouts.HALF.value // 2, layouts.PARTIAL),
+        )
     grid = (triton.cdiv(rows, layouts.BLOCK.value), plan.parts.shape[0])
     hopper_decode_kernel[grid](
         *descriptors(q, kv_cache, kv_format),
@@ -88,9 +95,9 @@ def launch_decode(
         seq_lens,
         plan.parts,
         plan.requests,
-        out,
+        results[0],
         lse,
-        plan.acc,
+        results[1],
         plan.sums,
         scale_to_log2(scale),
         block_table.stride(0),
@@ -103,6 +110,7 @@ def launch_decode(
         LOAD_SCALE=isinstance(kv_scale, torch.Tensor),
         CAUSAL=causal and s_q > 1,
         CHUNKED=plan.chunk > 0,
+        FULL=full,
         num_warps=4,
     )
 

@@ -31,6 +31,8 @@ CODES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidt
 # fp8_ds_mla: four fp32 scales a token, as a TMA load writes them and as they are read.
 SCALES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2))
 SCALES_READ = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+# Half of an fp32 [64, 256], in the memory of a bf16 tile, as a TMA store reads it.
+PARTIAL = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))
 VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 FACTORS = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))  # the 64 rescale factors, two a lane
 

@@ -22,10 +22,10 @@ from mla_kernels.decode.hopper.layouts import (
 )
 from mla_kernels.decode.hopper.softmax import EXPONENT_FLOOR, o_factor, softmax_step
 from mla_kernels.decode.hopper.stream import (
-    first_segment,
     next_segment,
     ring_next,
     ring_previous,
+    start_segment,
 )
 
 LN2 = gl.constexpr(numerics.LN2)
@@ -57,7 +57,7 @@ def issue_scores(
 
 @gluon.jit
 def scores_warpgroup(
-    parts, requests, seq_lens, table, table_stride, lse, part_sums, scale_log2,
+    start, requests, seq_lens, table, table_stride, lse, part_sums, scale_log2,
     q_shared, ring_a, ring_b, ring_r, full_a, full_b, full_r,
     p_ring, full_p_a, full_p_b, empty_p, full_q, factors, inverse, full_out, empty_out,
     num_rows, num_heads, s_q,
@@ -77,8 +77,8 @@ def scores_warpgroup(
     col = gl.arange(0, BLOCK, SCORES_COL)
     row = gl.arange(0, BLOCK, SCORES_ROW)
     row_ok = first_row + row < num_rows
-    plan, request, lo, hi, end, split = first_segment(
-        parts, seq_lens, requests, table, table_stride, CHUNKED
+    plan, request, lo, hi, end, split = start_segment(
+        start, seq_lens, requests, table, table_stride, CHUNKED
     )
     while request <= plan.last:
         length = gl.load(seq_lens + request)

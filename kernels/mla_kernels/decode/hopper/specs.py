@@ -20,6 +20,13 @@ POINTERS = {
 }
 
 
+# If FULL, what TMA writes.
+RESULTS = {
+    "out": f"tensordesc<bf16[64, 256],{layouts.TILE.value!r}>",
+    "part_acc": f"tensordesc<fp32[64, 128],{layouts.PARTIAL.value!r}>",
+}
+
+
 def specialisations(arch: Arch) -> list[KernelSpec]:
     if arch.sm != 90:
         return []
@@ -29,9 +36,13 @@ def specialisations(arch: Arch) -> list[KernelSpec]:
     return [
         KernelSpec(
             name=f"decode/hopper/{kv_format}_{rescale}{'_causal' if causal else ''}"
-            f"{'_chunked' if chunked else ''}",
+            f"{'_chunked' if chunked else ''}{'_full' if full else ''}",
             fn=hopper_decode_kernel,
-            signature=descriptors(kv_format) | POINTERS | scalars | {"kv_scale": "*fp32"},
+            signature=descriptors(kv_format)
+            | POINTERS
+            | (RESULTS if full else {})
+            | scalars
+            | {"kv_scale": "*fp32"},
             constexprs={
                 **CONFIGS[kv_format],
                 "FORMAT": kv_format,
@@ -39,8 +50,9 @@ def specialisations(arch: Arch) -> list[KernelSpec]:
                 "RESCALE": rescale,
                 "CAUSAL": causal,
                 "CHUNKED": chunked,
+                "FULL": full,
             },
-            aligned=tuple(POINTERS),
+            aligned=tuple(name for name in POINTERS if not (full and name in RESULTS)),
             options={"num_warps": 4},
             tensor_core="native",
             quick=rescale == "pow2" and not causal and not chunked,
@@ -49,6 +61,7 @@ def specialisations(arch: Arch) -> list[KernelSpec]:
         for kv_format in ("bf16", "fp8", "fp8_ds_mla")
         for causal in (False, True)
         for chunked in (False, True)
+        for full in ((False, True) if kv_format == "bf16" else (False,))
     ]
 
 

@@ -100,20 +100,54 @@ def next_segment(plan, request, hi, end):
     return request, lo, segment_end(plan, request, lo, end), end
 
 
+@aggregate
+class Start:
+    """This program's row of the plan (decode/triton/plan_kernel.py): read once, for all warpgroups,
+    while the barriers are made."""
+
+    request: gl.tensor
+    lo: gl.tensor
+    last: gl.tensor
+    last_end: gl.tensor
+    split: gl.tensor
+    end: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, request, lo, last, last_end, split, end):
+        self.request = request
+        self.lo = lo
+        self.last = last
+        self.last_end = last_end
+        self.split = split
+        self.end = end
+
+
+@gluon.jit
+def read_start(parts):
+    row = parts + gl.program_id(1) * 8
+    return Start(
+        gl.load(row + 0), gl.load(row + 1), gl.load(row + 2),
+        gl.load(row + 3), gl.load(row + 4), gl.load(row + 5),
+    )  # fmt: skip
+
+
 @gluon.jit
 def first_segment(parts, seq_lens, requests, table, table_stride, CHUNKED: gl.constexpr):
     """(part, request, lo, hi, end, split) of this program."""
-    row = parts + gl.program_id(1) * 8
-    request = gl.load(row + 0)
-    lo = gl.load(row + 1)
-    last = gl.load(row + 2)
-    last_end = gl.load(row + 3)
-    split = gl.load(row + 4)
+    start = read_start(parts)
+    return start_segment(start, seq_lens, requests, table, table_stride, CHUNKED)
+
+
+@gluon.jit
+def start_segment(start, seq_lens, requests, table, table_stride, CHUNKED: gl.constexpr):
+    """As `first_segment`, of the program's row of the plan."""
     # A part without work says last = -1; reads past the end below are clamped to request `last`.
-    request = gl.where(last < 0, 1, request)
-    last = gl.maximum(last, 0)
-    plan = Part(last, last_end, seq_lens, requests, table, table_stride, CHUNKED)
-    end = request_end(plan, request)
+    request = gl.where(start.last < 0, 1, start.request)
+    last = gl.maximum(start.last, 0)
+    lo = start.lo + 0
+    split = start.split + 0
+    end = start.end + 0
+    plan = Part(last, start.last_end, seq_lens, requests, table, table_stride, CHUNKED)
     if (request <= last) & (lo >= end):
         request, end = next_request(plan, request)
         lo = lo * 0

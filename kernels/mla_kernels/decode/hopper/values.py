@@ -11,24 +11,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mla_kernels.decode.hopper.gluon_compat import cta_barrier
+from mla_kernels.decode.hopper.gluon_compat import cta_barrier, tma_store, tma_store_wait
 from mla_kernels.decode.hopper.layouts import (
     BLOCK,
     HALF,
     OUTPUT,
     OUTPUT_COL,
     OUTPUT_ROW,
+    PARTIAL,
     PASS_64,
     PASS_64_ROW,
     ROPE,
 )
 from mla_kernels.decode.hopper.softmax import rescale
 from mla_kernels.decode.hopper.stream import (
-    first_segment,
     load_next,
     next_segment,
     ring_next,
     ring_step,
+    start_segment,
     stream_start,
 )
 
@@ -45,38 +46,60 @@ def clear_rows_past(ring, slot, left):
 
 
 @gluon.jit
+def store_tile(acc, tile, desc, row, COL: gl.constexpr):
+    """Send a tile of results by way of the shared memory `tile`, which is free again afterwards."""
+    tile.store(acc)
+    fence_async_shared()
+    cta_barrier()
+    tma_store(desc, [row, COL], tile)
+    tma_store_wait(0)
+    cta_barrier()
+
+
+@gluon.jit
 def store_segment(
-    acc, out, part_acc, inverse, full_out, empty_out, phase, request, slot, split, splits, num_rows,
-    COL: gl.constexpr,
+    acc, stage, out, part_acc, inverse, full_out, empty_out, phase, request, slot, split, splits,
+    num_rows, COL: gl.constexpr, FULL: gl.constexpr,
 ):  # fmt: skip
     """Write a segment's half of O: the result, or split `split` of a request that is merged later.
-    Returns the next phase of full_out."""
+    FULL: all 64 rows exist, and TMA writes them from the free tile `stage`; out and part_acc are
+    descriptors then. Returns the next phase of full_out."""
     LATENT: gl.constexpr = 2 * HALF
     first_row = gl.program_id(0) * BLOCK
-    row = gl.arange(0, BLOCK, OUTPUT_ROW)
-    col = gl.arange(0, HALF, OUTPUT_COL)
-    row_ok = (first_row + row < num_rows)[:, None]
     mbarrier.wait(full_out, phase)
     inverse_row = inverse.load(OUTPUT_ROW)
     mbarrier.arrive(empty_out, count=1)
     acc = acc * inverse_row[:, None]
-    at = (first_row + row)[:, None] * LATENT + (COL + col)[None, :]
-    if splits == 1:
-        whole = out + request.to(gl.int64) * num_rows * LATENT
-        gl.store(whole + at, acc.to(gl.bfloat16), mask=row_ok)
+    if FULL:
+        if splits == 1:
+            store_tile(acc.to(gl.bfloat16), stage, out, request * num_rows + first_row, COL)
+        else:
+            half = stage._reinterpret(gl.float32, [BLOCK, HALF // 2], PARTIAL)
+            left, right = gl.split(gl.permute(gl.reshape(acc, [BLOCK, 2, HALF // 2]), (0, 2, 1)))
+            row = (slot + split) * num_rows + first_row
+            store_tile(left, half, part_acc, row, COL)
+            store_tile(right, half, part_acc, row, COL + HALF // 2)
     else:
-        partial = part_acc + (slot + split).to(gl.int64) * num_rows * LATENT
-        gl.store(partial + at, acc, mask=row_ok)
+        row = gl.arange(0, BLOCK, OUTPUT_ROW)
+        col = gl.arange(0, HALF, OUTPUT_COL)
+        row_ok = (first_row + row < num_rows)[:, None]
+        at = (first_row + row)[:, None] * LATENT + (COL + col)[None, :]
+        if splits == 1:
+            whole = out + request.to(gl.int64) * num_rows * LATENT
+            gl.store(whole + at, acc.to(gl.bfloat16), mask=row_ok)
+        else:
+            partial = part_acc + (slot + split).to(gl.int64) * num_rows * LATENT
+            gl.store(partial + at, acc, mask=row_ok)
     return phase ^ 1
 
 
 @gluon.jit
 def values_warpgroup(
     out, part_acc, q_desc, q_rope_desc, kv_desc, kv_rope_desc, table, table_stride,
-    parts, requests, seq_lens, ring, full, ring_r, full_r,
+    start, requests, seq_lens, ring, full, ring_r, full_r,
     p_ring, full_p, empty_p, full_q, factors, inverse, full_out, empty_out, num_rows,
     COL: gl.constexpr, SLOTS: gl.constexpr, SLOTS_R: gl.constexpr, SLOTS_P: gl.constexpr,
-    RESCALE: gl.constexpr, CHUNKED: gl.constexpr,
+    RESCALE: gl.constexpr, CHUNKED: gl.constexpr, FULL: gl.constexpr,
 ):  # fmt: skip
     LATENT: gl.constexpr = 2 * HALF
     iv = gl.to_tensor(0)
@@ -85,15 +108,15 @@ def values_warpgroup(
     po = gl.to_tensor(0)
     pq = gl.to_tensor(0)
     ir = gl.to_tensor(0)
-    plan, request, lo, hi, end, split = first_segment(
-        parts, seq_lens, requests, table, table_stride, CHUNKED
+    plan, request, lo, hi, end, split = start_segment(
+        start, seq_lens, requests, table, table_stride, CHUNKED
     )
     cv = stream_start(request, lo, hi, end)
     cr = stream_start(request, lo, hi, end)
-    for i0 in gl.static_range(SLOTS):
+    for i0 in range(SLOTS):
         cv = load_next(cv, plan, q_desc, kv_desc, num_rows, COL, COL, HALF, ring, full, i0)
     if COL > 0:
-        for i1 in gl.static_range(SLOTS_R):
+        for i1 in range(SLOTS_R):
             cr = load_next(
                 cr,
                 plan,
@@ -184,11 +207,11 @@ def values_warpgroup(
         cv = load_next(cv, plan, q_desc, kv_desc, num_rows, COL, COL, HALF, ring, full, iv)
         iv = ring_step(iv, SLOTS)
         ip, pp = ring_next(ip, pp, SLOTS_P)
-        if after <= plan.last:  # free the next segment's query tile before this epilogue
+        # The next segment's query tile, once read, or else a tile of the past leaves its memory to
+        # this epilogue.
+        if after <= plan.last:
             mbarrier.wait(full_q, pq)
             pq = pq ^ 1
-            cv = load_next(cv, plan, q_desc, kv_desc, num_rows, COL, COL, HALF, ring, full, iv)
-            iv = ring_step(iv, SLOTS)
             if COL > 0:
                 cr = load_next(
                     cr,
@@ -204,11 +227,13 @@ def values_warpgroup(
                     ir,
                 )
                 ir = ring_step(ir, SLOTS_R)
-
         po = store_segment(
-            acc, out, part_acc, inverse, full_out, empty_out, po, request, slot, split, splits,
-            num_rows, COL,
+            acc, ring.index(iv), out, part_acc, inverse, full_out, empty_out, po, request, slot,
+            split, splits, num_rows, COL, FULL,
         )  # fmt: skip
+        if after <= plan.last:
+            cv = load_next(cv, plan, q_desc, kv_desc, num_rows, COL, COL, HALF, ring, full, iv)
+            iv = ring_step(iv, SLOTS)
         split = gl.where(after == request, split + 1, 0)
         request = after + 0
         lo = after_lo + 0

@@ -19,11 +19,11 @@ from mla_kernels.decode.hopper.gluon_compat import tma_load
 from mla_kernels.decode.hopper.layouts import BLOCK, HALF, OUTPUT, ROPE
 from mla_kernels.decode.hopper.softmax import rescale
 from mla_kernels.decode.hopper.stream import (
-    first_segment,
     load_next,
     next_segment,
     ring_next,
     ring_step,
+    start_segment,
     stream_start,
 )
 from mla_kernels.decode.hopper.values import clear_rows_past, store_segment
@@ -43,7 +43,7 @@ def load_query(q_desc, request, num_rows, tiles, full, slot, COL: gl.constexpr):
 @gluon.jit
 def values_fp8_warpgroup(
     out, part_acc, q_desc, q_rope_desc, kv_desc, kv_rope_desc, scale_desc, kv_scale,
-    table, table_stride, parts, requests, seq_lens,
+    table, table_stride, start, requests, seq_lens,
     tiles, full, codes, landed, scales, rope_tiles, full_r, rope_codes, landed_r,
     p_ring, full_p, empty_p, full_q, factors, inverse, full_out, empty_out, num_rows,
     COL: gl.constexpr, SLOTS: gl.constexpr, SLOTS_R: gl.constexpr, SLOTS_P: gl.constexpr,
@@ -77,8 +77,8 @@ def values_fp8_warpgroup(
     pq = gl.to_tensor(0)
     irc = gl.to_tensor(0)
     prc = gl.to_tensor(0)
-    plan, request, lo, hi, end, split = first_segment(
-        parts, seq_lens, requests, table, table_stride, CHUNKED
+    plan, request, lo, hi, end, split = start_segment(
+        start, seq_lens, requests, table, table_stride, CHUNKED
     )
     if request <= plan.last:
         load_query(q_desc, request, num_rows, tiles, full, 0, COL)
@@ -166,8 +166,8 @@ def values_fp8_warpgroup(
                 )  # fmt: skip
                 ir = ring_step(ir, SLOTS_R)
         po = store_segment(
-            acc, out, part_acc, inverse, full_out, empty_out, po, request, slot, split, splits,
-            num_rows, COL,
+            acc, tiles.index(iv), out, part_acc, inverse, full_out, empty_out, po, request, slot,
+            split, splits, num_rows, COL, False,
         )  # fmt: skip
         split = gl.where(after == request, split + 1, 0)
         request = after + 0

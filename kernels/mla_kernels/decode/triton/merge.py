@@ -58,8 +58,15 @@ def merge_kernel(
             gdc_wait()
 
         # Reductions stay out of the loops: Triton 3.6 fails on them ("OptimizeThreadLocality").
-        k_seen = tl.full([ROWS, SPLITS], EXPONENT_FLOOR, tl.float32)
-        for s0 in range(0, splits, SPLITS):
+        at = (slot + s)[None, :] * num_rows + row[:, None]
+        ok = row_ok[:, None] & (s < splits)[None, :]
+        k_first = tl.load(part_sum_ptr + at * 2 + 1, mask=ok, other=EXPONENT_FLOOR)
+        if not ORDERED:  # asked for before the maximum is known
+            l_first = tl.load(part_sum_ptr + at * 2, mask=ok, other=0.0)
+            o_at = part_acc_ptr + at[:, :, None] * DV + col[None, None, :]
+            o_first = tl.load(o_at, mask=ok[:, :, None], other=0.0)
+        k_seen = k_first
+        for s0 in range(SPLITS, splits, SPLITS):
             at = (slot + s0 + s)[None, :] * num_rows + row[:, None]
             ok = row_ok[:, None] & (s0 + s < splits)[None, :]
             k_s = tl.load(part_sum_ptr + at * 2 + 1, mask=ok, other=EXPONENT_FLOOR)
@@ -71,19 +78,20 @@ def merge_kernel(
             l = tl.zeros([ROWS], tl.float32)
             for s0 in range(0, splits, SPLITS):
                 for i in tl.static_range(SPLITS):
-                    at = (slot + s0 + i) * num_rows + row
-                    ok = row_ok & (s0 + i < splits)
-                    o_at = part_acc_ptr + at[:, None] * DV + col[None, :]
-                    o_s = tl.load(o_at, mask=ok[:, None], other=0.0)
-                    l_s = tl.load(part_sum_ptr + at * 2, mask=ok, other=0.0)
-                    k_s = tl.load(part_sum_ptr + at * 2 + 1, mask=ok, other=EXPONENT_FLOOR)
-                    factor = tl.exp2(k_s - k_max)
+                    at_i = (slot + s0 + i) * num_rows + row
+                    ok_i = row_ok & (s0 + i < splits)
+                    o_at = part_acc_ptr + at_i[:, None] * DV + col[None, :]
+                    o_s = tl.load(o_at, mask=ok_i[:, None], other=0.0)
+                    l_s = tl.load(part_sum_ptr + at_i * 2, mask=ok_i, other=0.0)
+                    k_i = tl.load(part_sum_ptr + at_i * 2 + 1, mask=ok_i, other=EXPONENT_FLOOR)
+                    factor = tl.exp2(k_i - k_max)
                     acc += o_s * factor[:, None]
                     l += l_s * factor
         else:
-            acc = tl.zeros([ROWS, SPLITS, COLS], tl.float32)
-            l = tl.zeros([ROWS, SPLITS], tl.float32)
-            for s0 in range(0, splits, SPLITS):
+            factor = tl.exp2(k_first - k_max[:, None])
+            acc = o_first * factor[:, :, None]
+            l = l_first * factor
+            for s0 in range(SPLITS, splits, SPLITS):
                 at = (slot + s0 + s)[None, :] * num_rows + row[:, None]
                 ok = row_ok[:, None] & (s0 + s < splits)[None, :]
                 o_at = part_acc_ptr + at[:, :, None] * DV + col[None, None, :]

@@ -20,7 +20,8 @@ import triton.language as tl
 
 PLAN_TILE = 64
 # Fields of one row of `parts`: first request, its first tile, last request, its end tile
-# (exclusive), index of the first split within its request. A part without work has last request -1.
+# (exclusive), index of the first split within its request, the first request's end tile in this
+# part. A part without work has last request -1.
 PART_FIELDS = 8
 # Fields of one row of `requests`: first workspace slot, number of splits (0: empty, 1: whole,
 # written by the decode kernel itself), tiles a chunk, c_i.
@@ -166,3 +167,4 @@ def plan_kernel(
     tl.store(row + 2, tl.where(owns, last, -1), mask=p < PARTS)
     tl.store(row + 3, end, mask=p < PARTS)
     tl.store(row + 4, split, mask=p < PARTS)
+    tl.store(row + 5, tl.where(first == last, end, n_first), mask=p < PARTS)
