@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which kernel a GPU gets, asked without one."""
+
+import pytest
+import torch
+from mla_kernels import dispatch
+from mla_kernels.arch import get_arch
+from mla_kernels.decode import api, choice
+from mla_kernels.layouts import MlaDims
+from mla_kernels.testing.cases import decode_case
+
+GPU = torch.device("cuda:0")
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """gpu(90) makes it an sm_90; needs Triton, which every GPU has."""
+    pytest.importorskip("triton")
+
+    def make(sm):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: divmod(sm, 10))
+        monkeypatch.setattr(dispatch, "device_arch", lambda device: get_arch(sm))
+
+    return make
+
+
+@pytest.mark.parametrize(("sm", "impl"), [(90, "hopper"), (80, "triton"), (100, "triton")])
+@pytest.mark.parametrize("cache", [torch.bfloat16, torch.float8_e4m3fn, torch.uint8])
+def test_by_architecture(gpu, sm, impl, cache):
+    gpu(sm)
+    assert choice.choose_decode_impl("auto", GPU, kv_cache_dtype=cache).impl == impl
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"dims": MlaDims(256, 32)},
+        {"dtype": torch.float16, "kv_cache_dtype": torch.float16},
+        {"block_size": 16},
+        {"rescale": "flash"},
+        {"dense": False},
+    ],
+)
+def test_what_goes_to_the_portable_kernel_of_an_sm_90(gpu, arguments):
+    gpu(90)
+    assert choice.choose_decode_impl("auto", GPU, **arguments).impl == "triton"
+    with pytest.raises(ValueError, match="impl='hopper' of mla_decode cannot run here: it"):
+        choice.choose_decode_impl("hopper", GPU, **arguments)
+
+
+@pytest.mark.parametrize("strided", [None, "q", "kv_cache", "start"])
+def test_views_are_told_from_dense_tensors(strided, monkeypatch):
+    seen = {}
+    monkeypatch.setattr(api, "choose_decode_impl", lambda impl, device, **known: seen.update(known))
+    case = decode_case([5, 70])
+    q, kv_cache, block_table, seq_lens = case.args
+    if strided == "q":
+        q = q.repeat(1, 1, 2, 1)[:, :, :16]
+    elif strided == "kv_cache":
+        kv_cache = kv_cache.repeat(1, 2, 1)[:, :64]
+    elif strided == "start":
+        q = torch.nn.functional.pad(q.flatten(), (1, 0))[1:].view(q.shape)
+    api.check_arguments(
+        q, kv_cache, block_table, seq_lens, 0.1, 512, None, "pow2", "auto", None, None, None, False
+    )
+    assert seen["dense"] == (strided is None)
