@@ -68,6 +68,11 @@ def test_the_kernel_examples_run():
     assert (names["out"].float() - whole.float()).norm() < 0.01 * whole.float().norm()
 
 
+def test_the_readme_leads_to_every_page():
+    text = (ROOT / "README.md").read_text()
+    assert [page for page in PAGES if page.startswith("docs/") and f"({page}" not in text] == []
+
+
 def test_the_readme_names_every_public_function():
     import mla_kernels
 
