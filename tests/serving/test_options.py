@@ -34,6 +34,12 @@ def test_refused(parser, option, value, said, capsys):
     assert said in error
 
 
+def test_help_says_where_our_options_are(parser):
+    (group,) = [g for g in parser._action_groups if g.title == "mla-backend"]
+    assert len(group._group_actions) == 6
+    assert f"--help={group.title} shows" in parser.description
+
+
 def test_taken(parser):
     args = parser.parse_args(["--mla-max-requests", "3", "--mla-hang-timeout", "0"])
     assert (args.mla_max_requests, args.mla_hang_timeout, args.mla_max_body_mib) == (3, 0, 8)

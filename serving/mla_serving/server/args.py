@@ -27,7 +27,7 @@ def make_parser() -> Any:
         vllm_api.FlexibleArgumentParser(
             prog="mla-backend serve",
             description="Serve an MLA model over HTTP, OpenAI-compatible. Takes every option of "
-            "`vllm serve`; --help=all lists them.",
+            "`vllm serve`. --help=mla-backend shows those of this server alone, --help=all all.",
         )
     )
     ours = parser.add_argument_group("mla-backend", "Options of this server")
@@ -40,12 +40,14 @@ def make_parser() -> Any:
     ours.add_argument(
         "--mla-max-body-mib",
         type=_positive,
+        metavar="MIB",
         default=8.0,
         help="largest request body in MiB; a larger one is refused with 413",
     )
     ours.add_argument(
         "--mla-max-requests",
         type=_count,
+        metavar="N",
         default=0,
         help="requests taken at once; more are refused with 429 (0: no limit)",
     )
@@ -53,12 +55,14 @@ def make_parser() -> Any:
         "--mla-drain-timeout",
         "--drain-timeout",
         type=_seconds,
+        metavar="SECONDS",
         default=30.0,
         help="seconds that running requests have to finish after SIGINT or SIGTERM",
     )
     ours.add_argument(
         "--mla-hang-timeout",
         type=_seconds,
+        metavar="SECONDS",
         default=120.0,
         help="seconds without an answer of the engine until /health fails (0: never)",
     )
