@@ -44,3 +44,12 @@ def test_taken(parser):
     args = parser.parse_args(["--mla-max-requests", "3", "--mla-hang-timeout", "0"])
     assert (args.mla_max_requests, args.mla_hang_timeout, args.mla_max_body_mib) == (3, 0, 8)
     assert isinstance(args.mla_max_requests, int)
+
+
+def test_a_path_that_is_not_there(tmp_path):
+    from mla_serving.server.args import _refuse_missing_path
+
+    for model in (None, "deepseek-ai/DeepSeek-V2-Lite", str(tmp_path)):
+        _refuse_missing_path(model)
+    with pytest.raises(ValueError, match="nowhere: no such file or directory"):
+        _refuse_missing_path(str(tmp_path / "nowhere"))

@@ -4,6 +4,7 @@
 import math
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from mla_kernels.layouts import BLOCK_SIZE
@@ -108,6 +109,7 @@ def parse(layers: Layers) -> Namespace:
     given = layers.arguments(parser._option_string_actions)
     args = _parse(parser, given)
     _refuse_other_launchers(args)
+    _refuse_missing_path(args.model)
     defaults: list[str] = []
     demo = args.model is None
     if demo:
@@ -159,6 +161,12 @@ def _attention_defaults(args: Namespace) -> list[str]:
     else:
         return []
     return defaults if args.block_size else [*defaults, "--block-size", str(BLOCK_SIZE)]
+
+
+def _refuse_missing_path(model: str | None) -> None:
+    """What can only be a path and is not there: vLLM would look for it on the Hub, at length."""
+    if model and model.startswith(("/", "./", "../")) and not Path(model).exists():
+        raise ValueError(f"{model}: no such file or directory")
 
 
 def _refuse_other_launchers(args: Namespace) -> None:
