@@ -82,7 +82,6 @@ REFUSED = [
     ({"use_sparse": True, "kv_cache_dtype": "fp8_e5m2"}, r"fp8_e5m2; supported: auto"),
     ({"use_sparse": True, "use_dcp": True}, r"decode context parallelism"),
     ({"use_dcp": True}, r"on a CPU, decode context parallelism"),
-    ({"use_sparse": True, "use_batch_invariant": True}, r"batch-invariant mode"),
     ({"has_sliding_window": True}, r"a sliding window\. Mend"),
     ({"has_sink": True}, r"attention sinks\. Mend"),
     ({"use_mm_prefix": True}, r"image tokens of a prompt\. Mend"),
