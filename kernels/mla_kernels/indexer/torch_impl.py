@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
+from mla_kernels.checks import check_range
 from mla_kernels.layouts import IndexerLayout
 
 # Elements of the largest temporary: 64 MB in fp32.
@@ -45,6 +46,9 @@ def indexer_scores_torch(
         table = block_table[requests, :pages]
         longest = lengths[first:stop].view(-1, R).amax(1, keepdim=True)
         table = torch.where(columns[::block] < longest, table, 0)
+        if table.device.type == "cpu" and table.numel():  # where reading it costs no wait
+            for entry in (int(table.min()), int(table.max())):
+                check_range("block_table entries", entry, 0, k_cache.shape[0] - 1)
         step = max(min(MAX_ELEMENTS // (width * D), len(requests)), 1)
         for s in range(0, len(requests), step):
             keys, scales = _gather_keys(k_cache, table[s : s + step])

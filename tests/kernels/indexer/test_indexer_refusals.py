@@ -46,6 +46,9 @@ def test_lengths(change, message):
         ({"q": None}, "q to be a tensor, got NoneType"),
         ({"q": torch.zeros(2, 0, 128).bfloat16()}, r"heads .* in 1\.\.64, got 0"),
         ({"block_table": TABLE[:, :1]}, "seq_lens up to 64, .*got 70"),
+        ({"block_table": TABLE + 1}, r"block_table entries in 0\.\.3, got 4"),
+        ({"block_table": TABLE - 1}, r"block_table entries in 0\.\.3, got -1"),
+        ({"k_cache": torch.zeros(0, 64, 132, dtype=torch.uint8)}, r"entries in 0\.\.-1, got 0"),
         ({"request_ids": ints(0, 2), "positions": ints(1, 1)}, "request_ids below 2, got 2"),
     ],
 )
