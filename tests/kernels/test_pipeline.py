@@ -220,7 +220,10 @@ def test_bad_cycles_and_counts():
         Cycle(chain, (1, 2), (1, 2), frozenset({3}))
     with pytest.raises(ValueError, match="no cycle with C1 -> V1, V1 -> C2, C2 -> V2"):
         Cycle(Chain.of([1] * 4), (2, 1), (1, 2), frozenset({0, 1, 2}))
-    with pytest.raises(ValueError, match="at least 1, got 0"):
-        simulate(plan_cycle([1, 1]), 0)
+    for blocks in (0, 1.5, None):
+        with pytest.raises(ValueError, match=f"an integer of at least 1, got {blocks}"):
+            simulate(plan_cycle([1, 1]), blocks)
+    with pytest.raises(ValueError, match="a list of numbers, got 5"):
+        plan_cycle(5)
     with pytest.raises(ValueError, match="at most 4 pairs, got 5"):
         fewest_preloads([1] * 10)

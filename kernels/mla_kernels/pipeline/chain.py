@@ -27,6 +27,8 @@ class Chain:
 
         Raises ValueError for no duration, one that is negative or not finite, or only zeros.
         """
+        if not isinstance(durations, Iterable):
+            raise ValueError(f"durations must be a list of numbers, got {durations!r}")
         times = list(durations)
         for time in times:
             if not isinstance(time, Real) or not math.isfinite(time) or time < 0:

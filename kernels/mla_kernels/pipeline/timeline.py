@@ -76,10 +76,10 @@ def simulate(cycle: Cycle, blocks: int) -> Timeline:
 
     A stage starts once its unit is free and its producer is done; the first full cycle starts once
     the preload is over (paper, section 4.1.1). With a stall-free cycle the busier unit then never
-    waits. Raises ValueError for blocks < 1.
+    waits. Raises ValueError for blocks that are no integer of at least 1.
     """
-    if blocks < 1:
-        raise ValueError(f"blocks must be at least 1, got {blocks}")
+    if not isinstance(blocks, int) or blocks < 1:
+        raise ValueError(f"blocks must be an integer of at least 1, got {blocks!r}")
     times, lags, count = cycle.chain.times, cycle.lags, cycle.preload_count
     events: list[Event] = []
     ends: dict[tuple[int, int], Fraction] = {}
