@@ -221,7 +221,7 @@ def test_bad_cycles_and_counts():
     with pytest.raises(ValueError, match="no cycle with C1 -> V1, V1 -> C2, C2 -> V2"):
         Cycle(Chain.of([1] * 4), (2, 1), (1, 2), frozenset({0, 1, 2}))
     for blocks in (0, 1.5, None):
-        with pytest.raises(ValueError, match=f"an integer of at least 1, got {blocks}"):
+        with pytest.raises(ValueError, match=f"at least 1 and whole, got {blocks}"):
             simulate(plan_cycle([1, 1]), blocks)
     with pytest.raises(ValueError, match="a list of numbers, got 5"):
         plan_cycle(5)

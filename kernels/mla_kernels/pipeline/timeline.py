@@ -79,7 +79,7 @@ def simulate(cycle: Cycle, blocks: int) -> Timeline:
     waits. Raises ValueError for blocks that are no integer of at least 1.
     """
     if not isinstance(blocks, int) or blocks < 1:
-        raise ValueError(f"blocks must be an integer of at least 1, got {blocks!r}")
+        raise ValueError(f"blocks must be at least 1 and whole, got {blocks!r}")
     times, lags, count = cycle.chain.times, cycle.lags, cycle.preload_count
     events: list[Event] = []
     ends: dict[tuple[int, int], Fraction] = {}
