@@ -19,24 +19,22 @@ SCANNED = gl.constexpr(512)
 
 @aggregate
 class Rows:
-    """The cache and a program's range of slots: `slots[start:stop]` in `tiles` tiles, at least one.
-    Strides are in elements of the cache's pointer."""
+    """The cache and a program's range of slots, `slots[start:stop]`. Strides are in elements of the
+    cache's pointer."""
 
     slots: gl.tensor
     start: gl.tensor
     stop: gl.tensor
-    tiles: gl.tensor
     num_slots: gl.tensor
     page_stride: gl.tensor
     PAGE: gl.constexpr
     ROW: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, slots, start, stop, tiles, num_slots, page_stride, PAGE, ROW):
+    def __init__(self, slots, start, stop, num_slots, page_stride, PAGE, ROW):
         self.slots = slots
         self.start = start
         self.stop = stop
-        self.tiles = tiles
         self.num_slots = num_slots
         self.page_stride = page_stride
         self.PAGE = gl.constexpr(PAGE)
@@ -56,24 +54,30 @@ def program_rows(
     slots, slots_stride, lengths, K, span, token, num_slots, page_stride,
     PAGE: gl.constexpr, ROW: gl.constexpr, HAS_LENGTHS: gl.constexpr,
 ):  # fmt: skip
-    """This program's Rows, up to its last slot that names a row."""
+    """This program's Rows."""
     limit = K
     if HAS_LENGTHS:
         limit = gl.minimum(gl.load(lengths + token), K)
     slots = slots + token * slots_stride
     start = gl.program_id(1) * span
     stop = gl.maximum(gl.minimum(start + span, limit), start)
-    last = gl.load(slots + stop - 1, mask=stop > start, other=-1)
-    if (last < 0) | (last >= num_slots):
+    return Rows(slots, start, stop, num_slots, page_stride, PAGE, ROW)
+
+
+@gluon.jit
+def count_tiles(rows):
+    """Tiles up to the last slot that names a row, at least one."""
+    start, stop = rows.start, rows.stop
+    last = gl.load(rows.slots + stop - 1, mask=stop > start, other=-1)
+    if (last < 0) | (last >= rows.num_slots):
         lane = gl.arange(0, SCANNED, SCAN)
         found = gl.full([SCANNED], 0, gl.int32, SCAN) + start
         for first in range(start, stop, SCANNED):
             at = first + lane
-            slot = gl.load(slots + at, mask=at < stop, other=-1)
-            found = gl.where((slot >= 0) & (slot < num_slots), at + 1, found)
+            slot = gl.load(rows.slots + at, mask=at < stop, other=-1)
+            found = gl.where((slot >= 0) & (slot < rows.num_slots), at + 1, found)
         stop = gl.max(found, 0)
-    tiles = gl.maximum((stop - start + BLOCK - 1) // BLOCK, 1)
-    return Rows(slots, start, stop, tiles, num_slots, page_stride, PAGE, ROW)
+    return gl.maximum((stop - start + BLOCK - 1) // BLOCK, 1)
 
 
 @gluon.jit
@@ -93,16 +97,15 @@ def slot_rows(rows, slot):
 
 
 @gluon.jit
-def gather(tile, base, row, ok, COL: gl.constexpr, STEP: gl.constexpr, LAYOUT: gl.constexpr):
-    """Copy columns [COL, COL + width of tile) of each row into a shared tile, STEP at a time."""
+def gather(tile, base, row, ok, COL: gl.constexpr, LAYOUT: gl.constexpr):
+    """Copy columns [COL, COL + width of tile) of each row into a shared tile."""
+    WIDTH: gl.constexpr = tile.shape[1]
+    ALIGNED: gl.constexpr = 128 // base.dtype.element_ty.primitive_bitwidth  # to 16 bytes
     row = gl.convert_layout(row, gl.SliceLayout(1, LAYOUT))
     mask = gl.convert_layout(ok, gl.SliceLayout(1, LAYOUT))[:, None]
-    column = gl.arange(0, STEP, gl.SliceLayout(0, LAYOUT))
-    ALIGNED: gl.constexpr = 128 // base.dtype.element_ty.primitive_bitwidth  # to 16 bytes
+    column = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
     at = gl.multiple_of(row, ALIGNED)[:, None] + column[None, :]
-    for j in gl.static_range(tile.shape[1] // STEP):
-        part = tile.slice(j * STEP, STEP, dim=1)
-        async_copy.async_copy_global_to_shared(part, base + (COL + j * STEP) + at, mask=mask)
+    async_copy.async_copy_global_to_shared(tile, base + COL + at, mask=mask)
 
 
 @gluon.jit

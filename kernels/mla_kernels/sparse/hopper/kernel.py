@@ -1,5 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Hopper sparse kernel."""
+"""The Hopper sparse kernel: one CTA is 64 heads of one token times one range of its slots.
+
+    rows, by slot ─cp.async─> ring A [64 x 256] ──┬─────────────> WG1   O[:,   0:256] += P V
+    rows, by slot ─cp.async─> ring B [64 x 256] ──┼──┬──────────> WG2   O[:, 256:512] += P V
+    rows, by slot ─cp.async─> ring R [64 x  64] ──┼──┤             ▲
+    (fp8_ds_mla: codes ──> bf16, by WG1 and WG2)  └──┴─> WG0  S = Q K^T, softmax ── P ──┘
+
+    barrier      arrives                        waits          means
+    landed_q     TMA                            WG0            the query tile is in the rings
+    full_q       WG0                            WG1, WG2       it is in registers
+    full_a/b     bf16: the copies of WG1, WG2   WG0            a tile of the ring is there; ring B's
+                 fp8_ds_mla: WG1, WG2                          stands for ring R's too
+    full_v       WG2                            WG0            which slots of the tile name a row
+    full_p_a/b   WG0                            WG1 / WG2      P(n) and its factors are published
+    empty_p      WG1, WG2                       WG0            both have read P(n)
+    full_out     WG0                            WG1, WG2       1 / l is published
+
+WG1 and WG2 gather the rows whose columns they multiply, each thread 16 bytes at a time: a ring slot
+is free for its next tile when their own PV is done, and they never wait for a tile, since P(n)
+exists only if WG0 saw tile n. bf16 rows land where the products read them. Codes land in buffers
+of their own; WG1 and WG2 turn those of tile n + 1 into bf16 before they wait for P(n).
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -76,7 +97,7 @@ def hopper_sparse_kernel(
                     scale_log2, sink, lse, part_sums, q_shared, ring_a, ring_b, ring_r, offsets,
                     full_a, full_b, full_v, landed_q, full_q, p_ring, full_p_a, full_p_b, empty_p,
                     factors, inverse, full_out, SLOTS_A, SLOTS_B, SLOTS_R, SLOTS_P,
-                    PAGE, ROW, HAS_LENGTHS, HAS_SINK, SPLIT, True,
+                    PAGE, ROW, HAS_LENGTHS, HAS_SINK, SPLIT, True, True,
                 )),
                 (values_warpgroup, (
                     out, part_acc, q_desc, q_rope_desc, kv, slots, slots_stride, lengths, K, span,
@@ -107,7 +128,7 @@ def hopper_sparse_kernel(
                     scale_log2, sink, lse, part_sums, q_shared, ring_a, ring_b, ring_r, offsets,
                     full_a, full_b, full_v, landed_q, full_q, p_ring, full_p_a, full_p_b, empty_p,
                     factors, inverse, full_out, SLOTS_A, SLOTS_B, SLOTS_R, SLOTS_P,
-                    PAGE, ROW, HAS_LENGTHS, HAS_SINK, SPLIT, False,
+                    PAGE, ROW, HAS_LENGTHS, HAS_SINK, SPLIT, False, False,
                 )),
                 (values_fp8_warpgroup, (
                     out, part_acc, q_desc, q_rope_desc, kv, kv_scale, kv_rope, slots, slots_stride,

@@ -9,11 +9,18 @@ from mla_kernels.arch import device_arch
 from mla_kernels.decode.hopper.layouts import BLOCK, HALF, ROPE, TILE
 from mla_kernels.decode.rescale import scale_to_log2
 from mla_kernels.sparse.hopper.kernel import hopper_sparse_kernel
-from mla_kernels.sparse.hopper.support import FORMATS, choose_split, one_range
+from mla_kernels.sparse.hopper.support import FORMATS, choose_split
 from mla_kernels.sparse.triton.results import launch_merge
-from mla_kernels.sparse.triton.tiles import Split, partial_bytes
+from mla_kernels.sparse.triton.tiles import (
+    FIXED_WORKSPACE,
+    Split,
+    fixed_split,
+    partial_bytes,
+    tokens_at_once,
+)
 
-# Tiles of each ring; 216 KB of shared memory. The query tile comes in the last slot of each.
+# Tiles of each ring: 210 KB of shared memory, 220 with codes. The query tile comes in the last slot
+# of each. 160 registers as in decode/hopper/launcher.py.
 CONFIGS = {
     "bf16": {"SLOTS_A": 3, "SLOTS_B": 2, "SLOTS_R": 2, "SLOTS_P": 2, "WORKER_REGS": 160},
     "fp8_ds_mla": {"SLOTS_A": 2, "SLOTS_B": 2, "SLOTS_R": 3, "SLOTS_P": 2, "WORKER_REGS": 160},
@@ -39,9 +46,27 @@ def mla_sparse_attention_hopper(
     K = slots.shape[1]
     if T == 0:
         return
+    if split is None and deterministic:
+        split = fixed_split(K)
+        room = FIXED_WORKSPACE if workspace is None else workspace.numel()
+        turn = tokens_at_once(H, split.splits, out.shape[2], room) if split.splits > 1 else T
+        if 0 < turn < T:
+            for part in (slice(t, t + turn) for t in range(0, T, turn)):
+                mla_sparse_attention_hopper(
+                    q[part],
+                    kv_cache,
+                    slots[part],
+                    scale=scale,
+                    lengths=None if lengths is None else lengths[part],
+                    sink=sink,
+                    out=out[part],
+                    lse=lse[part],
+                    workspace=workspace,
+                    split=split,
+                )
+            return
+    split = split or choose_split(T, H, K, q.device)
     kv_format = FORMATS[kv_cache.dtype]
-    if split is None:
-        split = one_range(K) if deterministic else choose_split(T, H, K, q.device)
     acc, sums = lse, lse
     if split.splits > 1:
         needed = partial_bytes(T, H, split.splits, out.shape[2])

@@ -29,7 +29,7 @@ from mla_kernels.decode.hopper.softmax import (
     round_bf16,
 )
 from mla_kernels.decode.hopper.stream import ring_next, ring_previous
-from mla_kernels.sparse.hopper.gather import program_rows, program_token
+from mla_kernels.sparse.hopper.gather import count_tiles, program_rows, program_token
 
 LN2 = gl.constexpr(numerics.LN2)
 LOG2E = gl.constexpr(numerics.LOG2E)
@@ -76,12 +76,15 @@ def scores_warpgroup(
     landed_q, full_q, p_ring, full_p_a, full_p_b, empty_p, factors, inverse, full_out,
     SLOTS_A: gl.constexpr, SLOTS_B: gl.constexpr, SLOTS_R: gl.constexpr, SLOTS_P: gl.constexpr,
     PAGE: gl.constexpr, ROW: gl.constexpr, HAS_LENGTHS: gl.constexpr, HAS_SINK: gl.constexpr,
-    SPLIT: gl.constexpr, FENCE: gl.constexpr,
+    SPLIT: gl.constexpr, FENCE: gl.constexpr, GATE: gl.constexpr,
 ):  # fmt: skip
+    """GATE: warpgroup 1 gets P(n-1) only when Q K(n) is issued, so that its half of PV(n-1) fills
+    the tensor cores while this warpgroup is busy with softmax(n)."""
     token, first_head = program_token(num_heads)
     rows = program_rows(
         slots, slots_stride, lengths, K, span, token, num_slots, page_stride, PAGE, ROW, HAS_LENGTHS
     )
+    tiles = count_tiles(rows)
     ia = gl.to_tensor(0)
     pa = gl.to_tensor(0)
     ib = gl.to_tensor(0)
@@ -101,14 +104,13 @@ def scores_warpgroup(
 
     k = gl.full([BLOCK], EXPONENT_FLOOR, gl.float32, SCORES_ROW)
     l = gl.zeros([BLOCK, 8], gl.float32, SUMS)
-    for n in range(rows.tiles):
+    for n in range(tiles):
         token_s = issue_scores(
             q_a, q_b, q_rope, q_shared, ring_a, ring_b, ring_r, full_a, full_b,
             ia, pa, ib, pb, ir, FENCE,
         )  # fmt: skip
-        # Warpgroup 1 gets P(n-1) only now: its half of PV(n-1) fills the tensor cores while this
-        # warpgroup is busy with softmax(n).
-        mbarrier.arrive(full_p_a.index(ring_previous(ip, SLOTS_P)), count=1, pred=n > 0)
+        if GATE:
+            mbarrier.arrive(full_p_a.index(ring_previous(ip, SLOTS_P)), count=1, pred=n > 0)
         mbarrier.wait(full_v.index(ir), pr)
         offset = offsets.index(ir).load(SCORES_COL)
         s = warpgroup_mma_wait(0, deps=(token_s,))
@@ -120,9 +122,12 @@ def scores_warpgroup(
         p_ring.index(ip).store(p)
         factors.index(ip).store(factor)
         fence_async_shared()
+        if not GATE:
+            mbarrier.arrive(full_p_a.index(ip), count=1)
         mbarrier.arrive(full_p_b.index(ip), count=1)  # warpgroup 2 starts PV(n)
         ip, pp = ring_next(ip, pp, SLOTS_P)
-    mbarrier.arrive(full_p_a.index(ring_previous(ip, SLOTS_P)), count=1)
+    if GATE:
+        mbarrier.arrive(full_p_a.index(ring_previous(ip, SLOTS_P)), count=1)
 
     head = first_head + gl.arange(0, BLOCK, SCORES_ROW)
     ok = head < num_heads

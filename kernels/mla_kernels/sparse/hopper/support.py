@@ -18,11 +18,6 @@ def choose_split(T: int, H: int, K: int, device: torch.device) -> Split:
     return even_split(T, -(-H // BLOCK.value), K, BLOCK.value, sms)
 
 
-def one_range(K: int) -> Split:
-    """A token as a whole, so that its result does not depend on how many there are."""
-    return Split(1, max(1, -(-K // BLOCK.value)) * BLOCK.value)
-
-
 def largest_workspace(T: int, H: int, K: int, device: torch.device) -> int:
     """Bytes that up to T tokens need."""
     most = 0

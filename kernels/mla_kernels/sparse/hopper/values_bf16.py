@@ -11,6 +11,7 @@ from mla_kernels.decode.hopper.gluon_compat import cta_barrier
 from mla_kernels.decode.hopper.layouts import BLOCK, HALF, OUTPUT
 from mla_kernels.decode.hopper.stream import ring_next, ring_step
 from mla_kernels.sparse.hopper.gather import (
+    count_tiles,
     gather,
     load_slots,
     program_rows,
@@ -30,8 +31,8 @@ def gather_tile(
     row, ok = slot_rows(rows, slot)
     if COL > 0:
         store_offsets(offsets.index(iv), ok)
-        gather(ring_r.index(iv), kv, row, ok, LATENT, 64, GATHER_BF16)
-    gather(ring.index(iv), kv, row, ok, COL, 64, GATHER_BF16)
+        gather(ring_r.index(iv), kv, row, ok, LATENT, GATHER_BF16)
+    gather(ring.index(iv), kv, row, ok, COL, GATHER_BF16)
     async_copy.mbarrier_arrive(full.index(iv), increment_count=False)
     if COL > 0:
         cta_barrier()
@@ -58,13 +59,14 @@ def values_warpgroup(
         slot = load_slots(rows, i, GATHER_BF16)
         gather_tile(rows, slot, kv, ring, ring_r, offsets, full, full_v, i, COL)
     slot = load_slots(rows, SLOTS - 1, GATHER_BF16)
+    tiles = count_tiles(rows)
     mbarrier.wait(full_q, 0)
     gather_tile(rows, slot, kv, ring, ring_r, offsets, full, full_v, SLOTS - 1, COL)
     iv = gl.to_tensor(0)
     ip = gl.to_tensor(0)
     pp = gl.to_tensor(0)
     acc = gl.zeros([BLOCK, HALF], gl.float32, OUTPUT)
-    for n in range(rows.tiles):
+    for n in range(tiles):
         slot = load_slots(rows, n + SLOTS, GATHER_BF16)
         mbarrier.wait(full_p.index(ip), pp)
         acc = add_values(acc, p_ring, ring.index(iv), factors, empty_p, ip)

@@ -13,6 +13,7 @@ from mla_kernels.decode.hopper.layouts import BLOCK, HALF, OUTPUT, PASS_64
 from mla_kernels.decode.hopper.stream import ring_next, ring_step
 from mla_kernels.layouts import Fp8DsMlaLayout
 from mla_kernels.sparse.hopper.gather import (
+    count_tiles,
     gather,
     load_slots,
     program_rows,
@@ -71,11 +72,11 @@ class Codes:
 def gather_codes(c, rows, slot, ir):
     """Start copying a tile; its rope columns straight to slot `ir` of their ring."""
     row, ok = slot_rows(rows, slot)
-    gather(c.codes, c.kv, row, ok, c.COL, 64, GATHER_CODES)
-    gather(c.scales, c.kv_scale, row // 4, ok, SCALE_COL, 4, GATHER_SCALES)
+    gather(c.codes, c.kv, row, ok, c.COL, GATHER_CODES)
+    gather(c.scales, c.kv_scale, row // 4, ok, SCALE_COL, GATHER_SCALES)
     if c.COL > 0:
         store_offsets(c.offsets.index(ir), ok)
-        gather(c.rope.index(ir), c.kv_rope, row // 2, ok, ROPE_COL, 64, GATHER_ROPE)
+        gather(c.rope.index(ir), c.kv_rope, row // 2, ok, ROPE_COL, GATHER_ROPE)
     async_copy.commit_group()
     if c.COL > 0:
         cta_barrier()
@@ -114,6 +115,7 @@ def values_fp8_warpgroup(
     c = Codes(kv, kv_scale, kv_rope, codes, scales, tiles, full, ring_r, offsets, full_v, COL)
     gather_codes(c, rows, load_slots(rows, 0, GATHER_CODES), 0)
     slot = load_slots(rows, 1, GATHER_CODES)
+    tiles_of_range = count_tiles(rows)
     convert(c, 0)
     gather_codes(c, rows, slot, 1)
     slot = load_slots(rows, 2, GATHER_CODES)
@@ -123,7 +125,7 @@ def values_fp8_warpgroup(
     ip = gl.to_tensor(0)
     pp = gl.to_tensor(0)
     acc = gl.zeros([BLOCK, HALF], gl.float32, OUTPUT)
-    for n in range(rows.tiles - 1):
+    for n in range(tiles_of_range - 1):
         convert(c, iv ^ 1)
         gather_codes(c, rows, slot, ir)
         slot = load_slots(rows, n + 3, GATHER_CODES)
