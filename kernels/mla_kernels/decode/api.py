@@ -215,5 +215,5 @@ def check_arguments(
         kv_cache_dtype=kv_cache.dtype,
         block_size=kv_cache.shape[1],
         rescale=rescale,
-        dense=all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in (q, kv_cache)),
+        contiguous=all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in (q, kv_cache)),
     )

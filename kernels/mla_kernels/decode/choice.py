@@ -18,11 +18,11 @@ def choose_decode_impl(
     kv_cache_dtype: torch.dtype = torch.bfloat16,
     block_size: int = BLOCK_SIZE,
     rescale: str = "pow2",
-    dense: bool = True,
+    contiguous: bool = True,
 ) -> Choice:
     """The implementation behind `mla_decode(impl=...)` for such a batch, with the reason.
 
-    dense  q and kv_cache are contiguous and start at a multiple of 16 bytes, as TMA wants them
+    contiguous  q and kv_cache are, and start at a multiple of 16 bytes, as TMA wants them
 
     ValueError if `impl` is named and cannot serve it.
     """
@@ -31,7 +31,7 @@ def choose_decode_impl(
         from mla_kernels.decode.hopper.support import refusal
 
         hopper_refusal = refusal(dims, dtype, kv_cache_dtype, block_size, rescale)
-        if hopper_refusal is None and not dense:
+        if hopper_refusal is None and not contiguous:
             hopper_refusal = "it needs q and kv_cache contiguous, from a multiple of 16 bytes on"
     return choose_impl(
         "mla_decode", impl, device, available=AVAILABLE, hopper_refusal=hopper_refusal

@@ -38,7 +38,7 @@ def test_by_architecture(gpu, sm, impl, cache):
         {"dtype": torch.float16, "kv_cache_dtype": torch.float16},
         {"block_size": 16},
         {"rescale": "flash"},
-        {"dense": False},
+        {"contiguous": False},
     ],
 )
 def test_what_goes_to_the_portable_kernel_of_an_sm_90(gpu, arguments):
@@ -63,4 +63,4 @@ def test_views_are_told_from_dense_tensors(strided, monkeypatch):
     api.check_arguments(
         q, kv_cache, block_table, seq_lens, 0.1, 512, None, "pow2", "auto", None, None, None, False
     )
-    assert seen["dense"] == (strided is None)
+    assert seen["contiguous"] == (strided is None)
