@@ -3,6 +3,7 @@
 
 import torch
 
+from mla_kernels import checks
 from mla_kernels.layouts import BLOCK_SIZE
 from mla_kernels.topk.plan import workspace_words
 
@@ -20,7 +21,10 @@ def indexer_topk_workspace(rows: int, max_blocks: int, device: torch.device) -> 
     """Workspace of `indexer_topk` for that many rows and a block table of that width.
 
     At most MAX_WORKSPACE_BYTES (unless one row takes more): more rows are taken in turns.
+    ValueError for a negative size.
     """
+    checks.check_range("rows", rows, 0, 2**31 - 1)
+    checks.check_range("max_blocks", max_blocks, 0, 2**31 - 1)
     words = row_words(max_blocks)
     rows = min(rows, max(MAX_WORKSPACE_BYTES // (4 * words), 1))
     return torch.empty(4 * rows * words, dtype=torch.uint8, device=device)

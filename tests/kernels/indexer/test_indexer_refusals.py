@@ -7,6 +7,7 @@ from mla_kernels import (
     indexer_lengths,
     indexer_scores,
     indexer_topk,
+    indexer_topk_workspace,
     positions_to_slots,
     write_indexer_cache,
 )
@@ -77,6 +78,14 @@ def test_k(k):
             LENGTHS,
             k,
         )
+
+
+def test_workspaces():
+    cpu = torch.device("cpu")
+    assert indexer_topk_workspace(0, 2, cpu).numel() == 0
+    for rows, max_blocks, name in ((-1, 2, "rows"), (2, -1, "max_blocks")):
+        with pytest.raises(ValueError, match=f"{name} in 0.*got -1"):
+            indexer_topk_workspace(rows, max_blocks, cpu)
 
 
 def test_slots_without_pages_and_of_no_request():
