@@ -47,8 +47,8 @@ ENV_VARS: dict[str, EnvVar] = {
             "MLA_BACKEND_IMPL",
             "auto",
             _choice("auto", "hopper", "triton", "torch", "reference"),
-            "Implementation of the decode kernel, or of the kernels of a sparse model (`hopper`: of "
-            "its attention). `auto` chooses by device and shape.",
+            "Implementation of the decode kernel, or of the kernels of a sparse model (`hopper`: "
+            "of its attention). `auto` chooses by device and shape.",
         ),
         EnvVar(
             "MLA_BACKEND_RESCALE",
