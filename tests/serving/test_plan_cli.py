@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `mla-backend plan`: what it prints, and what it refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+from mla_serving import cli
+
+ROOT = Path(__file__).parents[2]
+MODELS = ROOT / "configs" / "models"
+
+
+def run(capsys, *argv):
+    status = cli.main(["plan", *argv])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+V3 = ("--model", str(MODELS / "deepseek-v3-5-layers"))
+
+
+def test_json(capsys):
+    status, out, _ = run(capsys, *V3, "--gpus", "1", "--batch", "96", "--json")
+    answer = json.loads(out)
+    assert status == 0 and answer["load"]["fits"]
+    assert answer["kv_cache"]["bytes_per_token"] == 5 * 1152
+    assert answer["attention"]["source"] == "benchmarks/results/h200/dense_decode.json"
+
+
+def test_text(capsys):
+    status, out, _ = run(capsys, *V3, "--gpus", "1", "--batch", "96", "--context", "4096")
+    assert status == 0
+    assert "5,760 bytes a token: 5 layers x (1152)" in out
+    assert "as b96_h128_q1_k4096" in out
+    status, out, _ = run(capsys, *V3, "--gpus", "1", "--gpu", "h100", "--batch", "999999")
+    assert status == 1
+    assert "fewer than the 999999 asked for" in out
+    assert "nothing was measured on h100" in out
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        (["--gpus", "8", "--tp", "3"], "--tp x --dp x --pp = --gpus, got 3 x 1 x 1 and 8"),
+        (["--gpus", "6"], "--tp to divide the 128 attention heads, got 6"),
+        (["--gpus", "8", "--dcp", "3"], "--dcp to divide --tp 8, got 3"),
+        (["--gpus", "8", "--pp", "8"], "--pp up to 5 (layers), got 8"),
+        (["--gpus", "512", "--tp", "8", "--dp", "64", "--expert-parallel"], "at most 256 GPUs"),
+        (["--gpus", "1", "--gpu", "l40s"], "do not fit: 49.6 GiB a GPU"),
+        (["--gpus", "1", "--gpu", "tpu"], "Expected --gpu in a100-40, a100,"),
+        (["--gpus", "1", "--gpu-memory-utilization", "1.5"], "above 0 and up to 1, got 1.5"),
+        (["--gpus", "1", "--gpu-memory-utilization", "nan"], "above 0 and up to 1, got nan"),
+        (["--gpus", "1", "--gpu-memory-gib", "nan"], "--gpu-memory-gib above 0, got nan"),
+        (["--gpus", "1", "--gpu-memory-gib", "inf"], "--gpu-memory-gib above 0, got inf"),
+        (["--gpus", "1", "--reserve-gib", "-1"], "--reserve-gib of 0 or more, got -1"),
+        (["--gpus", "1", "--reserve-gib", "nan"], "--reserve-gib of 0 or more, got nan"),
+        (["--gpus", "1", "--model", "/no/such"], "/no/such: no such file"),
+        (["--gpus", "1", "--model", str(ROOT / "Makefile")], "is not JSON"),
+    ],
+)
+def test_errors(capsys, argv, said):
+    status, out, err = run(capsys, *V3, *argv)
+    assert status == 1 and out == ""
+    assert err.startswith("mla-backend plan: ") and said in err
