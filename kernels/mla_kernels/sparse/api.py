@@ -15,6 +15,7 @@ from mla_kernels.sparse.reference import mla_sparse_attention_reference
 from mla_kernels.sparse.torch_impl import mla_sparse_attention_torch
 
 MAX_HEADS = 128
+FEW_HEADS = 16
 
 
 def mla_sparse_attention(
@@ -75,6 +76,7 @@ def mla_sparse_attention(
         lse,
         max_logits,
         workspace,
+        deterministic,
     )
     if choice.impl in ("hopper", "triton"):
         if out is None:
@@ -147,6 +149,7 @@ def _check_arguments(
     lse: torch.Tensor | None,
     max_logits: torch.Tensor | None,
     workspace: torch.Tensor | None,
+    deterministic: bool,
 ) -> Choice:
     """What can be checked without reading the device; the implementation that will run."""
     checks.check_shape("q", q, ("T", "H", "Dk"))
@@ -197,6 +200,7 @@ def _check_arguments(
         contiguous=q.is_contiguous(),
         aligned=_rows_aligned(kv_cache),
         max_logits=max_logits is not None,
+        few=T == 1 and H <= FEW_HEADS and not deterministic,
     )
 
 
