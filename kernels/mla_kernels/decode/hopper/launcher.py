@@ -80,7 +80,9 @@ def launch_decode(
     _, s_q, H, _ = q.shape
     rows = s_q * H
     kv_format = FORMATS[kv_cache.dtype]
+    causal, chunked = causal and s_q > 1, plan.chunk > 0
     full = kv_format == "bf16" and rows % layouts.BLOCK.value == 0 and out.data_ptr() % 16 == 0
+    full = full and not (causal and chunked)  # it would spill a register in its loop
     results: tuple[Any, Any] = (out, plan.acc)
     if full:
         results = (
@@ -108,8 +110,8 @@ def launch_decode(
         FORMAT=kv_format,
         RESCALE=rescale,
         LOAD_SCALE=isinstance(kv_scale, torch.Tensor),
-        CAUSAL=causal and s_q > 1,
-        CHUNKED=plan.chunk > 0,
+        CAUSAL=causal,
+        CHUNKED=chunked,
         FULL=full,
         num_warps=4,
     )

@@ -61,7 +61,8 @@ def specialisations(arch: Arch) -> list[KernelSpec]:
         for kv_format in ("bf16", "fp8", "fp8_ds_mla")
         for causal in (False, True)
         for chunked in (False, True)
-        for full in ((False, True) if kv_format == "bf16" else (False,))
+        for full in (False, True)
+        if not full or (kv_format == "bf16" and not (causal and chunked))
     ]
 
 

@@ -47,28 +47,23 @@ def clear_rows_past(ring, slot, left):
 
 @gluon.jit
 def store_tile(acc, tile, desc, row, COL: gl.constexpr):
-    """Send a tile of results by way of the shared memory `tile`."""
+    """Send a tile of results by way of the shared memory `tile`, which is free again afterwards."""
     tile.store(acc)
     fence_async_shared()
     cta_barrier()
     tma_store(desc, [row, COL], tile)
-
-
-@gluon.jit
-def stores_done():
-    """The shared memory of all tiles sent is free again."""
     tma_store_wait(0)
     cta_barrier()
 
 
 @gluon.jit
 def store_segment(
-    acc, ring, slot_1, slot_2, out, part_acc, inverse, full_out, empty_out, phase, request, slot,
-    split, splits, num_rows, COL: gl.constexpr, FULL: gl.constexpr,
+    acc, stage, out, part_acc, inverse, full_out, empty_out, phase, request, slot, split, splits,
+    num_rows, COL: gl.constexpr, FULL: gl.constexpr,
 ):  # fmt: skip
     """Write a segment's half of O: the result, or split `split` of a request that is merged later.
-    FULL: all 64 rows exist, and TMA writes them, by way of the ring's free tiles slot_1 and slot_2,
-    which may be one; out and part_acc are descriptors then. Returns the next phase of full_out."""
+    FULL: all 64 rows exist, and TMA writes them from the free tile `stage`; out and part_acc are
+    descriptors then. Returns the next phase of full_out."""
     LATENT: gl.constexpr = 2 * HALF
     first_row = gl.program_id(0) * BLOCK
     mbarrier.wait(full_out, phase)
@@ -77,18 +72,13 @@ def store_segment(
     acc = acc * inverse_row[:, None]
     if FULL:
         if splits == 1:
-            row = request * num_rows + first_row
-            store_tile(acc.to(gl.bfloat16), ring.index(slot_1), out, row, COL)
+            store_tile(acc.to(gl.bfloat16), stage, out, request * num_rows + first_row, COL)
         else:
-            half_1 = ring.index(slot_1)._reinterpret(gl.float32, [BLOCK, HALF // 2], PARTIAL)
-            half_2 = ring.index(slot_2)._reinterpret(gl.float32, [BLOCK, HALF // 2], PARTIAL)
+            half = stage._reinterpret(gl.float32, [BLOCK, HALF // 2], PARTIAL)
             left, right = gl.split(gl.permute(gl.reshape(acc, [BLOCK, 2, HALF // 2]), (0, 2, 1)))
             row = (slot + split) * num_rows + first_row
-            store_tile(left, half_1, part_acc, row, COL)
-            if slot_1 == slot_2:
-                stores_done()
-            store_tile(right, half_2, part_acc, row, COL + HALF // 2)
-        stores_done()
+            store_tile(left, half, part_acc, row, COL)
+            store_tile(right, half, part_acc, row, COL + HALF // 2)
     else:
         row = gl.arange(0, BLOCK, OUTPUT_ROW)
         col = gl.arange(0, HALF, OUTPUT_COL)
@@ -217,8 +207,8 @@ def values_warpgroup(
         cv = load_next(cv, plan, q_desc, kv_desc, num_rows, COL, COL, HALF, ring, full, iv)
         iv = ring_step(iv, SLOTS)
         ip, pp = ring_next(ip, pp, SLOTS_P)
-        # The next segment's query tile, once read, leaves its memory to this epilogue; at the end
-        # of the part nothing is loaded any more, and all slots are free.
+        # The next segment's query tile, once read, or else a tile of the past leaves its memory to
+        # this epilogue.
         if after <= plan.last:
             mbarrier.wait(full_q, pq)
             pq = pq ^ 1
@@ -237,9 +227,8 @@ def values_warpgroup(
                     ir,
                 )
                 ir = ring_step(ir, SLOTS_R)
-        spare = gl.where(after <= plan.last, iv, ring_step(iv, SLOTS))
         po = store_segment(
-            acc, ring, iv, spare, out, part_acc, inverse, full_out, empty_out, po, request, slot,
+            acc, ring.index(iv), out, part_acc, inverse, full_out, empty_out, po, request, slot,
             split, splits, num_rows, COL, FULL,
         )  # fmt: skip
         if after <= plan.last:

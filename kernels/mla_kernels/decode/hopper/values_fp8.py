@@ -166,7 +166,7 @@ def values_fp8_warpgroup(
                 )  # fmt: skip
                 ir = ring_step(ir, SLOTS_R)
         po = store_segment(
-            acc, tiles, iv, iv, out, part_acc, inverse, full_out, empty_out, po, request, slot,
+            acc, tiles.index(iv), out, part_acc, inverse, full_out, empty_out, po, request, slot,
             split, splits, num_rows, COL, False,
         )  # fmt: skip
         split = gl.where(after == request, split + 1, 0)
