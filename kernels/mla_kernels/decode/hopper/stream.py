@@ -132,15 +132,8 @@ def read_start(parts):
 
 
 @gluon.jit
-def first_segment(parts, seq_lens, requests, table, table_stride, CHUNKED: gl.constexpr):
-    """(part, request, lo, hi, end, split) of this program."""
-    start = read_start(parts)
-    return start_segment(start, seq_lens, requests, table, table_stride, CHUNKED)
-
-
-@gluon.jit
 def start_segment(start, seq_lens, requests, table, table_stride, CHUNKED: gl.constexpr):
-    """As `first_segment`, of the program's row of the plan."""
+    """(part, request, lo, hi, end, split) of this program."""
     # A part without work says last = -1; reads past the end below are clamped to request `last`.
     request = gl.where(start.last < 0, 1, start.request)
     last = gl.maximum(start.last, 0)
