@@ -10,10 +10,12 @@ import triton
 from mla_kernels.arch import Arch
 from mla_kernels.decode.plan import MlaDecodePlan
 from mla_kernels.decode.rescale import scale_to_log2
+from mla_kernels.decode.triton.few_rows.launcher import fits, launch_few_rows
+from mla_kernels.decode.triton.few_rows.tiles import choose_few_rows
 from mla_kernels.decode.triton.kernel import mla_decode_kernel
 from mla_kernels.decode.triton.merge import launch_merge
 from mla_kernels.decode.triton.plan import DevicePlan, arch_of, build_plan, parts_for
-from mla_kernels.decode.triton.tiles import Tile, choose_tile
+from mla_kernels.decode.triton.tiles import Tile, choose_tile, tile_rows
 from mla_kernels.layouts import Fp8DsMlaLayout, MlaDims
 from mla_kernels.triton_common.formats import cache_format
 from mla_kernels.triton_common.runtime import INTERPRET
@@ -53,11 +55,23 @@ def mla_decode_triton(
             num_parts=parts_for(s_q * H, q.device, kv_cache.dtype),
         )
     arch = arch_of(q.device)
-    tile = choose_tile(s_q * H, dims, cache_format(kv_cache.dtype), arch, rescale)
-    launch_decode(
-        q, kv_cache, block_table, seq_lens, device_plan, out, lse, tile, arch,
-        scale=scale, kv_scale=kv_scale, causal=causal, rescale=rescale, dims=dims,
-    )  # fmt: skip
+    kv_format = cache_format(kv_cache.dtype)
+    few_rows = None
+    if not INTERPRET and fits(kv_cache):  # Gluon has no interpreter
+        few_rows = choose_few_rows(
+            tile_rows(s_q * H, arch), dims, kv_format, arch, rescale, kv_cache.shape[1], q.dtype
+        )
+    if few_rows is not None:
+        launch_few_rows(
+            q, kv_cache, block_table, seq_lens, device_plan, out, lse, few_rows,
+            scale=scale, kv_scale=kv_scale, causal=causal, dims=dims,
+        )  # fmt: skip
+    else:
+        tile = choose_tile(s_q * H, dims, kv_format, arch, rescale)
+        launch_decode(
+            q, kv_cache, block_table, seq_lens, device_plan, out, lse, tile, arch,
+            scale=scale, kv_scale=kv_scale, causal=causal, rescale=rescale, dims=dims,
+        )  # fmt: skip
     launch_merge(device_plan, out, lse, arch)
 
 

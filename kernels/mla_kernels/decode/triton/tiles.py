@@ -4,6 +4,7 @@
 from dataclasses import dataclass
 
 from mla_kernels.arch import KB, Arch
+from mla_kernels.decode.triton.few_rows.tiles import choose_few_rows
 from mla_kernels.layouts import MlaDims
 
 
@@ -43,6 +44,9 @@ def tile_rows(rows: int, arch: Arch) -> int:
 
 def ctas_per_sm(rows: int, arch: Arch, kv_format: str = "float") -> int:
     """Programs that share an SM, which is how many parts the plan makes."""
+    few_rows = choose_few_rows(tile_rows(rows, arch), MlaDims(), kv_format, arch)
+    if few_rows is not None:
+        return few_rows.ctas
     tile = choose_tile(rows, MlaDims(), kv_format, arch)
     return 2 if tile.warps == 4 else 1
 

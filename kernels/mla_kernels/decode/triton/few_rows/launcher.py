@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launching the few-rows kernel. Arguments are checked by `mla_kernels.decode.api`."""
+
+from typing import Any
+
+import torch
+import triton
+
+from mla_kernels.decode.rescale import scale_to_log2
+from mla_kernels.decode.triton.few_rows.kernel import few_rows_kernel
+from mla_kernels.decode.triton.few_rows.tiles import FewRowsTile
+from mla_kernels.decode.triton.plan import DevicePlan
+from mla_kernels.layouts import Fp8DsMlaLayout, MlaDims
+from mla_kernels.triton_common.formats import cache_format
+
+
+def fits(kv_cache: torch.Tensor) -> bool:
+    """Whether rows and pages start at multiples of 16 bytes, as asynchronous copies want."""
+    size = kv_cache.element_size()
+    steps = kv_cache.data_ptr(), kv_cache.stride(0) * size, kv_cache.stride(1) * size
+    return all(n % 16 == 0 for n in steps) and kv_cache.shape[1] in (16, 32, 64, 128)
+
+
+def launch_few_rows(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    plan: DevicePlan,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    tile: FewRowsTile,
+    *,
+    scale: float,
+    kv_scale: float | torch.Tensor | None,
+    causal: bool,
+    dims: MlaDims,
+) -> None:
+    """One program a row tile and part of the plan. The cache must fit (`fits`)."""
+    _, s_q, H, _ = q.shape
+    kv_format = cache_format(kv_cache.dtype)
+    units = kv_cache.view(torch.bfloat16 if kv_format == "fp8_ds_mla" else q.dtype)
+    few_rows_kernel[(triton.cdiv(s_q * H, tile.rows), plan.parts.shape[0])](
+        q,
+        units,
+        kv_cache.view(torch.float32) if kv_format == "fp8_ds_mla" else units,
+        1.0 if kv_scale is None else kv_scale,
+        block_table,
+        seq_lens,
+        plan.parts,
+        plan.requests,
+        out,
+        lse,
+        plan.acc,
+        plan.sums,
+        scale_to_log2(scale),
+        q.stride(0),
+        q.stride(1),
+        q.stride(2),
+        units.stride(0) // 8,
+        block_table.stride(0),
+        s_q * H,
+        H,
+        s_q,
+        **kernel_constants(tile, dims, kv_format, kv_cache.shape[1], units.stride(1)),
+        LOAD_SCALE=isinstance(kv_scale, torch.Tensor),
+        CAUSAL=causal and s_q > 1,
+        CHUNKED=plan.chunk > 0,
+        num_warps=tile.warps,
+        maxnreg=tile.max_registers,
+    )
+
+
+def kernel_constants(
+    tile: FewRowsTile, dims: MlaDims, kv_format: str, page: int, row: int
+) -> dict[str, Any]:
+    """Compile-time arguments that tile and cache decide; `row` in 16-bit units."""
+    layout = Fp8DsMlaLayout(dims)
+    rope = {
+        "float": dims.kv_lora_rank,
+        "fp8": dims.kv_lora_rank // 2,
+        "fp8_ds_mla": layout.rope_offset // 2,
+    }
+    return {
+        "BM": tile.rows,
+        "BN": tile.tokens,
+        "DV": dims.kv_lora_rank,
+        "DR": dims.rope_dim,
+        "PAGE": page,
+        "ROW": row,
+        "FORMAT": kv_format,
+        "SCALE_OFFSET": layout.scale_offset // 4,
+        "ROPE_OFFSET": rope[kv_format],
+        "WARPS": tile.warps,
+        "STAGES": tile.stages,
+    }

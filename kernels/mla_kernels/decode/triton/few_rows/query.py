@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The query tile as operands of q K^T, kept in registers for a whole segment."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from mla_kernels.decode.triton.few_rows.copies import indices
+from mla_kernels.decode.triton.few_rows.operands import powers_of_two, query_pairs, staged
+
+
+@gluon.jit
+def load_query(
+    q_at, q_stride_s, q_stride_h, num_rows, num_heads,
+    GROUPS: gl.constexpr, BM: gl.constexpr, DR: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """(q [GROUPS, BM, 128], its rope part [BM, DR]) of one request; rows past num_rows are 0."""
+    LATENT: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 2, 16], [1, WARPS, 1], [2, 1, 0])
+    ROPE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DR, DR // 8], [WARPS, 1], [1, 0])
+    group, row, column = indices(LATENT, GROUPS, BM, 128)
+    row += gl.program_id(0) * BM
+    at = q_at + (row // num_heads) * q_stride_s + (row % num_heads) * q_stride_h
+    q = gl.load(at + (group * 128 + column), mask=row < num_rows, other=0.0)
+    row = gl.program_id(0) * BM + gl.arange(0, BM, gl.SliceLayout(1, ROPE))[:, None]
+    column = GROUPS * 128 + gl.arange(0, DR, gl.SliceLayout(0, ROPE))[None, :]
+    at = q_at + (row // num_heads) * q_stride_s + (row % num_heads) * q_stride_h
+    return q, gl.load(at + column, mask=row < num_rows, other=0.0)
+
+
+@gluon.jit
+def query_operands(q, rope, latent_stage, rope_shared, LATENT: gl.constexpr, FORMAT: gl.constexpr):
+    """(a, b, up): the latent part in the layout LATENT; the rope part goes to rope_shared [1 or 2].
+
+    With codes the latent is fp16 below 2 in size, `up` the power of two that this took away, and a
+    and b are columns as in operands.py; "fp8" treats the rope part likewise. Else a is all and b
+    is unused.
+    """
+    if FORMAT == "float":
+        up = 1.0
+        a = staged(q, latent_stage, LATENT)
+        b = a
+    else:
+        x = q.to(gl.float32)
+        top = gl.max(gl.reshape(gl.abs(x), [q.numel]), 0)
+        if FORMAT == "fp8":
+            y = rope.to(gl.float32)
+            top = gl.maximum(top, gl.max(gl.reshape(gl.abs(y), [rope.numel]), 0))
+        down, up = powers_of_two(top)
+        a, b = query_pairs((x * down).to(gl.float16))
+        a = staged(a, latent_stage, LATENT)
+        b = staged(b, latent_stage, LATENT)
+    if FORMAT == "fp8":
+        rope_a, rope_b = query_pairs((y * down).to(gl.float16))
+        rope_shared.index(0).store(rope_a)
+        rope_shared.index(1).store(rope_b)
+    else:
+        rope_shared.index(0).store(rope)
+    return a, b, up
