@@ -19,10 +19,12 @@ def choose_decode_impl(
     block_size: int = BLOCK_SIZE,
     rescale: str = "pow2",
     contiguous: bool = True,
+    num_rows: int | None = None,
 ) -> Choice:
     """The implementation behind `mla_decode(impl=...)` for such a batch, with the reason.
 
     contiguous  q and kv_cache are, and start at a multiple of 16 bytes, as TMA wants them
+    num_rows    heads times new tokens of a request, the most there will be; None: many
 
     ValueError if `impl` is named and cannot serve it.
     """
@@ -33,6 +35,11 @@ def choose_decode_impl(
         hopper_refusal = refusal(dims, dtype, kv_cache_dtype, block_size, rescale)
         if hopper_refusal is None and not contiguous:
             hopper_refusal = "it needs q and kv_cache contiguous, from a multiple of 16 bytes on"
+        few = num_rows is not None and num_rows <= 16 and rescale == "pow2"
+        fp8 = kv_cache_dtype == torch.float8_e4m3fn
+        if hopper_refusal is None and impl == "auto" and few and fp8:
+            # 102 us against 163 for 128 requests of 4096 tokens: benchmarks/VERSIONS.md.
+            hopper_refusal = "the portable kernel is faster for up to 16 rows of fp8"
     return choose_impl(
         "mla_decode", impl, device, available=AVAILABLE, hopper_refusal=hopper_refusal
     )
