@@ -121,7 +121,7 @@ def profile(steps: Steps) -> Row:
 
     with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as seen:
         steps.run(PROFILED_STEPS)
-        torch.cuda.synchronize()
+        synchronize()
     kernels = [
         (event.name, event.time_range.start, event.time_range.end)
         for event in seen.events()
@@ -162,6 +162,13 @@ def covered(intervals: list[tuple[float, float]]) -> float:
     return total
 
 
+def synchronize() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def memory_gib() -> float | None:
     import torch
 
@@ -179,6 +186,14 @@ class Worker:
         self.steps: Steps | None = None
 
     def answer(self, command: Row) -> Row:
+        """With nothing left on the GPU: an asynchronous engine's last step would still be running
+        when the next engine's turn begins."""
+        try:
+            return self._do(command)
+        finally:
+            synchronize()
+
+    def _do(self, command: Row) -> Row:
         if command["do"] == "build":
             self.llm = make_engine(self.options)
             return {"blocks": self.llm.llm_engine.vllm_config.cache_config.num_gpu_blocks}
