@@ -7,7 +7,6 @@ import torch
 from mla_kernels import mla_decode, write_kv_cache
 from mla_kernels.cache.rows import rows_as_float
 from mla_kernels.layouts import MlaDims
-from mla_kernels.query.api import join_query
 from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.attention.mla_attention import MLACommonImpl
 from vllm.platforms import current_platform
@@ -108,15 +107,13 @@ class MlaImpl(MLACommonImpl[MlaMetadata]):
         """
         if self._on_cpu:
             lay_out_absorbed_weights(layer)
-        if isinstance(q, tuple):
-            q = join_query(*q)
         decode = attn_metadata.decode
         assert decode is not None
-        T, H, Dk = q.shape
+        T, H, _ = q[0].shape if isinstance(q, tuple) else q.shape
         STATS.forward_mqa_calls += 1
         STATS.forward_mqa_tokens += T
         out, lse = mla_decode(
-            q.view(decode.block_table.shape[0], -1, H, Dk),
+            by_request(q, decode.block_table.shape[0]),
             kv_c_and_k_pe_cache,
             decode.block_table,
             decode.seq_lens,
@@ -178,6 +175,15 @@ class MlaImpl(MLACommonImpl[MlaMetadata]):
         kv = self.kv_b_proj(latent.contiguous())[0].view(rows.shape[0], self.num_heads, -1)
         k_nope, v = kv.split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
         return self._concat_k_nope_k_pe(k_nope, rope[:, None]), v
+
+
+def by_request(
+    q: torch.Tensor | tuple[torch.Tensor, torch.Tensor], B: int
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """[T, H, columns] as [B, T / B, H, columns], without copying."""
+    if isinstance(q, tuple):
+        return q[0].unflatten(0, (B, -1)), q[1].unflatten(0, (B, -1))
+    return q.unflatten(0, (B, -1))
 
 
 def _most_rows(num_heads: int) -> int | None:

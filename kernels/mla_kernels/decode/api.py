@@ -6,6 +6,7 @@ import torch
 from mla_kernels import checks
 from mla_kernels.decode.choice import AVAILABLE, choose_decode_impl
 from mla_kernels.decode.plan import MAX_HEADS, MAX_S_Q, MlaDecodePlan
+from mla_kernels.decode.query import Query, check_query, first_part, joined
 from mla_kernels.decode.reference import mla_decode_reference
 from mla_kernels.decode.rescale import RESCALES
 from mla_kernels.decode.torch_impl import mla_decode_torch
@@ -16,7 +17,7 @@ __all__ = ["AVAILABLE", "MAX_HEADS", "MAX_S_Q", "mla_decode"]
 
 
 def mla_decode(
-    q: torch.Tensor,
+    q: Query,
     kv_cache: torch.Tensor,
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -37,7 +38,9 @@ def mla_decode(
     form (DeepSeek-V2, section 2.1): softmax(scale * q K^T) V with V = K[:, :kv_lora_rank].
 
     q             [B, s_q, H, Dk] bf16, fp16 or fp32; Dk = kv_lora_rank + rope dim; s_q 1..8,
-                  H 1..128
+                  H 1..128. Or its parts ([B, s_q, H, kv_lora_rank], [B, s_q, H, rope dim]) with
+                  any strides but for the last: what an absorbed layer computes, and what the Hopper
+                  kernel takes as it is; for the others they are joined by `join_query`
     kv_cache      [num_blocks, block_size, Dk] bf16, fp16 or fp32; float8_e4m3fn with kv_scale; or
                   uint8 [num_blocks, block_size, 656] = fp8_ds_mla rows (layouts.py)
     block_table   [B, max_blocks] int32; entries past a request's length may hold anything
@@ -79,12 +82,12 @@ def mla_decode(
 
     if validate or choice.impl == "reference":
         check_contents()
-    B, s_q, H, _ = q.shape
+    B, s_q, H, _ = first_part(q).shape
     if choice.impl in ("hopper", "triton"):
         if out is None:
-            out = q.new_empty(B, s_q, H, kv_lora_rank)
+            out = first_part(q).new_empty(B, s_q, H, kv_lora_rank)
         if lse is None:
-            lse = q.new_empty(B, s_q, H, dtype=torch.float32)
+            lse = first_part(q).new_empty(B, s_q, H, dtype=torch.float32)
         if B == 0:
             return out, lse
         if choice.impl == "hopper":
@@ -108,7 +111,7 @@ def mla_decode(
         from mla_kernels.decode.triton.launcher import mla_decode_triton
 
         mla_decode_triton(
-            q,
+            joined(q),
             kv_cache,
             block_table,
             seq_lens,
@@ -123,6 +126,7 @@ def mla_decode(
             deterministic=deterministic,
         )
         return out, lse
+    q = joined(q)
     if choice.impl == "reference":
         result, result_lse = mla_decode_reference(
             q,
@@ -157,7 +161,7 @@ def mla_decode(
 
 
 def check_arguments(
-    q: torch.Tensor,
+    q: Query,
     kv_cache: torch.Tensor,
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -172,49 +176,48 @@ def check_arguments(
     deterministic: bool,
 ) -> Choice:
     """What can be checked without reading the device; the implementation that will run."""
-    checks.check_shape("q", q, ("B", "s_q", "H", "Dk"))
-    checks.check_dtype("q", q, checks.FLOAT_DTYPES)
-    B, s_q, H, Dk = q.shape
+    B, s_q, H, Dk = check_query(q, kv_lora_rank)
+    dtype, device = first_part(q).dtype, first_part(q).device
     checks.check_range("s_q (q.shape[1])", s_q, 1, MAX_S_Q)
     checks.check_range("number of heads (q.shape[2])", H, 1, MAX_HEADS)
     checks.check_range("kv_lora_rank", kv_lora_rank, 1, Dk - 1)
     checks.check_scale(scale)
     checks.check_choice("rescale", rescale, RESCALES)
     checks.check_kv_cache(kv_cache, MlaDims(kv_lora_rank, Dk - kv_lora_rank), kv_scale)
-    if kv_cache.dtype in checks.FLOAT_DTYPES and kv_cache.dtype != q.dtype:
-        raise ValueError(
-            f"Expected q and kv_cache of one dtype, got {q.dtype} and {kv_cache.dtype}"
-        )
+    if kv_cache.dtype in checks.FLOAT_DTYPES and kv_cache.dtype != dtype:
+        raise ValueError(f"Expected q and kv_cache of one dtype, got {dtype} and {kv_cache.dtype}")
     checks.check_shape("block_table", block_table, (B, "max_blocks"))
     checks.check_dtype("block_table", block_table, (torch.int32,))
     checks.check_last_contiguous("block_table", block_table)
     checks.check_shape("seq_lens", seq_lens, (B,))
     checks.check_dtype("seq_lens", seq_lens, (torch.int32,))
     for name, x in (("kv_cache", kv_cache), ("block_table", block_table), ("seq_lens", seq_lens)):
-        checks.check_device(name, x, q.device)
+        checks.check_device(name, x, device)
     if plan is not None:
         if not isinstance(plan, MlaDecodePlan):
             raise ValueError(f"Expected plan from plan_mla_decode, got {type(plan).__name__}")
         plan.check_fits(B, s_q, H, deterministic)
+    # Parts are joined where the kernel cannot take their strides.
+    for_tma = (kv_cache, q) if isinstance(q, torch.Tensor) else (kv_cache,)
     results = (
-        ("out", out, (B, s_q, H, kv_lora_rank), q.dtype),
+        ("out", out, (B, s_q, H, kv_lora_rank), dtype),
         ("lse", lse, (B, s_q, H), torch.float32),
     )
-    for name, tensor, shape, dtype in results:
+    for name, tensor, shape, of in results:
         if tensor is not None:
             checks.check_shape(name, tensor, shape)
-            checks.check_dtype(name, tensor, (dtype,))
-            checks.check_device(name, tensor, q.device)
+            checks.check_dtype(name, tensor, (of,))
+            checks.check_device(name, tensor, device)
             if not tensor.is_contiguous():
                 raise ValueError(f"Expected a contiguous {name}, got strides {tensor.stride()}")
     return choose_decode_impl(
         impl,
-        q.device,
+        device,
         dims=MlaDims(kv_lora_rank, Dk - kv_lora_rank),
-        dtype=q.dtype,
+        dtype=dtype,
         kv_cache_dtype=kv_cache.dtype,
         block_size=kv_cache.shape[1],
         rescale=rescale,
-        contiguous=all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in (q, kv_cache)),
+        contiguous=all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in for_tma),
         num_rows=s_q * H,
     )

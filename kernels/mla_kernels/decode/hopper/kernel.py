@@ -44,8 +44,8 @@ def barriers(N: gl.constexpr, COUNT: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["table_stride", "num_rows", "num_heads", "s_q"])
 def hopper_decode_kernel(
-    q_desc,  # [B * s_q * H, 576] bf16, boxes [64, 256]
-    q_rope_desc,  # the same, boxes [64, 64]
+    q_desc,  # latent part [B, s_q * H, 512] bf16, boxes [1, 64, 256]
+    q_rope_desc,  # rope part [B, s_q * H, 64] bf16, boxes [1, 64, 64]
     kv_desc,  # [num_blocks * 64, 576] bf16, boxes [64, 256]; fp8 caches: their rows as uint8
     kv_rope_desc,  # the same, boxes [64, 64]; fp8_ds_mla: the rows as bf16
     scale_desc,  # fp8_ds_mla: the rows as fp32, boxes [64, 4]

@@ -12,6 +12,7 @@ from mla_kernels.decode.hopper import layouts
 from mla_kernels.decode.hopper.kernel import hopper_decode_kernel
 from mla_kernels.decode.hopper.support import FORMATS, parts_for
 from mla_kernels.decode.plan import MlaDecodePlan
+from mla_kernels.decode.query import Query, first_part, row_parts
 from mla_kernels.decode.rescale import scale_to_log2
 from mla_kernels.decode.triton.merge import launch_merge
 from mla_kernels.decode.triton.plan import DevicePlan, build_plan
@@ -26,7 +27,7 @@ CONFIGS = {"bf16": _BF16, "fp8": _FP8, "fp8_ds_mla": _FP8}
 
 
 def mla_decode_hopper(
-    q: torch.Tensor,
+    q: Query,
     kv_cache: torch.Tensor,
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -40,8 +41,9 @@ def mla_decode_hopper(
     lse: torch.Tensor,
     deterministic: bool,
 ) -> None:
-    """`mla_decode` into contiguous out and lse. Allocates nothing when given a plan."""
-    _, s_q, H, _ = q.shape
+    """`mla_decode` into contiguous out and lse. Allocates nothing when given a plan, but for parts
+    of q with strides that TMA does not take."""
+    _, s_q, H, _ = first_part(q).shape
     device_plan = None if plan is None else plan.device_plan
     if device_plan is None:
         device_plan = build_plan(
@@ -50,17 +52,17 @@ def mla_decode_hopper(
             s_q=s_q,
             deterministic=deterministic,
             max_seq_len=block_table.shape[1] * kv_cache.shape[1],
-            num_parts=parts_for(s_q * H, q.device),
+            num_parts=parts_for(s_q * H, seq_lens.device),
         )
     launch_decode(
         q, kv_cache, block_table, seq_lens, device_plan, out, lse,
         scale=scale, kv_scale=kv_scale, causal=causal, rescale=rescale,
     )  # fmt: skip
-    launch_merge(device_plan, out, lse, device_arch(q.device))
+    launch_merge(device_plan, out, lse, device_arch(seq_lens.device))
 
 
 def launch_decode(
-    q: torch.Tensor,
+    q: Query,
     kv_cache: torch.Tensor,
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -75,9 +77,9 @@ def launch_decode(
 ) -> None:
     """One CTA a tile of 64 query rows and part of the plan; split requests are left to the merge.
 
-    q [B, s_q, H, 576] and out are contiguous bf16, kv_cache [num_blocks, 64, width] is contiguous.
+    out is contiguous bf16, kv_cache [num_blocks, 64, width] is contiguous.
     """
-    _, s_q, H, _ = q.shape
+    _, s_q, H, _ = first_part(q).shape
     rows = s_q * H
     kv_format = FORMATS[kv_cache.dtype]
     causal, chunked = causal and s_q > 1, plan.chunk > 0
@@ -91,7 +93,8 @@ def launch_decode(
         )
     grid = (triton.cdiv(rows, layouts.BLOCK.value), plan.parts.shape[0])
     hopper_decode_kernel[grid](
-        *descriptors(q, kv_cache, kv_format),
+        *query_descriptors(q, out.shape[-1]),
+        *cache_descriptors(kv_cache, kv_format),
         1.0 if kv_scale is None else kv_scale,
         block_table,
         seq_lens,
@@ -117,26 +120,28 @@ def launch_decode(
     )
 
 
-def descriptors(
-    q: torch.Tensor, kv_cache: torch.Tensor, kv_format: str
-) -> tuple[TensorDescriptor, ...]:
-    """TMA descriptors of q (halves, rope columns), of the cache (the same) and of its scales."""
-    rows = q.view(-1, q.shape[-1])
+def query_descriptors(q: Query, kv_lora_rank: int) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """TMA descriptors of the halves of the latent part and of the rope part."""
+    latent, rope = row_parts(q, kv_lora_rank)
+    block, half, layout = layouts.BLOCK.value, layouts.HALF.value, layouts.QUERY_TILE.value
+    return (
+        TensorDescriptor.from_tensor(latent, [1, block, half], layout),
+        TensorDescriptor.from_tensor(rope, [1, block, layouts.ROPE.value], layout),
+    )
+
+
+def cache_descriptors(kv_cache: torch.Tensor, kv_format: str) -> tuple[TensorDescriptor, ...]:
+    """TMA descriptors of the cache (halves of the latent columns, rope columns), of its scales."""
     cache = kv_cache.view(-1, kv_cache.shape[-1])
     half, rope = layouts.HALF.value, layouts.ROPE.value
     if kv_format == "bf16":
         kv_half = _boxes(cache, half, layouts.TILE)
-        kv_rope = _boxes(cache, rope, layouts.TILE)
-        scales = kv_half
-    else:
-        kv_half = _boxes(cache.view(torch.uint8), half, layouts.CODES)
-        kv_rope = _boxes(cache.view(torch.uint8), rope, layouts.CODES)
-        scales = kv_half
-        if kv_format == "fp8_ds_mla":
-            kv_rope = _boxes(cache.view(torch.bfloat16), rope, layouts.TILE)
-            scales = _boxes(cache.view(torch.float32), 4, layouts.SCALES)
-    tile = layouts.TILE
-    return _boxes(rows, half, tile), _boxes(rows, rope, tile), kv_half, kv_rope, scales
+        return kv_half, _boxes(cache, rope, layouts.TILE), kv_half
+    kv_half = _boxes(cache.view(torch.uint8), half, layouts.CODES)
+    if kv_format == "fp8":
+        return kv_half, _boxes(cache.view(torch.uint8), rope, layouts.CODES), kv_half
+    kv_rope = _boxes(cache.view(torch.bfloat16), rope, layouts.TILE)
+    return kv_half, kv_rope, _boxes(cache.view(torch.float32), 4, layouts.SCALES)
 
 
 def _boxes(rows: torch.Tensor, width: int, layout: Any) -> TensorDescriptor:

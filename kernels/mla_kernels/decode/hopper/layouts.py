@@ -26,6 +26,8 @@ OUTPUT_ROW = gl.constexpr(gl.SliceLayout(1, OUTPUT.value))
 OUTPUT_COL = gl.constexpr(gl.SliceLayout(0, OUTPUT.value))
 
 TILE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
+# The same memory as TMA fills it from the queries of one request, [1, 64, columns].
+QUERY_TILE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3))
 # The same tile as e4m3 codes: 64 columns after 64 columns, as TILE has them.
 CODES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2))
 # fp8_ds_mla: four fp32 scales a token, as a TMA load writes them and as they are read.

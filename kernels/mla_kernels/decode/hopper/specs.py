@@ -72,7 +72,9 @@ def descriptors(kv_format: str) -> dict[str, str]:
     rope = f"tensordesc<bf16[64, 64],{layouts.TILE.value!r}>"
     code_half = f"tensordesc<u8[64, 256],{layouts.CODES.value!r}>"
     code_rope = f"tensordesc<u8[64, 64],{layouts.CODES.value!r}>"
-    types = {"q_desc": half, "q_rope_desc": rope, "kv_desc": half, "kv_rope_desc": rope}
+    types = {"kv_desc": half, "kv_rope_desc": rope}
+    for name, width in (("q_desc", 256), ("q_rope_desc", 64)):
+        types[name] = f"tensordesc<bf16[1, 64, {width}],{layouts.QUERY_TILE.value!r}>"
     if kv_format == "fp8":
         types |= {"kv_desc": code_half, "kv_rope_desc": code_rope}
     if kv_format == "fp8_ds_mla":

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from mla_kernels.decode.hopper.gluon_compat import aggregate, tma_load
-from mla_kernels.decode.hopper.layouts import BLOCK
+from mla_kernels.decode.hopper.layouts import BLOCK, QUERY_TILE
 
 
 @gluon.jit
@@ -176,8 +176,15 @@ def stream_start(request, lo, hi, end):
 
 
 @gluon.jit
+def load_query(q_desc, request, COL: gl.constexpr, full, tile, ok):
+    """Ask for a request's rows of this program, from column COL on; rows past its last are zero."""
+    box = tile._reinterpret(gl.bfloat16, [1, tile.shape[0], tile.shape[1]], QUERY_TILE)
+    tma_load(q_desc, [request, gl.program_id(0) * BLOCK, COL], full, box, pred=ok)
+
+
+@gluon.jit
 def load_next(
-    c, plan, q_desc, kv_desc, num_rows, Q_COL: gl.constexpr, KV_COL: gl.constexpr,
+    c, plan, q_desc, kv_desc, Q_COL: gl.constexpr, KV_COL: gl.constexpr,
     WIDTH: gl.constexpr, ring, full, slot,
 ):  # fmt: skip
     """Fill `slot` of a ring with the WIDTH columns of the cursor's tile that start at Q_COL in a
@@ -185,8 +192,7 @@ def load_next(
     ok = c.request <= plan.last
     mbarrier.expect(full.index(slot), BLOCK * WIDTH * 2, pred=ok)
     if c.tile == c.query:
-        row = c.request * num_rows + gl.program_id(0) * BLOCK
-        tma_load(q_desc, [row, Q_COL], full.index(slot), ring.index(slot), pred=ok)
+        load_query(q_desc, c.request, Q_COL, full.index(slot), ring.index(slot), ok)
     else:
         tma_load(kv_desc, [c.page * BLOCK, KV_COL], full.index(slot), ring.index(slot), pred=ok)
 

@@ -114,7 +114,7 @@ def values_warpgroup(
     cv = stream_start(request, lo, hi, end)
     cr = stream_start(request, lo, hi, end)
     for i0 in range(SLOTS):
-        cv = load_next(cv, plan, q_desc, kv_desc, num_rows, COL, COL, HALF, ring, full, i0)
+        cv = load_next(cv, plan, q_desc, kv_desc, COL, COL, HALF, ring, full, i0)
     if COL > 0:
         for i1 in range(SLOTS_R):
             cr = load_next(
@@ -122,8 +122,7 @@ def values_warpgroup(
                 plan,
                 q_rope_desc,
                 kv_rope_desc,
-                num_rows,
-                LATENT,
+                0,
                 LATENT,
                 ROPE,
                 ring_r,
@@ -133,7 +132,7 @@ def values_warpgroup(
     if request <= plan.last:  # the first query tile; the later ones are taken before an epilogue
         mbarrier.wait(full_q, pq)
         pq = pq ^ 1
-        cv = load_next(cv, plan, q_desc, kv_desc, num_rows, COL, COL, HALF, ring, full, iv)
+        cv = load_next(cv, plan, q_desc, kv_desc, COL, COL, HALF, ring, full, iv)
         iv = ring_step(iv, SLOTS)
         if COL > 0:
             cr = load_next(
@@ -141,8 +140,7 @@ def values_warpgroup(
                 plan,
                 q_rope_desc,
                 kv_rope_desc,
-                num_rows,
-                LATENT,
+                0,
                 LATENT,
                 ROPE,
                 ring_r,
@@ -164,8 +162,7 @@ def values_warpgroup(
                     plan,
                     q_rope_desc,
                     kv_rope_desc,
-                    num_rows,
-                    LATENT,
+                    0,
                     LATENT,
                     ROPE,
                     ring_r,
@@ -177,7 +174,7 @@ def values_warpgroup(
             token = warpgroup_mma(p_ring.index(ip), ring.index(iv), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(token,))
             mbarrier.arrive(empty_p.index(ip), count=1)
-            cv = load_next(cv, plan, q_desc, kv_desc, num_rows, COL, COL, HALF, ring, full, iv)
+            cv = load_next(cv, plan, q_desc, kv_desc, COL, COL, HALF, ring, full, iv)
             iv = ring_step(iv, SLOTS)
             ip, pp = ring_next(ip, pp, SLOTS_P)
 
@@ -189,8 +186,7 @@ def values_warpgroup(
                 plan,
                 q_rope_desc,
                 kv_rope_desc,
-                num_rows,
-                LATENT,
+                0,
                 LATENT,
                 ROPE,
                 ring_r,
@@ -204,7 +200,7 @@ def values_warpgroup(
         token = warpgroup_mma(p_ring.index(ip), ring.index(iv), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(token,))
         mbarrier.arrive(empty_p.index(ip), count=1)
-        cv = load_next(cv, plan, q_desc, kv_desc, num_rows, COL, COL, HALF, ring, full, iv)
+        cv = load_next(cv, plan, q_desc, kv_desc, COL, COL, HALF, ring, full, iv)
         iv = ring_step(iv, SLOTS)
         ip, pp = ring_next(ip, pp, SLOTS_P)
         # The next segment's query tile, once read, or else a tile of the past leaves its memory to
@@ -218,8 +214,7 @@ def values_warpgroup(
                     plan,
                     q_rope_desc,
                     kv_rope_desc,
-                    num_rows,
-                    LATENT,
+                    0,
                     LATENT,
                     ROPE,
                     ring_r,
@@ -232,7 +227,7 @@ def values_warpgroup(
             split, splits, num_rows, COL, FULL,
         )  # fmt: skip
         if after <= plan.last:
-            cv = load_next(cv, plan, q_desc, kv_desc, num_rows, COL, COL, HALF, ring, full, iv)
+            cv = load_next(cv, plan, q_desc, kv_desc, COL, COL, HALF, ring, full, iv)
             iv = ring_step(iv, SLOTS)
         split = gl.where(after == request, split + 1, 0)
         request = after + 0

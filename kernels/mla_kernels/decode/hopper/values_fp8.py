@@ -15,11 +15,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from mla_kernels.decode.hopper.convert import Codes, code_stream, convert_next, load_codes
-from mla_kernels.decode.hopper.gluon_compat import tma_load
 from mla_kernels.decode.hopper.layouts import BLOCK, HALF, OUTPUT, ROPE
 from mla_kernels.decode.hopper.softmax import rescale
 from mla_kernels.decode.hopper.stream import (
     load_next,
+    load_query,
     next_segment,
     ring_next,
     ring_step,
@@ -34,10 +34,9 @@ ROPE_COL = gl.constexpr(Fp8DsMlaLayout().rope_offset // 2)
 
 
 @gluon.jit
-def load_query(q_desc, request, num_rows, tiles, full, slot, COL: gl.constexpr):
+def place_query(q_desc, request, tiles, full, slot, COL: gl.constexpr):
     mbarrier.expect(full.index(slot), BLOCK * tiles.shape[2] * 2)
-    row = request * num_rows + gl.program_id(0) * BLOCK
-    tma_load(q_desc, [row, COL], full.index(slot), tiles.index(slot))
+    load_query(q_desc, request, COL, full.index(slot), tiles.index(slot), True)
 
 
 @gluon.jit
@@ -81,7 +80,7 @@ def values_fp8_warpgroup(
         start, seq_lens, requests, table, table_stride, CHUNKED
     )
     if request <= plan.last:
-        load_query(q_desc, request, num_rows, tiles, full, 0, COL)
+        place_query(q_desc, request, tiles, full, 0, COL)
     cv = code_stream(plan, request, lo, hi, end)
     for i0 in gl.static_range(SLOTS):
         cv = load_codes(cv, plan, latent, i0)
@@ -90,12 +89,12 @@ def values_fp8_warpgroup(
             cr = stream_start(request, lo, hi, end)
             for i1 in gl.static_range(SLOTS_R):
                 cr = load_next(
-                    cr, plan, q_rope_desc, kv_rope_desc, num_rows, LATENT, ROPE_COL, ROPE,
+                    cr, plan, q_rope_desc, kv_rope_desc, 0, ROPE_COL, ROPE,
                     rope_tiles, full_r, i1,
                 )  # fmt: skip
         else:
             if request <= plan.last:
-                load_query(q_rope_desc, request, num_rows, rope_tiles, full_r, 0, LATENT)
+                place_query(q_rope_desc, request, rope_tiles, full_r, 0, 0)
             cr = code_stream(plan, request, lo, hi, end)
             for i2 in gl.static_range(SLOTS):
                 cr = load_codes(cr, plan, rope, i2)
@@ -107,7 +106,7 @@ def values_fp8_warpgroup(
         pq = pq ^ 1
         if HAS_ROPE and GROUPED:
             cr = load_next(
-                cr, plan, q_rope_desc, kv_rope_desc, num_rows, LATENT, ROPE_COL, ROPE,
+                cr, plan, q_rope_desc, kv_rope_desc, 0, ROPE_COL, ROPE,
                 rope_tiles, full_r, ir,
             )  # fmt: skip
             ir = ring_step(ir, SLOTS_R)
@@ -124,7 +123,7 @@ def values_fp8_warpgroup(
             mbarrier.wait(full_p.index(ip), pp)
             if HAS_ROPE and GROUPED:  # P(n) is there, so QK(n) is done and its rope tile is free
                 cr = load_next(
-                    cr, plan, q_rope_desc, kv_rope_desc, num_rows, LATENT, ROPE_COL, ROPE,
+                    cr, plan, q_rope_desc, kv_rope_desc, 0, ROPE_COL, ROPE,
                     rope_tiles, full_r, ir,
                 )  # fmt: skip
                 ir = ring_step(ir, SLOTS_R)
@@ -136,13 +135,13 @@ def values_fp8_warpgroup(
             ip, pp = ring_next(ip, pp, SLOTS_P)
 
         if after <= plan.last:  # the next query tile takes the place of tile hi - 2
-            load_query(q_desc, after, num_rows, tiles, full, iv ^ 1, COL)
+            place_query(q_desc, after, tiles, full, iv ^ 1, COL)
             if HAS_ROPE and not GROUPED:
-                load_query(q_rope_desc, after, num_rows, rope_tiles, full_r, iv ^ 1, LATENT)
+                place_query(q_rope_desc, after, rope_tiles, full_r, iv ^ 1, 0)
         mbarrier.wait(full_p.index(ip), pp)
         if HAS_ROPE and GROUPED:
             cr = load_next(
-                cr, plan, q_rope_desc, kv_rope_desc, num_rows, LATENT, ROPE_COL, ROPE,
+                cr, plan, q_rope_desc, kv_rope_desc, 0, ROPE_COL, ROPE,
                 rope_tiles, full_r, ir,
             )  # fmt: skip
             ir = ring_step(ir, SLOTS_R)
@@ -161,7 +160,7 @@ def values_fp8_warpgroup(
             pq = pq ^ 1
             if HAS_ROPE and GROUPED:
                 cr = load_next(
-                    cr, plan, q_rope_desc, kv_rope_desc, num_rows, LATENT, ROPE_COL, ROPE,
+                    cr, plan, q_rope_desc, kv_rope_desc, 0, ROPE_COL, ROPE,
                     rope_tiles, full_r, ir,
                 )  # fmt: skip
                 ir = ring_step(ir, SLOTS_R)

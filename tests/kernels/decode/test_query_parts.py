@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Queries that come in two parts, with the strides that a layer's products leave them in."""
+
+import pytest
+import torch
+from mla_kernels import mla_decode
+from mla_kernels.decode.query import row_parts
+from mla_kernels.testing.cases import decode_case
+
+NOPE = 128
+
+
+def parts_of(q, *, by_head):
+    """The same numbers as a layer has them: out of a product over heads, or written in place by
+    it; the rope part is the end of each head's query."""
+    B, s_q, H, _ = q.shape
+    flat = q.flatten(0, 1)
+    latent = flat[..., :512]
+    latent = latent.transpose(0, 1).contiguous().transpose(0, 1) if by_head else latent.contiguous()
+    whole = torch.full((B * s_q, H, NOPE + 64), torch.nan, dtype=q.dtype, device=q.device)
+    whole[..., NOPE:] = flat[..., 512:]
+    return latent.unflatten(0, (B, s_q)), whole[..., NOPE:].unflatten(0, (B, s_q))
+
+
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+@pytest.mark.parametrize("by_head", [False, True])
+def test_parts_give_what_the_whole_gives(impl, by_head):
+    case = decode_case([0, 70, 5], num_heads=4, s_q=2)
+    q, *rest = case.args
+    whole, whole_lse = mla_decode(q, *rest, **case.options, impl=impl)
+    parts, parts_lse = mla_decode(parts_of(q, by_head=by_head), *rest, **case.options, impl=impl)
+    assert torch.equal(parts, whole)
+    assert torch.equal(parts_lse, whole_lse)
+
+
+@pytest.mark.parametrize("s_q", [1, 2])
+@pytest.mark.parametrize("heads", [1, 6, 16])
+@pytest.mark.parametrize("requests", [1, 3])
+@pytest.mark.parametrize("by_head", [False, True])
+def test_rows_of_a_request_are_one_stride_apart(s_q, heads, requests, by_head):
+    q = torch.randn(requests, s_q, heads, 576).bfloat16()
+    parts = parts_of(q, by_head=by_head)
+    rows = row_parts(parts, 512)
+    want = q.flatten(1, 2)
+    assert torch.equal(rows[0], want[..., :512])
+    assert torch.equal(rows[1], want[..., 512:])
+    for row in rows:
+        assert row.stride(2) == 1
+        assert not row.data_ptr() % 16
+        assert not any(stride * 2 % 16 for stride in row.stride()[:2])
+    shared = rows[1].data_ptr() == parts[1].data_ptr()
+    assert shared == (not by_head or s_q == 1 or heads == 1 or requests * s_q == 1)
+
+
+def test_parts_that_tma_cannot_read_are_copied():
+    q = torch.randn(2, 1, 16, 577).bfloat16()[..., 1:]
+    latent, rope = row_parts((q[..., :512], q[..., 512:]), 512)
+    assert torch.equal(torch.cat((latent, rope), -1), q.flatten(1, 2))
+    assert not latent.data_ptr() % 16
+    assert latent.stride(1) == 576
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ((torch.zeros(1, 1, 4, 512),), "q to be a tensor or its two parts, got tuple"),
+        ([torch.zeros(1, 1, 4, 512)] * 2, "two parts, got list"),
+        ((torch.zeros(1, 1, 4, 256), torch.zeros(1, 1, 4, 64)), r"q\[0\]"),
+        ((torch.zeros(1, 1, 4, 512), torch.zeros(1, 1, 3, 64)), r"q\[1\]"),
+        ((torch.zeros(1, 1, 4, 512), torch.zeros(1, 1, 4, 64).bfloat16()), r"q\[1\]"),
+        ((torch.zeros(1, 1, 4, 512), torch.zeros(1, 1, 64, 4).mT), r"q\[1\]"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(parts, message):
+    case = decode_case([5], num_heads=4, dtype=torch.float32)
+    with pytest.raises(ValueError, match=message):
+        mla_decode(parts, *case.args[1:], **case.options)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("impl", ["hopper", "triton"])
+@pytest.mark.parametrize("cache_dtype", [None, torch.uint8])
+@pytest.mark.parametrize("heads", [1, 6, 16, 64, 128])
+@pytest.mark.parametrize("s_q", [1, 2, 5])
+@pytest.mark.parametrize("by_head", [False, True])
+def test_parts_on_a_gpu(impl, cache_dtype, heads, s_q, by_head):
+    if impl == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs sm_90")
+    case = decode_case(
+        [0, 1, 65, 1000, 0, 33], num_heads=heads, s_q=s_q, device="cuda", cache_dtype=cache_dtype
+    )
+    q, *rest = case.args
+    whole, whole_lse = mla_decode(q, *rest, **case.options, impl=impl)
+    parts, parts_lse = mla_decode(
+        parts_of(q, by_head=by_head), *rest, **case.options, impl=impl, out=case.poisoned_out()
+    )
+    assert torch.equal(parts, whole)
+    assert torch.equal(parts_lse, whole_lse)
