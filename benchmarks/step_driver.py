@@ -114,6 +114,7 @@ def measure(
         running = start(alive, batch, context, of)
         rounds: dict[str, list[list[float]]] = {engine.backend: [] for engine in running}
         for _ in range(ROUNDS):
+            running.reverse()  # so that no engine always follows the same one
             for engine in running:
                 said = engine.ask("time", steps=steps, seconds=seconds)
                 if "error" in said:
