@@ -32,7 +32,7 @@ ATTENTION = re.compile(
     r"mla_decode_kernel|hopper_decode_kernel|few_(rows|heads)|merge_kernel|plan_kernel|"
     r"flash_fwd|FlashAttn|prepare_varlen|get_mla_metadata|_fwd_grouped_kernel|_fwd_kernel_stage|"
     # DeepSeek-V3.2: of both, the indexer too.
-    r"sparse|scores_kernel|mqa_logits|topk|select_kernel|group_max|clear_state|smxx|combine|"
+    r"sparse|token_rows|scores_kernel|mqa_logits|topk|select_kernel|group_max|clear_state|smxx|combine|"
     r"positions_to_slots|convert_req_index|indexer",
     re.IGNORECASE,
 )

@@ -80,7 +80,7 @@ def test_rows_keep_their_addresses():
     second = builder.build(common_metadata([3, 1], [4, 8]))
     assert first.lengths.data_ptr() == second.lengths.data_ptr()
     assert first.request_ids.data_ptr() == second.request_ids.data_ptr()
-    for buffer in (builder._tokens, builder._request_ids, builder._lengths):
+    for buffer in (builder._request_ids, builder._lengths):
         buffer.fill_(-7)  # sleep mode discards what they hold
     after_sleep = builder.build(common_metadata([3, 1], [4, 8]))
     assert after_sleep.lengths.tolist() == [2, 3, 4, 8]

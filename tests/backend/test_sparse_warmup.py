@@ -142,6 +142,7 @@ def test_no_step_launches_what_was_not_compiled(keys, max_blocks):
     from mla_backend.attention.sparse.warmup import warm_up_indexer
 
     indexer = make_indexer(max_blocks)
+    builder = RowsBuilder(MAX_TOKENS, torch.device("cpu"))
     warm_up_indexer(indexer, MAX_TOKENS, MAX_REQUESTS, max_blocks)
     compiled = set(keys)
     names = {key[0] for key in compiled}
@@ -149,7 +150,7 @@ def test_no_step_launches_what_was_not_compiled(keys, max_blocks):
     assert len(compiled) < 90, "each takes a second or two at start-up"
     keys.clear()
 
-    rng, builder = random.Random(0), RowsBuilder(MAX_TOKENS, torch.device("cpu"))
+    rng = random.Random(0)
     cache = torch.zeros(4, 64, 132, dtype=torch.uint8)
     for _ in range(80):
         common = random_common(rng, max_blocks)
@@ -191,6 +192,7 @@ def test_no_step_attends_with_what_was_not_compiled(kernel, keys, monkeypatch):
     monkeypatch.setattr(hopper, "device_arch", lambda device: ARCHS[90])
     impl._workspace = torch.empty(2**26, dtype=torch.uint8)
     layer = types.SimpleNamespace(_k_scale=torch.ones(1), impl=impl)
+    builder = RowsBuilder(MAX_TOKENS, torch.device("cpu"))
     warm_up_attention(layer, 300, MAX_REQUESTS, 64)
     compiled = set(keys)
     assert {key[0] for key in compiled} >= {
@@ -200,7 +202,7 @@ def test_no_step_attends_with_what_was_not_compiled(kernel, keys, monkeypatch):
     }  # fmt: skip
     assert len(compiled) < 30
     keys.clear()
-    rng, builder = random.Random(1), RowsBuilder(MAX_TOKENS, torch.device("cpu"))
+    rng = random.Random(1)
     cache = torch.zeros(4, 64, 576, dtype=torch.bfloat16)
     for _ in range(40):
         common = random_common(rng, 64, 300)

@@ -16,7 +16,7 @@ from test_parity import outputs_of
 
 OURS = re.compile(
     "mla_sparse|hopper_sparse|positions_to_slots|scores_kernel|select_kernel|group_max|spread_topk|clear_state|"
-    "write_|join_query|lengths_kernel"
+    "write_|join_query|lengths_kernel|token_rows"
 )
 MODES = ("eager", "compiled", "mtp", "fp8_ds_mla")
 

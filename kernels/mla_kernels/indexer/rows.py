@@ -10,6 +10,7 @@ import torch
 
 from mla_kernels import checks
 from mla_kernels.layouts import BLOCK_SIZE
+from mla_kernels.triton_common.runtime import INTERPRET
 
 
 def check_rows(
@@ -100,3 +101,45 @@ def indexer_lengths(
         lengths = torch.where(request_ids >= 0, lengths, 0)
     assert positions is not None
     return torch.minimum(lengths, positions + 1).clamp_(min=0)
+
+
+def token_rows(
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    request_ids: torch.Tensor,
+    lengths: torch.Tensor,
+) -> None:
+    """Which request each of a step's T tokens belongs to and how many keys it sees, in one launch.
+
+    query_start_loc  [B + 1] int32: tokens query_start_loc[b] to query_start_loc[b + 1] - 1 are the
+                     last ones of request b
+    seq_lens         [B] int32, the new tokens included
+    request_ids      [T] int32, written; -1 for a token past those of the last request
+    lengths          [T] int32, written; 0 for such a token
+
+    ValueError for arguments that do not fit. Reads nothing back.
+    """
+    checks.check_shape("seq_lens", seq_lens, ("B",))
+    checks.check_shape("query_start_loc", query_start_loc, (seq_lens.shape[0] + 1,))
+    checks.check_shape("request_ids", request_ids, ("T",))
+    checks.check_shape("lengths", lengths, tuple(request_ids.shape))
+    tensors = {"query_start_loc": query_start_loc, "seq_lens": seq_lens}
+    for name, x in (tensors | {"request_ids": request_ids, "lengths": lengths}).items():
+        checks.check_dtype(name, x, (torch.int32,))
+        checks.check_device(name, x, seq_lens.device)
+        checks.check_last_contiguous(name, x)
+    if seq_lens.device.type != "cpu" or INTERPRET:
+        from mla_kernels.indexer.triton.row_launchers import launch_token_rows
+
+        launch_token_rows(query_start_loc, seq_lens, request_ids, lengths)
+        return
+    B, ends = seq_lens.shape[0], query_start_loc[1:]
+    tokens = torch.arange(request_ids.shape[0], dtype=torch.int32)
+    torch.searchsorted(ends, tokens, right=True, out_int32=True, out=request_ids)
+    padding = request_ids >= B
+    request = request_ids.clamp(max=B - 1)
+    # The last new token of a request sees all of it, the one before it one token less.
+    torch.sub(seq_lens[request] + tokens + 1, ends[request], out=lengths)
+    lengths.masked_fill_(padding, 0).clamp_(min=0)
+    request_ids.masked_fill_(padding, -1)

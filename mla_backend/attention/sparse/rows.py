@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from mla_kernels.indexer.rows import token_rows
 
 
 @dataclass
@@ -31,27 +32,25 @@ class RowsBuilder:
     """Builds `TokenRows` into buffers that stay where they are, as a captured graph needs."""
 
     def __init__(self, max_tokens: int, device: torch.device) -> None:
-        self._tokens = torch.empty(max_tokens, dtype=torch.int32, device=device)
-        self._request_ids = torch.empty_like(self._tokens)
-        self._lengths = torch.empty_like(self._tokens)
+        self._request_ids = torch.full((max_tokens,), -1, dtype=torch.int32, device=device)
+        self._lengths = torch.zeros_like(self._request_ids)
+        nothing = torch.zeros(2, dtype=torch.int32, device=device)
+        self._fill(nothing, nothing[:1], 1)  # compiles the kernel now, not in the first step
+
+    def _fill(
+        self, starts: torch.Tensor, seq_lens: torch.Tensor, T: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        request_ids, lengths = self._request_ids[:T], self._lengths[:T]
+        token_rows(starts, seq_lens, request_ids=request_ids, lengths=lengths)
+        return request_ids, lengths
 
     def build(self, common: Any) -> TokenRows:
         """For vLLM's CommonAttentionMetadata. Reads only its host copies back."""
         B, T = common.num_reqs, common.num_actual_tokens
-        if T > len(self._tokens):
-            raise ValueError(f"Expected at most {len(self._tokens)} tokens in a step, got {T}")
-        seq_lens, ends = common.seq_lens[:B], common.query_start_loc[1 : B + 1]
-        tokens, request_ids, lengths = (
-            x[:T] for x in (self._tokens, self._request_ids, self._lengths)
-        )
-        torch.arange(T, out=tokens)  # again in each step: sleep mode discards what is kept here
-        torch.searchsorted(ends, tokens, right=True, out_int32=True, out=request_ids)
-        padding = request_ids >= B
-        request = request_ids.clamp(max=B - 1)
-        # The last new token of a request sees all of it, the one before it one token less.
-        torch.sub(seq_lens[request] + tokens + 1, ends[request], out=lengths)
-        lengths.masked_fill_(padding, 0).clamp_(min=0)
-        request_ids.masked_fill_(padding, -1)
+        if T > len(self._lengths):
+            raise ValueError(f"Expected at most {len(self._lengths)} tokens in a step, got {T}")
+        seq_lens = common.seq_lens[:B]
+        request_ids, lengths = self._fill(common.query_start_loc[: B + 1], seq_lens, T)
         return TokenRows(
             common.block_table_tensor[:B],
             seq_lens,

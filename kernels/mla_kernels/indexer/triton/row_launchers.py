@@ -12,6 +12,7 @@ from mla_kernels.indexer.triton.rows import (
     fill_tail_kernel,
     lengths_kernel,
     positions_to_slots_kernel,
+    token_rows_kernel,
 )
 from mla_kernels.layouts import BLOCK_SIZE
 from mla_kernels.triton_common.runtime import INTERPRET
@@ -53,6 +54,27 @@ def launch_lengths(
             RAGGED=request_ids is not None,
         )
     return out
+
+
+def launch_token_rows(
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    request_ids: torch.Tensor,
+    lengths: torch.Tensor,
+) -> None:
+    """`token_rows` in one launch."""
+    B, T = seq_lens.shape[0], request_ids.shape[0]
+    if T:
+        token_rows_kernel[(triton.cdiv(T, LENGTHS_BLOCK),)](
+            query_start_loc,
+            seq_lens,
+            request_ids,
+            lengths,
+            B,
+            T,
+            B.bit_length(),
+            BLOCK=LENGTHS_BLOCK,
+        )
 
 
 def launch_write_indexer_cache(

@@ -38,6 +38,35 @@ def lengths_kernel(
     tl.store(out_ptr + row, tl.maximum(length, 0), mask=inside)
 
 
+@triton.jit(do_not_specialize=["num_requests", "num_tokens", "steps"])
+def token_rows_kernel(
+    starts_ptr,  # [B + 1] int32
+    seq_lens_ptr,  # [B] int32
+    requests_ptr,  # [T] int32, written
+    lengths_ptr,  # [T] int32, written
+    num_requests,
+    num_tokens,
+    steps,  # of the search: bits of num_requests
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = token < num_tokens
+    # The first request that ends behind the token, num_requests if none does.
+    request = tl.zeros((BLOCK,), tl.int32)
+    past = request + num_requests
+    for _ in range(steps):
+        middle = (request + past) // 2
+        searching = request < past
+        ends = tl.load(starts_ptr + 1 + middle, mask=searching, other=0)
+        request = tl.where(searching & (ends <= token), middle + 1, request)
+        past = tl.where(searching & (ends > token), middle, past)
+    known = inside & (request < num_requests)
+    end = tl.load(starts_ptr + 1 + request, mask=known, other=0)
+    length = tl.load(seq_lens_ptr + request, mask=known, other=0) + token + 1 - end
+    tl.store(requests_ptr + token, tl.where(known, request, -1), mask=inside)
+    tl.store(lengths_ptr + token, tl.where(known, tl.maximum(length, 0), 0), mask=inside)
+
+
 @triton.jit
 def fill_tail_kernel(
     lengths_ptr,  # [T] int32

@@ -16,6 +16,7 @@ from mla_kernels.indexer.triton.rows import (
     fill_tail_kernel,
     lengths_kernel,
     positions_to_slots_kernel,
+    token_rows_kernel,
 )
 from mla_kernels.indexer.triton.scores import scores_kernel
 from mla_kernels.layouts import BLOCK_SIZE
@@ -56,7 +57,14 @@ def specialisations(arch: Arch) -> list[KernelSpec]:
     writes = [
         _write(arch, fp8, ue8m0) for fp8, ue8m0 in ((True, True), (True, False), (False, True))
     ]
-    return [*(_scores(arch, call) for call in SCORES), *writes, _lengths(), _fill_tail(), _slots()]
+    return [
+        *(_scores(arch, call) for call in SCORES),
+        *writes,
+        _lengths(),
+        _token_rows(),
+        _fill_tail(),
+        _slots(),
+    ]
 
 
 def _scores(arch: Arch, call: Scores) -> KernelSpec:
@@ -138,6 +146,19 @@ def _lengths() -> KernelSpec:
             "HAS_POSITIONS": True,
             "RAGGED": True,
         },
+        aligned=pointers,
+        quick=True,
+    )
+
+
+def _token_rows() -> KernelSpec:
+    pointers = ("starts_ptr", "seq_lens_ptr", "requests_ptr", "lengths_ptr")
+    scalars = ("num_requests", "num_tokens", "steps")
+    return KernelSpec(
+        name="token_rows",
+        fn=token_rows_kernel,
+        signature={**dict.fromkeys(pointers, "*i32"), **dict.fromkeys(scalars, "i32")},
+        constexprs={"BLOCK": LENGTHS_BLOCK},
         aligned=pointers,
         quick=True,
     )
