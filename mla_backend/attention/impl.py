@@ -4,7 +4,7 @@
 from typing import Any
 
 import torch
-from mla_kernels import mla_decode, write_kv_cache
+from mla_kernels import mla_decode
 from mla_kernels.cache.rows import rows_as_float
 from mla_kernels.layouts import MlaDims
 from vllm.config import get_current_vllm_config_or_none
@@ -13,13 +13,14 @@ from vllm.platforms import current_platform
 
 from mla_backend import compat
 from mla_backend.attention import support
+from mla_backend.attention.cache_write import CacheWrites
 from mla_backend.attention.kernel import DecodeKernel
 from mla_backend.attention.metadata import MlaMetadata
 from mla_backend.attention.prefill import run_prefill
 from mla_backend.stats import STATS
 
 
-class MlaImpl(MLACommonImpl[MlaMetadata]):
+class MlaImpl(CacheWrites, MLACommonImpl[MlaMetadata]):
     """Dense MLA through `mla_kernels`; on a GPU, prefill is vLLM's common path."""
 
     can_return_lse_for_decode: bool = True
@@ -65,33 +66,6 @@ class MlaImpl(MLACommonImpl[MlaMetadata]):
         self._fp8_cache = self.decode_kernel.kv_cache_dtype == torch.float8_e4m3fn
         if self._on_cpu:
             compat.keep_kv_b_weight(self.kv_b_proj)
-
-    def do_kv_cache_update(
-        self,
-        kv_c_normed: torch.Tensor,
-        k_pe: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        kv_cache_dtype: str,
-        k_scale: torch.Tensor,
-        skip_scale: bool = False,
-    ) -> None:
-        """Write the new tokens' latent [T, kv_lora_rank] and rope [T, 1, rope] rows."""
-        if kv_cache.numel() == 0:
-            return
-        STATS.kv_cache_writes += 1
-        if self._fp8_cache:
-            kv_cache = kv_cache.view(torch.float8_e4m3fn)
-        write_kv_cache(
-            kv_c_normed,
-            k_pe.squeeze(1),
-            kv_cache,
-            slot_mapping.flatten(),
-            kv_scale=self._kv_scale(k_scale),
-        )
-
-    def _kv_scale(self, k_scale: torch.Tensor) -> torch.Tensor | None:
-        return k_scale if self._fp8_cache else None
 
     def forward_mqa(
         self,

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public function `mla_decode`, and which implementation it takes."""
 
+from typing import Any
+
 import torch
 
 from mla_kernels import checks
@@ -90,41 +92,25 @@ def mla_decode(
             lse = first_part(q).new_empty(B, s_q, H, dtype=torch.float32)
         if B == 0:
             return out, lse
+        options: dict[str, Any] = {
+            "scale": scale,
+            "kv_scale": kv_scale,
+            "causal": causal,
+            "rescale": rescale,
+            "plan": plan,
+            "out": out,
+            "lse": lse,
+            "deterministic": deterministic,
+        }
         if choice.impl == "hopper":
             from mla_kernels.decode.hopper.launcher import mla_decode_hopper
 
-            mla_decode_hopper(
-                q,
-                kv_cache,
-                block_table,
-                seq_lens,
-                scale=scale,
-                kv_scale=kv_scale,
-                causal=causal,
-                rescale=rescale,
-                plan=plan,
-                out=out,
-                lse=lse,
-                deterministic=deterministic,
-            )
-            return out, lse
-        from mla_kernels.decode.triton.launcher import mla_decode_triton
+            mla_decode_hopper(q, kv_cache, block_table, seq_lens, **options)
+        else:
+            from mla_kernels.decode.triton.launcher import mla_decode_triton
 
-        mla_decode_triton(
-            joined(q),
-            kv_cache,
-            block_table,
-            seq_lens,
-            scale=scale,
-            kv_lora_rank=kv_lora_rank,
-            kv_scale=kv_scale,
-            causal=causal,
-            rescale=rescale,
-            plan=plan,
-            out=out,
-            lse=lse,
-            deterministic=deterministic,
-        )
+            options["kv_lora_rank"] = kv_lora_rank
+            mla_decode_triton(joined(q), kv_cache, block_table, seq_lens, **options)
         return out, lse
     q = joined(q)
     if choice.impl == "reference":

@@ -4,7 +4,7 @@
 from typing import Any
 
 import torch
-from mla_kernels import mla_sparse_attention, positions_to_slots, write_kv_cache
+from mla_kernels import mla_sparse_attention, positions_to_slots
 from mla_kernels.layouts import MlaDims
 from mla_kernels.query.api import join_query
 from vllm.config import get_current_vllm_config
@@ -13,6 +13,7 @@ from vllm.v1.attention.backend import MLAAttentionImpl
 
 from mla_backend import compat
 from mla_backend.attention import support
+from mla_backend.attention.cache_write import CacheWrites
 from mla_backend.attention.impl import lay_out_absorbed_weights
 from mla_backend.attention.kernel import cache_dtype
 from mla_backend.attention.sparse.indexer import take_over
@@ -23,7 +24,7 @@ from mla_backend.attention.sparse.rows import max_tokens
 from mla_backend.stats import STATS
 
 
-class SparseMlaImpl(MLAAttentionImpl[SparseMetadata]):
+class SparseMlaImpl(CacheWrites, MLAAttentionImpl[SparseMetadata]):
     """Sparse MLA through `mla_kernels`; prefill tokens take the same path as decode tokens."""
 
     is_sparse = True
@@ -90,30 +91,6 @@ class SparseMlaImpl(MLAAttentionImpl[SparseMetadata]):
     def record_logical_topk_ready(self) -> None:
         """vLLM 0.32 says that the indexer is done; everything is in one stream, so it is."""
 
-    def do_kv_cache_update(
-        self,
-        kv_c_normed: torch.Tensor,
-        k_pe: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        kv_cache_dtype: str,
-        k_scale: torch.Tensor,
-        skip_scale: bool = False,
-    ) -> None:
-        """Write the new tokens' latent [T, kv_lora_rank] and rope [T, 1, rope] rows."""
-        if kv_cache.numel() == 0:
-            return
-        STATS.kv_cache_writes += 1
-        if self._fp8_cache:
-            kv_cache = kv_cache.view(torch.float8_e4m3fn)
-        write_kv_cache(
-            kv_c_normed,
-            k_pe.squeeze(1),
-            kv_cache,
-            slot_mapping.flatten(),
-            kv_scale=k_scale if self._fp8_cache else None,
-        )
-
     def forward_mqa(
         self,
         q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
@@ -146,7 +123,7 @@ class SparseMlaImpl(MLAAttentionImpl[SparseMetadata]):
             slots,
             scale=self.scale,
             kv_lora_rank=self.kv_lora_rank,
-            kv_scale=layer._k_scale if self._fp8_cache else None,
+            kv_scale=self._kv_scale(layer._k_scale),
             deterministic=self.kernel.deterministic,
             impl=self.kernel.attention,
             workspace=self._workspace,
