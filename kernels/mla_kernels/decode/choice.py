@@ -36,10 +36,11 @@ def choose_decode_impl(
         if hopper_refusal is None and not contiguous:
             hopper_refusal = "it needs q and kv_cache contiguous, from a multiple of 16 bytes on"
         few = num_rows is not None and num_rows <= 16 and rescale == "pow2"
-        fp8 = kv_cache_dtype == torch.float8_e4m3fn
-        if hopper_refusal is None and impl == "auto" and few and fp8:
-            # 102 us against 163 for 128 requests of 4096 tokens: benchmarks/VERSIONS.md.
-            hopper_refusal = "the portable kernel is faster for up to 16 rows of fp8"
+        codes = kv_cache_dtype in (torch.float8_e4m3fn, torch.uint8)
+        if hopper_refusal is None and impl == "auto" and few and codes:
+            # 128 requests of 4096 tokens: 99 us against 163 with fp8, 148 against 163 with
+            # fp8_ds_mla. With 32 rows 156 against 164 and 212 against 166: benchmarks/VERSIONS.md.
+            hopper_refusal = "the portable kernel is faster for up to 16 rows of an fp8 cache"
     return choose_impl(
         "mla_decode", impl, device, available=AVAILABLE, hopper_refusal=hopper_refusal
     )

@@ -8,7 +8,6 @@ import torch
 from mla_kernels.arch import KB, Arch
 from mla_kernels.layouts import BLOCK_SIZE, MlaDims
 
-COMPARED = {(16, "fp8"), (32, "float")}
 REGISTERS_PER_SM = 65536
 WARP = 32
 
@@ -62,10 +61,10 @@ def choose_few_rows(
 ) -> FewRowsTile | None:
     """The tile where this kernel is taken, else None.
 
-    Only what has been compared with the definition on a GPU: the rest of `few_rows_tile` compiles
-    and has tests (tests/kernels/triton/test_few_rows.py), which a GPU has yet to run.
+    Only what has been compared with the definition on a GPU: other dims, block sizes and dtypes
+    compile and have tests (tests/kernels/triton/test_few_rows.py), which a GPU has yet to run.
     """
     shape = dims == MlaDims(512, 64) and block_size == BLOCK_SIZE and dtype == torch.bfloat16
-    if not shape or rescale != "pow2" or (rows, kv_format) not in COMPARED:
+    if not shape or rescale != "pow2":
         return None
     return few_rows_tile(rows, dims, kv_format, arch)
