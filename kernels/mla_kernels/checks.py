@@ -119,3 +119,10 @@ def check_contents(
             f"Expected block_table entries in 0..{num_blocks - 1}, got {int(block_table[i, j])} "
             f"in row {i}, column {j} (seq_lens[{i}] = {lens[i]})"
         )
+
+
+def rows_aligned(kv_cache: torch.Tensor) -> bool:
+    """Whether every row of a cache starts at a multiple of 16 bytes."""
+    size = kv_cache.element_size()
+    starts = (kv_cache.stride(0) * size, kv_cache.stride(1) * size, kv_cache.data_ptr())
+    return all(start % 16 == 0 for start in starts)

@@ -10,12 +10,11 @@ from mla_kernels.dispatch import Choice
 from mla_kernels.layouts import MlaDims
 from mla_kernels.sparse.choice import AVAILABLE as AVAILABLE
 from mla_kernels.sparse.choice import TRITON_DIMS as TRITON_DIMS
-from mla_kernels.sparse.choice import choose_sparse_impl
+from mla_kernels.sparse.choice import choose_sparse_impl, is_few
 from mla_kernels.sparse.reference import mla_sparse_attention_reference
 from mla_kernels.sparse.torch_impl import mla_sparse_attention_torch
 
 MAX_HEADS = 128
-FEW_HEADS = 16
 
 
 def mla_sparse_attention(
@@ -198,14 +197,7 @@ def _check_arguments(
         dtype=q.dtype,
         kv_cache_dtype=kv_cache.dtype,
         contiguous=q.is_contiguous(),
-        aligned=_rows_aligned(kv_cache),
+        aligned=checks.rows_aligned(kv_cache),
         max_logits=max_logits is not None,
-        few=T == 1 and H <= FEW_HEADS and not deterministic,
+        few=is_few(T, H, kv_cache.dtype) and not deterministic,
     )
-
-
-def _rows_aligned(kv_cache: torch.Tensor) -> bool:
-    """Every row starts at a multiple of 16 bytes."""
-    size = kv_cache.element_size()
-    starts = (kv_cache.stride(0) * size, kv_cache.stride(1) * size, kv_cache.data_ptr())
-    return all(start % 16 == 0 for start in starts)

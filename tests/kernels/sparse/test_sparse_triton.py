@@ -286,9 +286,9 @@ def test_split_covers_all_slots_and_fits_the_workspace(heads):
     tile = tiles.choose_tile(heads, "float", arch)
     for T in (1, 2, 3, 7, 40):
         for K in (0, 1, 31, 100, 2048):
-            split = tiles.choose_split(T, heads, K, tile, arch, cpu)
+            split = tiles.choose_split(T, heads, K, tile, cpu)
             assert split.span % tile.tokens == 0
             assert split.splits * split.span >= K > (split.splits - 1) * split.span or K == 0
             needed = tiles.partial_bytes(T, heads, split.splits, 512)
             assert needed <= tiles.largest_workspace(40, heads, K, 512, cpu)
-    assert tiles.choose_split(4096, heads, 2048, tile, arch, cpu).splits == 1
+    assert tiles.choose_split(4096, heads, 2048, tile, cpu).splits == 1

@@ -6,11 +6,14 @@ from typing import Any
 import torch
 import triton
 
+from mla_kernels import checks
 from mla_kernels.arch import Arch
 from mla_kernels.decode.rescale import scale_to_log2
 from mla_kernels.decode.triton.launcher import check_supported, kernel_constants
 from mla_kernels.decode.triton.plan import arch_of
 from mla_kernels.layouts import MlaDims
+from mla_kernels.sparse.triton.few_rows.launcher import launch_few_rows
+from mla_kernels.sparse.triton.few_rows.tiles import choose_few_rows
 from mla_kernels.sparse.triton.kernel import mla_sparse_kernel
 from mla_kernels.sparse.triton.results import launch_merge
 from mla_kernels.sparse.triton.tiles import (
@@ -54,7 +57,10 @@ def mla_sparse_attention_triton(
         return
     kv_format = cache_format(kv_cache.dtype)
     arch = arch_of(q.device)
-    tile = tile or choose_tile(H, kv_format, arch, half=q.dtype == torch.float16)
+    few_rows = None
+    # Gluon has no interpreter.
+    if tile is None and max_logits is None and not INTERPRET and checks.rows_aligned(kv_cache):
+        few_rows = choose_few_rows(H, dims, kv_format, arch, q.dtype)
     if split is None and deterministic:
         split = fixed_split(K)
         room = FIXED_WORKSPACE if workspace is None else workspace.numel()
@@ -78,7 +84,8 @@ def mla_sparse_attention_triton(
                     split=split,
                 )
             return
-    split = split or choose_split(T, H, K, tile, arch, q.device)
+    tile = tile or choose_tile(H, kv_format, arch, half=q.dtype == torch.float16)
+    split = split or choose_split(T, H, K, few_rows or tile, q.device)
     acc, sums = lse, lse
     if split.splits > 1:
         needed = partial_bytes(T, H, split.splits, kv_lora_rank)
@@ -90,6 +97,42 @@ def mla_sparse_attention_triton(
         acc, sums = floats.split([T * split.splits * H * n for n in (kv_lora_rank, 2)])
         if max_logits is not None:
             max_logits.fill_(-torch.inf)
+    if few_rows is not None:
+        launch_few_rows(
+            q, kv_cache, slots, out, lse, acc, sums, few_rows, split, arch,
+            scale=scale, lengths=lengths, sink=sink,
+        )  # fmt: skip
+    else:
+        launch_sparse(
+            q, kv_cache, slots, out, lse, max_logits, acc, sums, tile, split, arch,
+            scale=scale, kv_scale=kv_scale, lengths=lengths, sink=sink, dims=dims,
+        )  # fmt: skip
+    if split.splits > 1:
+        launch_merge(acc, sums, sink, out, lse, split.splits, arch)
+
+
+def launch_sparse(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slots: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    max_logits: torch.Tensor | None,
+    acc: torch.Tensor,
+    sums: torch.Tensor,
+    tile: Tile,
+    split: Split,
+    arch: Arch,
+    *,
+    scale: float,
+    kv_scale: float | torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    sink: torch.Tensor | None,
+    dims: MlaDims,
+) -> None:
+    """One program a token, tile of its heads and range of its slots: the kernel of kernel.py."""
+    T, H, _ = q.shape
+    kv_format = cache_format(kv_cache.dtype)
     kv, scale_view, rope_view = kv_cache, kv_cache, kv_cache
     if kv_format == "fp8":
         kv = kv_cache.view(torch.uint8)
@@ -115,7 +158,7 @@ def mla_sparse_attention_triton(
         kv_cache.stride(0),
         slots.stride(0),
         kv_cache.shape[0] * kv_cache.shape[1],
-        K,
+        slots.shape[1],
         H,
         split.span,
         **kernel_constants(dims, kv_format, kv_cache.shape[1], kv_cache.stride(1)),
@@ -127,8 +170,6 @@ def mla_sparse_attention_triton(
         MAX_LOGITS=max_logits is not None,
         **tile_options(tile),
     )
-    if split.splits > 1:
-        launch_merge(acc, sums, sink, out, lse, split.splits, arch)
 
 
 def tile_constants(tile: Tile, arch: Arch, kv_format: str, dtype: torch.dtype) -> dict[str, Any]:

@@ -134,9 +134,10 @@ def mla_sparse_merge_kernel(
 
 
 def merge_tile(splits: int, kv_lora_rank: int) -> MergeTile:
-    """All splits in flight at once; narrow columns for many of them."""
+    """All splits in flight at once; narrow columns for many of them. Two rows or more: of one, the
+    compiler passes the factors of its splits through shared memory one by one."""
     at_once = triton.next_power_of_2(splits)
-    cols = min(kv_lora_rank, max(32, IN_FLIGHT // at_once))
+    cols = min(kv_lora_rank, max(32, IN_FLIGHT // 2 // at_once))
     return MergeTile(rows=max(1, IN_FLIGHT // at_once // cols), cols=cols, splits=at_once)
 
 

@@ -98,7 +98,7 @@ def _merge(arch: Arch) -> Iterator[KernelSpec]:
         "out_ptr": "*bf16",
         "lse_ptr": "*fp32",
     }
-    for splits in (2, 16, 64):
+    for splits in (2, 4, 8, 16, 64):
         tile = merge_tile(splits, DIMS[0].kv_lora_rank)
         yield KernelSpec(
             name=f"sparse_merge/{splits}",

@@ -7,7 +7,10 @@ from functools import cache
 import torch
 
 from mla_kernels.arch import KB, Arch
+from mla_kernels.decode.triton.few_rows.tiles import FewRowsTile
 from mla_kernels.decode.triton.plan import arch_of
+from mla_kernels.layouts import MlaDims
+from mla_kernels.sparse.triton.few_rows.tiles import choose_few_rows
 
 # What starting a program costs, in tiles of 64 slots: finding the last slot, filling the pipeline.
 OVERHEAD = 2.0
@@ -76,12 +79,17 @@ def choose_tile(heads: int, kv_format: str, arch: Arch, *, half: bool = False) -
     return Tile(16, 32, warps=4, stages=2 if small else 3, per_sm=1 if small else 2)
 
 
-def choose_split(T: int, H: int, K: int, tile: Tile, arch: Arch, device: torch.device) -> Split:
+def choose_split(T: int, H: int, K: int, tile: Tile | FewRowsTile, device: torch.device) -> Split:
     """How T tokens of H heads and K slots are cut on this device."""
     sms = INTERPRETED_SMS
     if device.type != "cpu":
         sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return even_split(T, -(-H // tile.rows), K, tile.tokens, sms * tile.per_sm)
+    row_tiles = -(-H // tile.rows)
+    if not isinstance(tile, FewRowsTile):
+        per_sm = tile.per_sm
+    else:  # one that has an SM for itself is faster, and leaves half as much to merge
+        per_sm = 1 if 2 * T * row_tiles <= sms else tile.ctas
+    return even_split(T, row_tiles, K, tile.tokens, sms * per_sm)
 
 
 def fixed_split(K: int) -> Split:
@@ -123,9 +131,16 @@ def largest_workspace(T: int, H: int, K: int, kv_lora_rank: int, device: torch.d
     """Bytes that up to T tokens need, in any cache format."""
     arch = arch_of(device)
     most = 0
-    for tile in {choose_tile(H, kv_format, arch) for kv_format in FORMATS}:
+    dims = MlaDims(kv_lora_rank, 64)
+    used: list[Tile | FewRowsTile] = []
+    for kv_format in FORMATS:
+        used.append(choose_tile(H, kv_format, arch))
+        few_rows = choose_few_rows(H, dims, kv_format, arch)
+        if few_rows is not None:
+            used.append(few_rows)
+    for tile in dict.fromkeys(used):
         for t in range(1, T + 1):
-            splits = choose_split(t, H, K, tile, arch, device).splits
+            splits = choose_split(t, H, K, tile, device).splits
             most = max(most, partial_bytes(t, H, splits, kv_lora_rank))
             if t * H >= FULL * 1024 * tile.rows:
                 break

@@ -202,7 +202,16 @@ def few_rows_kernel(
             stop = gl.minimum(tile + chunk, end)
             pages = load_pages(table, tile, length, BN, PAGE)
             q, q_rope = load_query(
-                q_at, q_stride_s, q_stride_h, num_rows, num_heads, GROUPS, BM, DR, WARPS
+                q_at,
+                gl.program_id(0) * BM,
+                q_stride_s,
+                q_stride_h,
+                num_rows,
+                num_heads,
+                GROUPS,
+                BM,
+                DR,
+                WARPS,
             )
             for depth in gl.static_range(STAGES - 1):
                 if tile + depth < stop:

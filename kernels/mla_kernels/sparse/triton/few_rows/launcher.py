@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launching the few-rows sparse kernel. Arguments are checked by `mla_kernels.sparse.api`."""
+
+from typing import Any
+
+import torch
+import triton
+
+from mla_kernels.arch import Arch
+from mla_kernels.decode.rescale import scale_to_log2
+from mla_kernels.decode.triton.few_rows.tiles import FewRowsTile
+from mla_kernels.layouts import Fp8DsMlaLayout, MlaDims
+from mla_kernels.sparse.triton.few_rows.kernel import few_rows_sparse_kernel
+from mla_kernels.sparse.triton.tiles import Split
+
+
+def launch_few_rows(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slots: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    acc: torch.Tensor,
+    sums: torch.Tensor,
+    tile: FewRowsTile,
+    split: Split,
+    arch: Arch,
+    *,
+    scale: float,
+    lengths: torch.Tensor | None,
+    sink: torch.Tensor | None,
+) -> None:
+    """One program a token, tile of its heads and range of its slots."""
+    T, H, _ = q.shape
+    units = kv_cache.view(torch.bfloat16)
+    few_rows_sparse_kernel[(T * triton.cdiv(H, tile.rows), split.splits)](
+        q,
+        units,
+        kv_cache.view(torch.float32),
+        slots,
+        slots if lengths is None else lengths,
+        lse if sink is None else sink,
+        out,
+        lse,
+        acc,
+        sums,
+        scale_to_log2(scale),
+        q.stride(0),
+        q.stride(1),
+        units.stride(0) // 8,
+        slots.stride(0),
+        kv_cache.shape[0] * kv_cache.shape[1],
+        slots.shape[1],
+        H,
+        split.span,
+        **tile_constants(tile, kv_cache.shape[1], units.stride(1)),
+        HAS_LENGTHS=lengths is not None,
+        HAS_SINK=sink is not None,
+        SPLIT=split.splits > 1,
+        PDL=arch.programmatic_launch,
+        num_warps=tile.warps,
+        maxnreg=tile.max_registers,
+    )
+
+
+def tile_constants(tile: FewRowsTile, page: int, row: int) -> dict[str, Any]:
+    """Compile-time arguments that tile and cache decide; `row` in 16-bit units."""
+    layout = Fp8DsMlaLayout()
+    return {
+        "BM": tile.rows,
+        "BN": tile.tokens,
+        "DV": MlaDims().kv_lora_rank,
+        "DR": MlaDims().rope_dim,
+        "PAGE": page,
+        "ROW": row,
+        "SCALE_OFFSET": layout.scale_offset // 4,
+        "ROPE_OFFSET": layout.rope_offset // 2,
+        "WARPS": tile.warps,
+        "STAGES": tile.stages,
+    }
