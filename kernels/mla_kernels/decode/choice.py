@@ -38,8 +38,8 @@ def choose_decode_impl(
         few = num_rows is not None and num_rows <= 16 and rescale == "pow2"
         codes = kv_cache_dtype in (torch.float8_e4m3fn, torch.uint8)
         if hopper_refusal is None and impl == "auto" and few and codes:
-            # 128 requests of 4096 tokens: 99 us against 163 with fp8, 148 against 163 with
-            # fp8_ds_mla. With 32 rows 156 against 164 and 212 against 166: benchmarks/VERSIONS.md.
+            # 128 requests of 4096 tokens: 100 us against 161 with fp8, 147 against 160 with
+            # fp8_ds_mla. With 32 rows 157 against 162 and 213 against 163: benchmarks/VERSIONS.md.
             hopper_refusal = "the portable kernel is faster for up to 16 rows of an fp8 cache"
     return choose_impl(
         "mla_decode", impl, device, available=AVAILABLE, hopper_refusal=hopper_refusal

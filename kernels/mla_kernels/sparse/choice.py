@@ -15,9 +15,9 @@ TRITON_DIMS = ((512, 576), (256, 288))
 def is_few(tokens: int, heads: int, kv_cache_dtype: torch.dtype) -> bool:
     """Whether the portable kernel does a batch faster than Hopper's, which pads heads to 64 rows.
 
-    Measured on an H200 with a cold L2, portable to Hopper: fp8_ds_mla with 16 heads 77.2 to 93.5 us
-    for 128 tokens, 31.1 to 35.7 for 32, 11.2 to 15.1 for one, which with 32 heads takes 11.8 to
-    15.7; else one token of at most 16 heads.
+    Measured on an H200 with a cold L2, portable to Hopper: fp8_ds_mla with 16 heads 73.1 to 93.6 us
+    for 128 tokens, 29.0 to 35.4 for 32, 10.3 to 14.1 for one, which with 32 heads takes 10.8 to
+    15.1; else one token of at most 16 heads.
     """
     if kv_cache_dtype == torch.uint8:
         return heads <= 16 or (tokens == 1 and heads <= 32)
