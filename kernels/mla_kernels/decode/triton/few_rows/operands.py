@@ -13,6 +13,9 @@ neighbouring codes as one unit:
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+# A token whose scales are all smaller counts as if they were this.
+LEAST_SCALE = gl.constexpr(2.0**-30)
+
 KEYS_TO_F16 = gl.constexpr(
     """{
     .reg .b16 lo, hi;

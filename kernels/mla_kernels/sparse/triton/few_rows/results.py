@@ -5,7 +5,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from mla_kernels.decode.triton.few_rows.copies import indices
-from mla_kernels.sparse.triton.few_rows.step import per_row
+from mla_kernels.decode.triton.few_rows.results import per_row
 from mla_kernels.sparse.triton.results import log_sum, one_over_sum
 
 

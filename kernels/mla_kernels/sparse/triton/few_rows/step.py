@@ -15,15 +15,15 @@ from mla_kernels import numerics
 from mla_kernels.decode.hopper.gluon_compat import aggregate
 from mla_kernels.decode.triton.few_rows.operands import (
     KEYS_TO_F16,
+    LEAST_SCALE,
     VALUES_TO_F16,
     codes_to_f16,
 )
+from mla_kernels.decode.triton.few_rows.results import per_row
 from mla_kernels.decode.triton.softmax import integer_reference, pow2_int
 
 GRID_OFFSET = gl.constexpr(numerics.GRID_OFFSET)
 TAU = gl.constexpr(numerics.TAU)
-# A token whose scales are all smaller counts as if they were this.
-LEAST_SCALE = gl.constexpr(2.0**-30)
 
 
 @gluon.constexpr_function
@@ -104,12 +104,6 @@ def allocate_scratch(
         gl.allocate_shared_memory(gl.float32, [BN], VECTOR),
         gl.allocate_shared_memory(gl.float32, [BN], VECTOR),
     )
-
-
-@gluon.jit
-def per_row(x):
-    """[BM] -> [1, BM, 1]."""
-    return gl.expand_dims(gl.expand_dims(x, 0), 2)
 
 
 @gluon.jit
