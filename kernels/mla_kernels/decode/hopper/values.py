@@ -118,17 +118,8 @@ def values_warpgroup(
     if COL > 0:
         for i1 in range(SLOTS_R):
             cr = load_next(
-                cr,
-                plan,
-                q_rope_desc,
-                kv_rope_desc,
-                0,
-                LATENT,
-                ROPE,
-                ring_r,
-                full_r,
-                i1,
-            )
+                cr, plan, q_rope_desc, kv_rope_desc, 0, LATENT, ROPE, ring_r, full_r, i1,
+            )  # fmt: skip
     if request <= plan.last:  # the first query tile; the later ones are taken before an epilogue
         mbarrier.wait(full_q, pq)
         pq = pq ^ 1
@@ -136,17 +127,8 @@ def values_warpgroup(
         iv = ring_step(iv, SLOTS)
         if COL > 0:
             cr = load_next(
-                cr,
-                plan,
-                q_rope_desc,
-                kv_rope_desc,
-                0,
-                LATENT,
-                ROPE,
-                ring_r,
-                full_r,
-                ir,
-            )
+                cr, plan, q_rope_desc, kv_rope_desc, 0, LATENT, ROPE, ring_r, full_r, ir,
+            )  # fmt: skip
             ir = ring_step(ir, SLOTS_R)
     while request <= plan.last:
         length = gl.load(seq_lens + request)
@@ -158,17 +140,8 @@ def values_warpgroup(
             mbarrier.wait(full_p.index(ip), pp)
             if COL > 0:  # P(n) is there, so QK(n) is done and its rope tile is free
                 cr = load_next(
-                    cr,
-                    plan,
-                    q_rope_desc,
-                    kv_rope_desc,
-                    0,
-                    LATENT,
-                    ROPE,
-                    ring_r,
-                    full_r,
-                    ir,
-                )
+                    cr, plan, q_rope_desc, kv_rope_desc, 0, LATENT, ROPE, ring_r, full_r, ir,
+                )  # fmt: skip
                 ir = ring_step(ir, SLOTS_R)
             acc = rescale(acc, factors.index(ip), RESCALE)
             token = warpgroup_mma(p_ring.index(ip), ring.index(iv), acc, is_async=True)
@@ -182,17 +155,8 @@ def values_warpgroup(
         mbarrier.wait(full_p.index(ip), pp)
         if COL > 0:
             cr = load_next(
-                cr,
-                plan,
-                q_rope_desc,
-                kv_rope_desc,
-                0,
-                LATENT,
-                ROPE,
-                ring_r,
-                full_r,
-                ir,
-            )
+                cr, plan, q_rope_desc, kv_rope_desc, 0, LATENT, ROPE, ring_r, full_r, ir,
+            )  # fmt: skip
             ir = ring_step(ir, SLOTS_R)
         if hi * BLOCK > length:
             clear_rows_past(ring, iv, length - (hi - 1) * BLOCK)
@@ -210,17 +174,8 @@ def values_warpgroup(
             pq = pq ^ 1
             if COL > 0:
                 cr = load_next(
-                    cr,
-                    plan,
-                    q_rope_desc,
-                    kv_rope_desc,
-                    0,
-                    LATENT,
-                    ROPE,
-                    ring_r,
-                    full_r,
-                    ir,
-                )
+                    cr, plan, q_rope_desc, kv_rope_desc, 0, LATENT, ROPE, ring_r, full_r, ir,
+                )  # fmt: skip
                 ir = ring_step(ir, SLOTS_R)
         po = store_segment(
             acc, ring.index(iv), out, part_acc, inverse, full_out, empty_out, po, request, slot,
