@@ -84,3 +84,35 @@ def test_energy_is_taken_between_steps_of_the_counter():
     assert found["watts"] == pytest.approx(700, rel=0.03)
     assert found["sm_mhz"] == 1400
     assert summarise(samples[:3]) == {}
+
+
+def test_sparse_ratios_are_those_of_what_auto_takes():
+    from sparse_report import attention_table, by_case
+
+    def rows(case, hopper, portable):
+        found = {
+            "mla_kernels/hopper": hopper,
+            "mla_kernels/triton": portable,
+            "peer/flashmla": 90.0,
+        }
+        return [
+            {"case": case, "op": "decode", "impl": impl, "us": us, "floor_us": 1.0}
+            for impl, us in found.items()
+        ]
+
+    few = rows("b128_h16_q1_32k_fp8_ds_mla", 60.0, 45.0)
+    many = rows("b128_h128_q1_32k_fp8_ds_mla", 60.0, 45.0)
+    lines = attention_table(by_case(few + many, "decode"))
+    assert "| 60.0 | 45.0 | portable | 90.0 | 2.00 |" in lines[2]
+    assert "| 60.0 | 45.0 | Hopper | 90.0 | 1.50 |" in lines[3]
+    assert lines[-1] == "Geometric mean 1.73; at least as fast in 2 of 2."
+
+
+def test_sparse_page_is_that_of_the_results():
+    from sparse_report import markdown
+
+    folder = BENCHMARKS / "results" / "h200"
+    sparse, indexer = (
+        json.loads((folder / f"{name}.json").read_text()) for name in ("sparse", "sparse_indexer")
+    )
+    assert (folder / "sparse.md").read_text() == markdown(sparse, indexer)

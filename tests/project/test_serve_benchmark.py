@@ -132,6 +132,45 @@ def test_engines_take_turns_and_what_is_not_run_is_said():
     assert rows[3]["not_run"] == "no time was left"
 
 
+def test_engines_swap_places_in_the_second_round():
+    """So that none always follows the same one."""
+    from step_driver import measure
+
+    turns, engines = [], [FakeEngine(name, {"blocks": 7}) for name in ("A", "B", "C")]
+    for engine in engines:
+        tell = engine.tell
+        engine.tell = lambda do, *, of=engine.backend, tell=tell, **command: (
+            turns.append(of) if do == "time" else None,
+            tell(do, **command),
+        )
+    how = {"group": {}, "steps": 5, "seconds": 1.0, "save": lambda row: None}
+    measure(engines, [(1, 1024)], deadline=time.monotonic() + 60, **how)
+    assert turns == ["C", "B", "A", "A", "B", "C"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_engine_answers_when_its_gpu_is_idle(monkeypatch, fails):
+    import step_worker
+
+    done = []
+    worker = step_worker.Worker({})
+    monkeypatch.setattr(step_worker, "synchronize", lambda: done.append("idle"))
+
+    def work(command):
+        done.append("work")
+        if fails:
+            raise RuntimeError("out of memory")
+        return {}
+
+    monkeypatch.setattr(worker, "_do", work)
+    if fails:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            worker.answer({"do": "time"})
+    else:
+        assert worker.answer({"do": "time"}) == {}
+    assert done == ["work", "idle"]
+
+
 def test_large_caches_go_to_shallow_engines():
     from serve import parse_arguments
     from serve_steps import depths, engine_options
