@@ -2,14 +2,15 @@
 """Serving on a GPU: this backend against vLLM's own MLA backends, in one run on one machine.
 
     python benchmarks/serve.py --mode steps [--family v3.2] [--heads 128 16] [--time-limit 240]
+    python benchmarks/serve.py --mode steps --family v3.2 --heads 16 --kv-cache-dtype fp8_ds_mla
     python benchmarks/serve.py --mode serve [--shapes 1024/1024] [--concurrency 32] [--rates 1 4]
     python benchmarks/serve.py --mode serve --reduced --together --rounds 1 --open-requests 48
 
 `steps` times decode steps inside the engine at fixed batch and context, without prefill, and says
 how much of a step is attention. `serve` starts vLLM's server once per backend with the same options
 and loads it with vLLM's own generator: closed loops, then Poisson arrivals. Weights are random, of
-the shapes in configs/models. Results are written as they come, to results/h200 beside this file;
-`--report FILE` only renders a result again.
+the shapes in configs/models. Results are written as they come, to results/h200 beside this file, of
+a cache that is not bf16 under a name that says so; `--report FILE` only renders a result again.
 """
 
 import argparse

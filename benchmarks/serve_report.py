@@ -34,7 +34,9 @@ class Report:
     @property
     def stem(self) -> str:
         sparse = self.settings.get("family") == "v3.2"
-        return (SPARSE_STEMS if sparse else STEMS)[self.mode]
+        stem = (SPARSE_STEMS if sparse else STEMS)[self.mode]
+        quantised = self.settings.get("kv_cache_dtype", "auto")
+        return stem if quantised == "auto" else f"{stem}_{quantised}"
 
     def write_json(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -83,9 +85,11 @@ def steps_lines(report: Report) -> list[str]:
         "eighth of the MLP as on one of 8 tensor-parallel GPUs"
     )  # fmt: skip
     if sparse and not settings["as_is"]:
+        few = "; fewer than 128 heads with their share of the MLP, as on a tensor-parallel GPU"
         model = (
             f"{settings['layers']} layers of DeepSeek-V3.2 without experts, each with its indexer "
             f"(2048 tokens are read), KV cache dtype {settings['kv_cache_dtype']}"
+            f"{few if min(settings['heads']) < 128 else ''}"
         )
     graphs = "no CUDA graphs" if settings["eager"] else "CUDA graphs of whole decode steps"
     lines = [

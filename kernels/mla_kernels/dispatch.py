@@ -43,12 +43,12 @@ def choose_impl(
         if refusal:
             raise ValueError(f"impl={impl!r} of {op} cannot run here: {refusal}")
         return Choice(impl, "asked for by name")
-    passed_over = []
+    passed_over: list[str] = []
     for candidate in ("hopper", "triton"):
         if candidate in available:
             refusal = _refusal(candidate, device, hopper_refusal)
             if refusal is None and device.type != "cpu":
-                return Choice(candidate, _merit(candidate, device))
+                return Choice(candidate, "; ".join([_merit(candidate, device), *passed_over]))
             passed_over.append(f"{candidate}: {refusal or 'its interpreter is for tests'}")
     why = "batched torch" if device.type == "cpu" else "no kernel fits"
     return Choice("torch", "; ".join([f"{why} on {device.type}", *passed_over]))

@@ -241,6 +241,60 @@ def test_other_rescales_are_refused(monkeypatch, rescale):
         make_impl(monkeypatch)
 
 
+@pytest.fixture
+def h200(monkeypatch):
+    """A device that says it is an sm_90."""
+    from mla_kernels import dispatch
+    from mla_kernels.arch import ARCHS
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(dispatch, "device_arch", lambda device: ARCHS[90])
+    return torch.device("cuda:0")
+
+
+@pytest.mark.parametrize(
+    "heads, cache, env, kernel, indexer, why",
+    [
+        (8, torch.uint8, {}, "triton", "auto", "faster for so few heads"),
+        (16, torch.uint8, {}, "triton", "auto", "faster for so few heads"),
+        (32, torch.uint8, {}, "hopper", "auto", "arguments fit"),
+        (128, torch.uint8, {}, "hopper", "auto", "arguments fit"),
+        (16, torch.bfloat16, {}, "hopper", "auto", "arguments fit"),
+        (16, torch.float8_e4m3fn, {}, "triton", "auto", "a cache of"),
+        (16, torch.uint8, {"VLLM_BATCH_INVARIANT": "1"}, "hopper", "triton", "arguments fit"),
+        (16, torch.uint8, {"MLA_BACKEND_IMPL": "hopper"}, "hopper", "auto", "by name"),
+        (128, torch.uint8, {"MLA_BACKEND_IMPL": "triton"}, "triton", "triton", "by name"),
+    ],
+)
+def test_kernel_of_an_engine(monkeypatch, h200, heads, cache, env, kernel, indexer, why):
+    from mla_kernels.layouts import MlaDims
+
+    from mla_backend.attention.sparse.kernel import SparseKernel
+    from mla_backend.stats import STATS
+
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    chosen = SparseKernel.choose(h200, MlaDims(), torch.bfloat16, cache, heads)
+    assert (chosen.attention, chosen.indexer) == (kernel, indexer)
+    assert chosen.deterministic is ("VLLM_BATCH_INVARIANT" in env)
+    assert STATS.sparse["impl"] == kernel and why in STATS.sparse["reason"]
+
+
+def test_kernel_of_a_layer_is_that_of_its_heads(monkeypatch):
+    from mla_backend.attention.sparse import kernel
+
+    few, choose = [], kernel.choose_sparse_impl
+
+    def record(*args, **known):
+        few.append(known["few"])
+        return choose(*args, **known)
+
+    monkeypatch.setattr(kernel, "choose_sparse_impl", record)
+    for heads, cache in ((16, "fp8_ds_mla"), (17, "fp8_ds_mla"), (16, "auto")):
+        make_impl(monkeypatch, cache, torch.bfloat16, num_heads=heads)
+    assert few == [True, False, False]
+
+
 def test_indexer_is_taken_over_and_others_are_not(monkeypatch):
     """The step of a taken-over indexer: keys written, top-k found, both for the real rows only."""
     from mla_kernels.indexer.cache import quantise_keys

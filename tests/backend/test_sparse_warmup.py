@@ -168,20 +168,34 @@ def test_no_step_launches_what_was_not_compiled(keys, max_blocks):
     assert not late, late[:3]
 
 
-@pytest.mark.parametrize("kernel", ["hopper", "triton"])
-def test_no_step_attends_with_what_was_not_compiled(kernel, keys, monkeypatch):
+ATTENTION = {
+    "hopper": ("hopper", "hopper_sparse_kernel"),
+    "triton": ("triton", "mla_sparse_kernel"),
+    "few rows": ("triton", "few_rows_sparse_kernel"),
+}
+
+
+@pytest.mark.parametrize("kind", ATTENTION)
+def test_no_step_attends_with_what_was_not_compiled(kind, keys, monkeypatch):
     sys.path.insert(0, str(Path(__file__).parent))
     import test_sparse
     from mla_kernels.sparse import api as sparse_api
     from mla_kernels.sparse.hopper import launcher as hopper
+    from mla_kernels.sparse.triton import launcher as portable
 
+    from mla_backend.attention.sparse import kernel as module
     from mla_backend.attention.sparse.rows import RowsBuilder
     from mla_backend.attention.sparse.warmup import warm_up_attention
 
     monkeypatch.setenv("MLA_BACKEND_IMPL", "triton")
+    kernel, name = ATTENTION[kind]
+    few = kind == "few rows"
+    monkeypatch.setattr(portable, "INTERPRET", not few)  # which has no Gluon
     buffer = torch.full((MAX_TOKENS, TOPK), -1, dtype=torch.int32)
+    module.attention_workspace.cache_clear()
     impl = test_sparse.make_impl(
         monkeypatch,
+        "fp8_ds_mla" if few else "auto",
         dtype=torch.bfloat16,
         config=test_sparse.fake_config(topk_rows=MAX_TOKENS),
         topk_indices_buffer=buffer,
@@ -190,20 +204,22 @@ def test_no_step_attends_with_what_was_not_compiled(kernel, keys, monkeypatch):
     choice = types.SimpleNamespace(impl=kernel)
     monkeypatch.setattr(sparse_api, "choose_sparse_impl", lambda *args, **kwargs: choice)
     monkeypatch.setattr(hopper, "device_arch", lambda device: ARCHS[90])
-    impl._workspace = torch.empty(2**26, dtype=torch.uint8)
+    if kernel == "hopper":
+        impl._workspace = torch.empty(2**26, dtype=torch.uint8)
     layer = types.SimpleNamespace(_k_scale=torch.ones(1), impl=impl)
     builder = RowsBuilder(MAX_TOKENS, torch.device("cpu"))
     warm_up_attention(layer, 300, MAX_REQUESTS, 64)
     compiled = set(keys)
     assert {key[0] for key in compiled} >= {
-        "hopper_sparse_kernel" if kernel == "hopper" else "mla_sparse_kernel",
-        "mla_sparse_merge_kernel", "positions_to_slots_kernel",
+        name, "mla_sparse_merge_kernel", "positions_to_slots_kernel",
         "write_kv_cache_kernel", "join_query_kernel",
     }  # fmt: skip
     assert len(compiled) < 30
     keys.clear()
     rng = random.Random(1)
     cache = torch.zeros(4, 64, 576, dtype=torch.bfloat16)
+    if few:
+        cache = torch.zeros(4, 64, 656, dtype=torch.uint8)
     for _ in range(40):
         common = random_common(rng, 64, 300)
         T = common.num_actual_tokens
@@ -212,7 +228,7 @@ def test_no_step_attends_with_what_was_not_compiled(kernel, keys, monkeypatch):
             torch.zeros(T, 1, 64, dtype=torch.bfloat16),
             cache,
             torch.full((T,), -1, dtype=torch.int64),
-            "auto",
+            impl.kv_cache_dtype,
             layer._k_scale,
         )
         parts = torch.zeros(HEADS, T, 512), torch.zeros(T, HEADS, 192)[..., 128:]

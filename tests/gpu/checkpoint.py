@@ -11,14 +11,15 @@ def make_checkpoint(folder, heads):
     """A demo model with an MTP layer and without experts, so that rounding flips no router.
 
     heads: of a dense model; or "v3.2", a sparse one with DeepSeek-V3.2's own numbers of heads; or
-    "v3.2 all", the same that reads up to 2048 tokens; or "long", one of 16 heads whose context is
-    twice LONG.
+    "v3.2 all", the same that reads up to 2048 tokens; or "v3.2 few", that with 16 heads, as on one
+    of 8 tensor-parallel GPUs; or "long", one of 16 heads whose context is twice LONG.
     """
     family, others = "v3", {}
     if heads == "v3.2":
         family, heads, others = heads, 128, {"index_n_heads": 64}
-    elif heads == "v3.2 all":
-        family, heads, others = "v3.2", 128, {"index_n_heads": 64, "index_topk": 2048}
+    elif heads in ("v3.2 all", "v3.2 few"):
+        others = {"index_n_heads": 64, "index_topk": 2048}
+        family, heads = "v3.2", 16 if heads == "v3.2 few" else 128
     elif heads == "long":
         rope = FAMILIES[family]["rope_scaling"]
         factor = -(-2 * LONG // rope["original_max_position_embeddings"])

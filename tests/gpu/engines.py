@@ -108,6 +108,10 @@ def all_engines():
     short = parity_scenarios(1900)
     for backend in ("CUSTOM", "FLASHMLA_SPARSE"):
         add(f"{backend} v3.2 all", "v3.2 all", scenarios=short, attention_backend=backend)
+        add(f"{backend} v3.2 few", "v3.2 few", scenarios=short, attention_backend=backend,
+            kv_cache_dtype="fp8_ds_mla")  # fmt: skip
+    add("CUSTOM v3.2 few checked", "v3.2 few", {"MLA_BACKEND_CHECK": "1"}, short,
+        kv_cache_dtype="fp8_ds_mla")  # fmt: skip
     add("CUSTOM v3.2 all mtp", "v3.2 all", scenarios=short, **mtp)
     add("eager", **EAGER)
     add("compiled", **COMPILED)

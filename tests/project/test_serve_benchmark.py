@@ -233,6 +233,11 @@ def test_family_names_model_backends_and_results():
     assert len(dense.backends) == 4 and dense.heads == [128, 16] and dense.batches is None
     report = Report("steps", "", {}, vars(sparse) | {"model": "m"})
     assert report.stem == "sparse_steps" and "and the indexer" in report.markdown()
+    assert "their share of the MLP" not in report.markdown()
+    few = parse_arguments(["--family", "v3.2", "--heads", "16", "--kv-cache-dtype", "fp8_ds_mla"])
+    report = Report("steps", "", {}, vars(few) | {"model": "m"})
+    assert report.stem == "sparse_steps_fp8_ds_mla"
+    assert "KV cache dtype fp8_ds_mla; fewer than 128 heads with their share" in report.markdown()
 
 
 def test_pages_of_bytes_decode_to_numbers():

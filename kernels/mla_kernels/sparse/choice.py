@@ -12,8 +12,10 @@ AVAILABLE = ("hopper", "triton", "torch", "reference")
 TRITON_DIMS = ((512, 576), (256, 288))
 
 
-def is_few(tokens: int, heads: int, kv_cache_dtype: torch.dtype) -> bool:
+def is_few(tokens: int | None, heads: int, kv_cache_dtype: torch.dtype) -> bool:
     """Whether the portable kernel does a batch faster than Hopper's, which pads heads to 64 rows.
+
+    tokens  None: any number of them, as in the steps of an engine, which settles for one kernel
 
     Measured on an H200 with a cold L2, portable to Hopper: fp8_ds_mla with 16 heads 73.1 to 93.6 us
     for 128 tokens, 29.0 to 35.4 for 32, 10.3 to 14.1 for one, which with 32 heads takes 10.8 to
@@ -41,7 +43,7 @@ def choose_sparse_impl(
     contiguous  q is
     aligned     every cache row starts at a multiple of 16 bytes
     max_logits  they are asked for
-    few         so few rows (`is_few`) that the portable kernel is faster: for "auto"
+    few         so few rows that the portable kernel is faster (`is_few`): "auto" takes no other
 
     ValueError if `impl` is named and cannot serve it.
     """
@@ -51,8 +53,8 @@ def choose_sparse_impl(
         from mla_kernels.sparse.hopper.support import refusal
 
         hopper_refusal = refusal(dims, dtype, kv_cache_dtype, contiguous, aligned, max_logits)
-    if impl == "auto" and few:
-        available = tuple(name for name in available if name != "hopper")
+    if impl == "auto" and few and hopper_refusal is None:
+        hopper_refusal = "the portable kernel is faster for so few heads or tokens"
     if impl == "auto" and (
         dtype == torch.float32 or (dims.kv_lora_rank, dims.head_dim) not in TRITON_DIMS
     ):

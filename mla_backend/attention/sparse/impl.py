@@ -72,7 +72,9 @@ class SparseMlaImpl(CacheWrites, MLAAttentionImpl[SparseMetadata]):
         self.kv_cache_element = cache_dtype(kv_cache_dtype, self.dtype)
         self._fp8_cache = self.kv_cache_element == torch.float8_e4m3fn
         dims = MlaDims(self.kv_lora_rank, head_size - self.kv_lora_rank)
-        self.kernel = SparseKernel.choose(device, dims, self.dtype, self.kv_cache_element)
+        self.kernel = SparseKernel.choose(
+            device, dims, self.dtype, self.kv_cache_element, num_heads
+        )
         self._workspace = attention_workspace(
             max_tokens(vllm_config),
             num_heads,

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 import torch
 from mla_kernels import indexer_topk_workspace, mla_sparse_workspace
 from mla_kernels.layouts import MlaDims
-from mla_kernels.sparse.choice import choose_sparse_impl
+from mla_kernels.sparse.choice import choose_sparse_impl, is_few
 from vllm import envs as vllm_envs
+from vllm.logger import init_logger
 
 from mla_backend import envs
 from mla_backend.stats import STATS
+
+logger = init_logger("vllm.mla_backend")
 
 
 @dataclass(frozen=True)
@@ -25,12 +28,18 @@ class SparseKernel:
 
     @classmethod
     def choose(
-        cls, device: torch.device, dims: MlaDims, dtype: torch.dtype, kv_cache_dtype: torch.dtype
+        cls,
+        device: torch.device,
+        dims: MlaDims,
+        dtype: torch.dtype,
+        kv_cache_dtype: torch.dtype,
+        num_heads: int,
     ) -> "SparseKernel":
-        """By MLA_BACKEND_IMPL; the choice and its reason go to STATS.
+        """By MLA_BACKEND_IMPL; the choice and its reason go to STATS and to the log.
 
-        ValueError if what is asked for cannot run here, or for an MLA_BACKEND_RESCALE that the
-        sparse kernels do not have.
+        num_heads are those of this rank. As for dense layers the choice is the same for all steps,
+        so that all tokens of a request are rounded alike. ValueError if what is asked for cannot
+        run here, or for an MLA_BACKEND_RESCALE that the sparse kernels do not have.
         """
         rescale = envs.get("MLA_BACKEND_RESCALE")
         if rescale != "pow2":
@@ -39,11 +48,17 @@ class SparseKernel:
                 "powers of two only. Mend: unset MLA_BACKEND_RESCALE"
             )
         asked = envs.get("MLA_BACKEND_IMPL")
+        deterministic, indexer = bool(vllm_envs.VLLM_BATCH_INVARIANT), asked
         choice = choose_sparse_impl(
-            asked, device, dims=dims, dtype=dtype, kv_cache_dtype=kv_cache_dtype
+            asked,
+            device,
+            dims=dims,
+            dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
+            few=is_few(None, num_heads, kv_cache_dtype) and not deterministic,
         )
         STATS.sparse = {"impl": choice.impl, "reason": choice.reason}
-        deterministic, indexer = bool(vllm_envs.VLLM_BATCH_INVARIANT), asked
+        logger.info_once("Sparse attention by %s: %s.", choice.impl, choice.reason)
         if device.type == "cuda" and (asked == "hopper" or (deterministic and asked == "auto")):
             # The portable kernels serve steps that the Hopper one does not, and round otherwise.
             indexer = "triton" if deterministic else "auto"

@@ -3,21 +3,37 @@
 
 import pytest
 import torch
-from mla_kernels import checks, mla_sparse_attention
+from mla_kernels import checks, dispatch, mla_sparse_attention
+from mla_kernels.arch import get_arch
+from mla_kernels.layouts import MlaDims
 from mla_kernels.sparse import choice
+
+GPU = torch.device("cuda:0")
 
 
 @pytest.fixture
-def offered(monkeypatch):
-    """Calls of choose_impl: the implementations that it was offered."""
+def refusals(monkeypatch):
+    """Calls of choose_impl: why the Hopper kernel was not offered."""
     calls, choose = [], choice.choose_impl
 
-    def record(*args, available, **options):
-        calls.append(available)
-        return choose(*args, available=available, **options)
+    def record(*args, hopper_refusal, **options):
+        calls.append(hopper_refusal)
+        return choose(*args, hopper_refusal=hopper_refusal, **options)
 
     monkeypatch.setattr(choice, "choose_impl", record)
     return calls
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """gpu(90) makes GPU an sm_90."""
+    pytest.importorskip("triton")
+
+    def make(sm):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: divmod(sm, 10))
+        monkeypatch.setattr(dispatch, "device_arch", lambda device: get_arch(sm))
+
+    return make
 
 
 @pytest.mark.parametrize(
@@ -35,7 +51,7 @@ def offered(monkeypatch):
         (7, 16, "fp8_ds_mla", {"deterministic": True}, True),
     ],
 )
-def test_few_rows_are_for_the_portable_kernel(offered, tokens, heads, cache, options, hopper):
+def test_few_rows_are_for_the_portable_kernel(refusals, tokens, heads, cache, options, hopper):
     q = torch.zeros(tokens, heads, 576, dtype=torch.bfloat16)
     if cache == "bf16":
         cache = torch.zeros(1, 64, 576, dtype=torch.bfloat16)
@@ -43,8 +59,37 @@ def test_few_rows_are_for_the_portable_kernel(offered, tokens, heads, cache, opt
         cache = torch.zeros(1, 64, 656, dtype=torch.uint8)
     slots = torch.zeros(tokens, 1, dtype=torch.int32)
     mla_sparse_attention(q, cache, slots, scale=1.0, **options)
-    assert [("hopper" in available) for available in offered] == [hopper]
-    assert "triton" in offered[0]
+    assert [why is None for why in refusals] == [hopper]
+
+
+@pytest.mark.parametrize("heads", [1, 8, 16, 17, 32, 64, 128])
+@pytest.mark.parametrize("cache", [torch.bfloat16, torch.float8_e4m3fn, torch.uint8])
+def test_what_is_few_for_any_number_of_tokens(heads, cache):
+    every = all(choice.is_few(tokens, heads, cache) for tokens in (1, 2, 64, 4096))
+    assert choice.is_few(None, heads, cache) is every is (heads <= 16 and cache == torch.uint8)
+
+
+def test_few_heads_on_an_sm_90(gpu):
+    gpu(90)
+    known = {"kv_cache_dtype": torch.uint8, "few": True}
+    chosen = choice.choose_sparse_impl("auto", GPU, **known)
+    assert chosen.impl == "triton"
+    assert chosen.reason == (
+        "portable kernel on sm_90; hopper: the portable kernel is faster for so few heads or tokens"
+    )
+    for asked in ("hopper", "triton"):
+        assert choice.choose_sparse_impl(asked, GPU, **known).impl == asked
+    assert choice.choose_sparse_impl("auto", GPU, kv_cache_dtype=torch.uint8).impl == "hopper"
+    assert choice.choose_sparse_impl("auto", GPU, dims=MlaDims(128, 64), **known).impl == "torch"
+
+
+@pytest.mark.parametrize("sm", [80, 100])
+@pytest.mark.parametrize("few", [False, True])
+def test_other_architectures(gpu, sm, few):
+    gpu(sm)
+    chosen = choice.choose_sparse_impl("auto", GPU, kv_cache_dtype=torch.uint8, few=few)
+    assert chosen.impl == "triton"
+    assert f"portable kernel on sm_{sm}; hopper: it needs an sm_90 GPU" in chosen.reason
 
 
 def test_rows_that_start_between_16_bytes_are_not_aligned():
