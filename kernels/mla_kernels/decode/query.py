@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The queries of `mla_decode`: one tensor, or the two parts that an absorbed layer computes."""
+"""Queries of attention: one tensor, or the two parts that an absorbed layer computes."""
 
 import torch
 
@@ -9,25 +9,26 @@ from mla_kernels.query.api import join_query
 Query = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
-def check_query(q: Query, kv_lora_rank: int) -> tuple[int, int, int, int]:
-    """(B, s_q, H, Dk) of queries whose shapes, dtypes and devices fit each other."""
+def check_query(
+    q: Query, kv_lora_rank: int, dims: tuple[str, ...] = ("B", "s_q", "H")
+) -> tuple[int, ...]:
+    """(*dims, Dk) of queries whose shapes, dtypes and devices fit each other."""
     if isinstance(q, torch.Tensor):
-        checks.check_shape("q", q, ("B", "s_q", "H", "Dk"))
+        checks.check_shape("q", q, (*dims, "Dk"))
         checks.check_dtype("q", q, checks.FLOAT_DTYPES)
-        B, s_q, H, Dk = q.shape
-        return B, s_q, H, Dk
+        return tuple(q.shape)
     if not isinstance(q, tuple) or len(q) != 2:
         raise ValueError(f"Expected q to be a tensor or its two parts, got {type(q).__name__}")
     latent, rope = q
-    checks.check_shape("q[0]", latent, ("B", "s_q", "H", kv_lora_rank))
+    checks.check_shape("q[0]", latent, (*dims, kv_lora_rank))
     checks.check_dtype("q[0]", latent, checks.FLOAT_DTYPES)
-    B, s_q, H, R = latent.shape
-    checks.check_shape("q[1]", rope, (B, s_q, H, "P"))
+    sizes = tuple(latent.shape[:-1])
+    checks.check_shape("q[1]", rope, (*sizes, "P"))
     checks.check_dtype("q[1]", rope, (latent.dtype,))
     checks.check_device("q[1]", rope, latent.device)
     for i, part in enumerate(q):
         checks.check_last_contiguous(f"q[{i}]", part)
-    return B, s_q, H, R + rope.shape[3]
+    return *sizes, kv_lora_rank + rope.shape[-1]
 
 
 def first_part(q: Query) -> torch.Tensor:
@@ -36,11 +37,23 @@ def first_part(q: Query) -> torch.Tensor:
 
 
 def joined(q: Query) -> torch.Tensor:
-    """q as one contiguous tensor [B, s_q, H, Dk] where it came in parts."""
+    """q as one contiguous tensor [..., H, Dk] where it came in parts."""
     if isinstance(q, torch.Tensor):
         return q
-    B, s_q, H, _ = q[0].shape
-    return join_query(q[0].flatten(0, 1), q[1].flatten(0, 1)).view(B, s_q, H, -1)
+    latent, rope = (part.flatten(0, -3) for part in q)
+    return join_query(latent, rope).view(*q[0].shape[:-1], -1)
+
+
+def both_parts(q: Query, kv_lora_rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Latent and rope part, views of q where it came as one tensor."""
+    if isinstance(q, torch.Tensor):
+        return q[..., :kv_lora_rank], q[..., kv_lora_rank:]
+    return q
+
+
+def tokens_of(q: Query, part: slice) -> Query:
+    """Some tokens of q [T, H, columns]."""
+    return q[part] if isinstance(q, torch.Tensor) else (q[0][part], q[1][part])
 
 
 def row_parts(q: Query, kv_lora_rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,8 +67,14 @@ def row_parts(q: Query, kv_lora_rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         rows = _rows(q[0]), _rows(q[1])
         if rows[0] is not None and rows[1] is not None:
             return rows[0], rows[1]
-    whole = joined(q).flatten(1, 2)
-    return whole[..., :kv_lora_rank], whole[..., kv_lora_rank:]
+    return both_parts(joined(q).flatten(1, 2), kv_lora_rank)
+
+
+def token_parts(q: Query, kv_lora_rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """row_parts of q [T, H, columns]."""
+    if isinstance(q, torch.Tensor):
+        return row_parts(q[:, None], kv_lora_rank)
+    return row_parts((q[0][:, None], q[1][:, None]), kv_lora_rank)
 
 
 def _rows(part: torch.Tensor) -> torch.Tensor | None:

@@ -6,6 +6,7 @@ import math
 import torch
 
 from mla_kernels import checks
+from mla_kernels.decode.query import Query, check_query, first_part, joined
 from mla_kernels.dispatch import Choice
 from mla_kernels.layouts import MlaDims
 from mla_kernels.sparse.choice import AVAILABLE as AVAILABLE
@@ -18,7 +19,7 @@ MAX_HEADS = 128
 
 
 def mla_sparse_attention(
-    q: torch.Tensor,
+    q: Query,
     kv_cache: torch.Tensor,
     slots: torch.Tensor,
     *,
@@ -39,7 +40,10 @@ def mla_sparse_attention(
 
     Decode and prefill alike: a token is a row of q.
 
-    q          [T, H, Dk] bf16, fp16 or fp32; Dk = kv_lora_rank + rope dim; H 1..128
+    q          [T, H, Dk] bf16, fp16 or fp32; Dk = kv_lora_rank + rope dim; H 1..128. Or its parts
+               ([T, H, kv_lora_rank], [T, H, rope dim]) with any strides but for the last: what an
+               absorbed layer computes, and what the Hopper kernel and the one for few heads take as
+               they are; for the others they are joined by `join_query`
     kv_cache   [num_blocks, block_size, Dk] bf16, fp16 or fp32; float8_e4m3fn with kv_scale; or
                uint8 [num_blocks, block_size, 656] = fp8_ds_mla rows (layouts.py)
     slots      [T, K] int32 = block * block_size + offset; -1, or any number outside the cache, is
@@ -78,10 +82,11 @@ def mla_sparse_attention(
         deterministic,
     )
     if choice.impl in ("hopper", "triton"):
+        T, H, _ = first_part(q).shape
         if out is None:
-            out = q.new_empty(*q.shape[:2], kv_lora_rank)
+            out = first_part(q).new_empty(T, H, kv_lora_rank)
         if lse is None:
-            lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+            lse = first_part(q).new_empty(T, H, dtype=torch.float32)
         if choice.impl == "hopper":
             from mla_kernels.sparse.hopper.launcher import mla_sparse_attention_hopper
 
@@ -116,6 +121,7 @@ def mla_sparse_attention(
             deterministic=deterministic,
         )
         return out, lse
+    q = joined(q)
     reference = choice.impl == "reference"
     run = mla_sparse_attention_reference if reference else mla_sparse_attention_torch
     result, result_lse = run(
@@ -135,7 +141,7 @@ def mla_sparse_attention(
 
 
 def _check_arguments(
-    q: torch.Tensor,
+    q: Query,
     kv_cache: torch.Tensor,
     slots: torch.Tensor,
     scale: float,
@@ -151,18 +157,15 @@ def _check_arguments(
     deterministic: bool,
 ) -> Choice:
     """What can be checked without reading the device; the implementation that will run."""
-    checks.check_shape("q", q, ("T", "H", "Dk"))
-    checks.check_dtype("q", q, checks.FLOAT_DTYPES)
-    T, H, Dk = q.shape
+    T, H, Dk = check_query(q, kv_lora_rank, ("T", "H"))
+    dtype, device = first_part(q).dtype, first_part(q).device
     checks.check_range("number of heads (q.shape[1])", H, 1, MAX_HEADS)
     checks.check_range("kv_lora_rank", kv_lora_rank, 1, Dk - 1)
     if not math.isfinite(scale) or scale <= 0:
         raise ValueError(f"Expected a finite softmax scale above 0, got {scale}")
     checks.check_kv_cache(kv_cache, MlaDims(kv_lora_rank, Dk - kv_lora_rank), kv_scale)
-    if kv_cache.dtype in checks.FLOAT_DTYPES and kv_cache.dtype != q.dtype:
-        raise ValueError(
-            f"Expected q and kv_cache of one dtype, got {q.dtype} and {kv_cache.dtype}"
-        )
+    if kv_cache.dtype in checks.FLOAT_DTYPES and kv_cache.dtype != dtype:
+        raise ValueError(f"Expected q and kv_cache of one dtype, got {dtype} and {kv_cache.dtype}")
     checks.check_shape("slots", slots, (T, "K"))
     checks.check_dtype("slots", slots, (torch.int32,))
     checks.check_last_contiguous("slots", slots)
@@ -176,27 +179,28 @@ def _check_arguments(
         checks.check_dtype("sink", sink, (torch.float32,))
         tensors["sink"] = sink
     results = (
-        ("out", out, (T, H, kv_lora_rank), q.dtype),
+        ("out", out, (T, H, kv_lora_rank), dtype),
         ("lse", lse, (T, H), torch.float32),
         ("max_logits", max_logits, (T, H), torch.float32),
         ("workspace", workspace, ("bytes",), torch.uint8),
     )
-    for name, tensor, shape, dtype in results:
+    for name, tensor, shape, of in results:
         if tensor is not None:
             checks.check_shape(name, tensor, shape)
-            checks.check_dtype(name, tensor, (dtype,))
+            checks.check_dtype(name, tensor, (of,))
             tensors[name] = tensor
             if not tensor.is_contiguous():
                 raise ValueError(f"Expected a contiguous {name}, got strides {tensor.stride()}")
     for name, x in tensors.items():
-        checks.check_device(name, x, q.device)
+        checks.check_device(name, x, device)
     return choose_sparse_impl(
         impl,
-        q.device,
+        device,
         dims=MlaDims(kv_lora_rank, Dk - kv_lora_rank),
-        dtype=q.dtype,
+        dtype=dtype,
         kv_cache_dtype=kv_cache.dtype,
-        contiguous=q.is_contiguous(),
+        # Parts are joined where the kernel cannot take their strides.
+        contiguous=not isinstance(q, torch.Tensor) or q.is_contiguous(),
         aligned=checks.rows_aligned(kv_cache),
         max_logits=max_logits is not None,
         few=is_few(T, H, kv_cache.dtype) and not deterministic,

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from mla_kernels import mla_sparse_attention, positions_to_slots
 from mla_kernels.layouts import MlaDims
-from mla_kernels.query.api import join_query
 from vllm.config import get_current_vllm_config
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import MLAAttentionImpl
@@ -106,9 +105,7 @@ class SparseMlaImpl(CacheWrites, MLAAttentionImpl[SparseMetadata]):
         """
         if self._on_cpu:
             lay_out_absorbed_weights(layer)
-        if isinstance(q, tuple):
-            q = join_query(*q)
-        T = q.shape[0]
+        T = len(q[0] if isinstance(q, tuple) else q)
         STATS.forward_mqa_calls += 1
         STATS.forward_mqa_tokens += T
         rows = attn_metadata.rows

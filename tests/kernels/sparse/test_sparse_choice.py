@@ -6,7 +6,7 @@ import torch
 from mla_kernels import checks, dispatch, mla_sparse_attention
 from mla_kernels.arch import get_arch
 from mla_kernels.layouts import MlaDims
-from mla_kernels.sparse import choice
+from mla_kernels.sparse import api, choice
 
 GPU = torch.device("cuda:0")
 
@@ -90,6 +90,39 @@ def test_other_architectures(gpu, sm, few):
     chosen = choice.choose_sparse_impl("auto", GPU, kv_cache_dtype=torch.uint8, few=few)
     assert chosen.impl == "triton"
     assert f"portable kernel on sm_{sm}; hopper: it needs an sm_90 GPU" in chosen.reason
+
+
+@pytest.mark.parametrize("kind", ["whole", "strided", "parts"])
+def test_what_a_batch_says_of_itself(monkeypatch, kind):
+    seen, choose = [], api.choose_sparse_impl
+
+    def record(*args, **known):
+        seen.append(known)
+        return choose(*args, **known)
+
+    monkeypatch.setattr(api, "choose_sparse_impl", record)
+    q = torch.zeros(2, 20, 576, dtype=torch.bfloat16)[:, :: 2 if kind == "strided" else 1]
+    heads = q.shape[1]
+    results = {
+        "out": torch.empty(2, heads, 512, dtype=torch.bfloat16),
+        "lse": torch.empty(2, heads),
+        "workspace": torch.empty(0, dtype=torch.uint8),
+    }
+    cache = torch.zeros(1, 64, 656, dtype=torch.uint8)
+    slots = torch.zeros(2, 1, dtype=torch.int32)
+    query = (q[..., :512], q[..., 512:]) if kind == "parts" else q
+    mla_sparse_attention(query, cache, slots, scale=1.0, **results)
+    assert seen == [
+        {
+            "dims": MlaDims(),
+            "dtype": torch.bfloat16,
+            "kv_cache_dtype": torch.uint8,
+            "contiguous": kind != "strided",
+            "aligned": True,
+            "max_logits": False,
+            "few": kind == "strided",
+        }
+    ]
 
 
 def test_rows_that_start_between_16_bytes_are_not_aligned():

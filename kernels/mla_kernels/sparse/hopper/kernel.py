@@ -37,8 +37,8 @@ from mla_kernels.sparse.hopper.values_fp8 import values_fp8_warpgroup
 
 @gluon.jit(do_not_specialize=["slots_stride", "num_slots", "K", "span", "num_heads"])
 def hopper_sparse_kernel(
-    q_desc,  # [T * H, 576] bf16, boxes [64, 256]
-    q_rope_desc,  # the same, boxes [64, 64]
+    q_desc,  # latent part [T, H, 512] bf16, boxes [1, 64, 256]
+    q_rope_desc,  # rope part [T, H, 64] bf16, boxes [1, 64, 64]
     kv,  # the cache: bf16, or fp8_ds_mla rows as uint8, fp32 and bf16
     kv_scale,
     kv_rope,
@@ -85,7 +85,7 @@ def hopper_sparse_kernel(
     full_p_a = barriers(SLOTS_P, 1)
     full_p_b = barriers(SLOTS_P, 1)
     empty_p = barriers(SLOTS_P, 2)
-    landed_q = barriers(1, 2).index(0)
+    landed_q = barriers(1, 1).index(0)
     full_q = barriers(1, 1).index(0)
     full_out = barriers(1, 1).index(0)
     if FORMAT == "bf16":
@@ -93,22 +93,23 @@ def hopper_sparse_kernel(
         gl.warp_specialize(
             [
                 (scores_warpgroup, (
-                    slots, slots_stride, lengths, K, span, num_slots, page_stride, num_heads,
-                    scale_log2, sink, lse, part_sums, q_shared, ring_a, ring_b, ring_r, offsets,
-                    full_a, full_b, full_v, landed_q, full_q, p_ring, full_p_a, full_p_b, empty_p,
-                    factors, inverse, full_out, SLOTS_A, SLOTS_B, SLOTS_R, SLOTS_P,
+                    q_desc, q_rope_desc, slots, slots_stride, lengths, K, span, num_slots,
+                    page_stride, num_heads, scale_log2, sink, lse, part_sums, q_shared, ring_a,
+                    ring_b, ring_r, offsets, full_a, full_b, full_v, landed_q, full_q, p_ring,
+                    full_p_a, full_p_b, empty_p, factors, inverse, full_out,
+                    SLOTS_A, SLOTS_B, SLOTS_R, SLOTS_P,
                     PAGE, ROW, HAS_LENGTHS, HAS_SINK, SPLIT, True, True,
                 )),
                 (values_warpgroup, (
-                    out, part_acc, q_desc, q_rope_desc, kv, slots, slots_stride, lengths, K, span,
-                    num_slots, page_stride, num_heads, ring_a, full_a, ring_r, offsets, full_v,
-                    landed_q, full_q, p_ring, full_p_a, empty_p, factors, inverse, full_out,
+                    out, part_acc, kv, slots, slots_stride, lengths, K, span, num_slots,
+                    page_stride, num_heads, ring_a, full_a, ring_r, offsets, full_v,
+                    full_q, p_ring, full_p_a, empty_p, factors, inverse, full_out,
                     0, SLOTS_A, SLOTS_P, PAGE, ROW, HAS_LENGTHS, SPLIT,
                 )),
                 (values_warpgroup, (
-                    out, part_acc, q_desc, q_rope_desc, kv, slots, slots_stride, lengths, K, span,
-                    num_slots, page_stride, num_heads, ring_b, full_b, ring_r, offsets, full_v,
-                    landed_q, full_q, p_ring, full_p_b, empty_p, factors, inverse, full_out,
+                    out, part_acc, kv, slots, slots_stride, lengths, K, span, num_slots,
+                    page_stride, num_heads, ring_b, full_b, ring_r, offsets, full_v,
+                    full_q, p_ring, full_p_b, empty_p, factors, inverse, full_out,
                     HALF, SLOTS_B, SLOTS_P, PAGE, ROW, HAS_LENGTHS, SPLIT,
                 )),
             ],
@@ -124,23 +125,24 @@ def hopper_sparse_kernel(
         gl.warp_specialize(
             [
                 (scores_warpgroup, (
-                    slots, slots_stride, lengths, K, span, num_slots, page_stride, num_heads,
-                    scale_log2, sink, lse, part_sums, q_shared, ring_a, ring_b, ring_r, offsets,
-                    full_a, full_b, full_v, landed_q, full_q, p_ring, full_p_a, full_p_b, empty_p,
-                    factors, inverse, full_out, SLOTS_A, SLOTS_B, SLOTS_R, SLOTS_P,
+                    q_desc, q_rope_desc, slots, slots_stride, lengths, K, span, num_slots,
+                    page_stride, num_heads, scale_log2, sink, lse, part_sums, q_shared, ring_a,
+                    ring_b, ring_r, offsets, full_a, full_b, full_v, landed_q, full_q, p_ring,
+                    full_p_a, full_p_b, empty_p, factors, inverse, full_out,
+                    SLOTS_A, SLOTS_B, SLOTS_R, SLOTS_P,
                     PAGE, ROW, HAS_LENGTHS, HAS_SINK, SPLIT, False, False,
                 )),
                 (values_fp8_warpgroup, (
-                    out, part_acc, q_desc, q_rope_desc, kv, kv_scale, kv_rope, slots, slots_stride,
+                    out, part_acc, kv, kv_scale, kv_rope, slots, slots_stride,
                     lengths, K, span, num_slots, page_stride, num_heads, ring_a, full_a,
-                    codes_a, scales_a, ring_r, offsets, full_v, landed_q, full_q,
+                    codes_a, scales_a, ring_r, offsets, full_v, full_q,
                     p_ring, full_p_a, empty_p, factors, inverse, full_out,
                     0, SLOTS_R, SLOTS_P, PAGE, ROW, HAS_LENGTHS, SPLIT,
                 )),
                 (values_fp8_warpgroup, (
-                    out, part_acc, q_desc, q_rope_desc, kv, kv_scale, kv_rope, slots, slots_stride,
+                    out, part_acc, kv, kv_scale, kv_rope, slots, slots_stride,
                     lengths, K, span, num_slots, page_stride, num_heads, ring_b, full_b,
-                    codes_b, scales_b, ring_r, offsets, full_v, landed_q, full_q,
+                    codes_b, scales_b, ring_r, offsets, full_v, full_q,
                     p_ring, full_p_b, empty_p, factors, inverse, full_out,
                     HALF, SLOTS_R, SLOTS_P, PAGE, ROW, HAS_LENGTHS, SPLIT,
                 )),

@@ -6,7 +6,8 @@ import triton
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mla_kernels.arch import device_arch
-from mla_kernels.decode.hopper.layouts import BLOCK, HALF, ROPE, TILE
+from mla_kernels.decode.hopper.layouts import BLOCK, HALF, QUERY_TILE, ROPE
+from mla_kernels.decode.query import Query, token_parts
 from mla_kernels.decode.rescale import scale_to_log2
 from mla_kernels.sparse.hopper.kernel import hopper_sparse_kernel
 from mla_kernels.sparse.hopper.support import FORMATS, choose_split
@@ -28,7 +29,7 @@ CONFIGS = {
 
 
 def mla_sparse_attention_hopper(
-    q: torch.Tensor,
+    q: Query,
     kv_cache: torch.Tensor,
     slots: torch.Tensor,
     *,
@@ -41,11 +42,13 @@ def mla_sparse_attention_hopper(
     deterministic: bool = False,
     split: Split | None = None,
 ) -> None:
-    """`mla_sparse_attention` into contiguous out and lse. Allocates nothing with a workspace."""
-    T, H, width = q.shape
+    """`mla_sparse_attention` into contiguous out and lse. Allocates nothing with a workspace, but
+    for parts of q with strides that TMA does not take."""
+    T, H = lse.shape
     K = slots.shape[1]
     if T == 0:
         return
+    latent, rope = token_parts(q, out.shape[2])
     if split is None and deterministic:
         split = fixed_split(K)
         room = FIXED_WORKSPACE if workspace is None else workspace.numel()
@@ -53,7 +56,7 @@ def mla_sparse_attention_hopper(
         if 0 < turn < T:
             for part in (slice(t, t + turn) for t in range(0, T, turn)):
                 mla_sparse_attention_hopper(
-                    q[part],
+                    (latent[part], rope[part]),
                     kv_cache,
                     slots[part],
                     scale=scale,
@@ -65,13 +68,13 @@ def mla_sparse_attention_hopper(
                     split=split,
                 )
             return
-    split = split or choose_split(T, H, K, q.device)
+    split = split or choose_split(T, H, K, lse.device)
     kv_format = FORMATS[kv_cache.dtype]
     acc, sums = lse, lse
     if split.splits > 1:
         needed = partial_bytes(T, H, split.splits, out.shape[2])
         if workspace is None:
-            workspace = torch.empty(needed, dtype=torch.uint8, device=q.device)
+            workspace = torch.empty(needed, dtype=torch.uint8, device=lse.device)
         if workspace.numel() < needed:
             raise ValueError(f"Expected workspace of {needed} bytes, got {workspace.numel()}")
         floats = workspace[:needed].view(torch.float32)
@@ -79,11 +82,10 @@ def mla_sparse_attention_hopper(
     scale_view, rope_view = kv_cache, kv_cache
     if kv_format == "fp8_ds_mla":
         scale_view, rope_view = kv_cache.view(torch.float32), kv_cache.view(torch.bfloat16)
-    query_rows = q.view(-1, width)
     block = BLOCK.value
     hopper_sparse_kernel[(T * triton.cdiv(H, block), split.splits)](
-        TensorDescriptor.from_tensor(query_rows, [block, HALF.value], TILE.value),
-        TensorDescriptor.from_tensor(query_rows, [block, ROPE.value], TILE.value),
+        TensorDescriptor.from_tensor(latent, [1, block, HALF.value], QUERY_TILE.value),
+        TensorDescriptor.from_tensor(rope, [1, block, ROPE.value], QUERY_TILE.value),
         kv_cache,
         scale_view,
         rope_view,
@@ -111,4 +113,4 @@ def mla_sparse_attention_hopper(
         num_warps=4,
     )
     if split.splits > 1:
-        launch_merge(acc, sums, sink, out, lse, split.splits, device_arch(q.device))
+        launch_merge(acc, sums, sink, out, lse, split.splits, device_arch(lse.device))

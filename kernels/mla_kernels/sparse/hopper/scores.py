@@ -11,10 +11,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from mla_kernels import numerics
+from mla_kernels.decode.hopper.gluon_compat import tma_load
 from mla_kernels.decode.hopper.layouts import (
     BLOCK,
+    HALF,
     PASS_128,
     QUERY,
+    QUERY_TILE,
+    ROPE,
     SCORES,
     SCORES_COL,
     SCORES_ROW,
@@ -33,6 +37,19 @@ from mla_kernels.sparse.hopper.gather import count_tiles, program_rows, program_
 
 LN2 = gl.constexpr(numerics.LN2)
 LOG2E = gl.constexpr(numerics.LOG2E)
+
+
+@gluon.jit
+def load_query(q_desc, q_rope_desc, token, first_head, landed_q, tile_a, tile_b, tile_r):
+    """The query tile of a program, asynchronous; rows past the last head are zero."""
+    token = token.to(gl.int32)
+    mbarrier.expect(landed_q, BLOCK * (2 * HALF + ROPE) * 2)
+    box_a = tile_a._reinterpret(gl.bfloat16, [1, BLOCK, HALF], QUERY_TILE)
+    tma_load(q_desc, [token, first_head, 0], landed_q, box_a)
+    box_b = tile_b._reinterpret(gl.bfloat16, [1, BLOCK, HALF], QUERY_TILE)
+    tma_load(q_desc, [token, first_head, HALF], landed_q, box_b)
+    box_r = tile_r._reinterpret(gl.bfloat16, [1, BLOCK, ROPE], QUERY_TILE)
+    tma_load(q_rope_desc, [token, first_head, 0], landed_q, box_r)
 
 
 @gluon.jit
@@ -71,9 +88,9 @@ def softmax_step(s, offset, k, l, scale_log2):
 
 @gluon.jit
 def scores_warpgroup(
-    slots, slots_stride, lengths, K, span, num_slots, page_stride, num_heads, scale_log2,
-    sink, lse, part_sums, q_shared, ring_a, ring_b, ring_r, offsets, full_a, full_b, full_v,
-    landed_q, full_q, p_ring, full_p_a, full_p_b, empty_p, factors, inverse, full_out,
+    q_desc, q_rope_desc, slots, slots_stride, lengths, K, span, num_slots, page_stride, num_heads,
+    scale_log2, sink, lse, part_sums, q_shared, ring_a, ring_b, ring_r, offsets, full_a, full_b,
+    full_v, landed_q, full_q, p_ring, full_p_a, full_p_b, empty_p, factors, inverse, full_out,
     SLOTS_A: gl.constexpr, SLOTS_B: gl.constexpr, SLOTS_R: gl.constexpr, SLOTS_P: gl.constexpr,
     PAGE: gl.constexpr, ROW: gl.constexpr, HAS_LENGTHS: gl.constexpr, HAS_SINK: gl.constexpr,
     SPLIT: gl.constexpr, FENCE: gl.constexpr, GATE: gl.constexpr,
@@ -81,6 +98,13 @@ def scores_warpgroup(
     """GATE: warpgroup 1 gets P(n-1) only when Q K(n) is issued, so that its half of PV(n-1) fills
     the tensor cores while this warpgroup is busy with softmax(n)."""
     token, first_head = program_token(num_heads)
+    # By way of the last slot of each ring to registers, but for 128 columns that stay shared.
+    tile_a, tile_b, tile_r = (
+        ring_a.index(SLOTS_A - 1),
+        ring_b.index(SLOTS_B - 1),
+        ring_r.index(SLOTS_R - 1),
+    )
+    load_query(q_desc, q_rope_desc, token, first_head, landed_q, tile_a, tile_b, tile_r)
     rows = program_rows(
         slots, slots_stride, lengths, K, span, token, num_slots, page_stride, PAGE, ROW, HAS_LENGTHS
     )
@@ -93,12 +117,11 @@ def scores_warpgroup(
     pr = gl.to_tensor(0)
     ip = gl.to_tensor(0)
     pp = gl.to_tensor(1)
-    # The query tile came in the last slot of each ring: to registers, and 128 columns shared.
     mbarrier.wait(landed_q, 0)
-    q_a = ring_a.index(SLOTS_A - 1).load(QUERY)
-    q_b = ring_b.index(SLOTS_B - 1).slice(0, 128, dim=1).load(QUERY)
-    q_rope = ring_r.index(SLOTS_R - 1).load(QUERY)
-    q_shared.store(ring_b.index(SLOTS_B - 1).slice(128, 128, dim=1).load(PASS_128))
+    q_a = tile_a.load(QUERY)
+    q_b = tile_b.slice(0, 128, dim=1).load(QUERY)
+    q_rope = tile_r.load(QUERY)
+    q_shared.store(tile_b.slice(128, 128, dim=1).load(PASS_128))
     fence_async_shared()
     mbarrier.arrive(full_q, count=1)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What warpgroups 1 and 2 have in common: the query tile, P V, and the store of O."""
+"""What warpgroups 1 and 2 have in common: P V and the store of O."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -9,24 +9,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mla_kernels.decode.hopper.gluon_compat import tma_load
-from mla_kernels.decode.hopper.layouts import BLOCK, HALF, OUTPUT_COL, OUTPUT_ROW, ROPE
+from mla_kernels.decode.hopper.layouts import BLOCK, HALF, OUTPUT_COL, OUTPUT_ROW
 from mla_kernels.decode.hopper.softmax import rescale
 
 LATENT = gl.constexpr(512)
-
-
-@gluon.jit
-def load_query(
-    q_desc, q_rope_desc, landed_q, tile, rope_tile, token, first_head, num_heads,
-    COL: gl.constexpr,
-):  # fmt: skip
-    """Columns [COL, COL + 256) of the query tile, and the rope columns with the second half."""
-    row = (token * num_heads + first_head).to(gl.int32)
-    mbarrier.expect(landed_q, BLOCK * (HALF + (ROPE if COL > 0 else 0)) * 2)
-    tma_load(q_desc, [row, COL], landed_q, tile)
-    if COL > 0:
-        tma_load(q_rope_desc, [row, LATENT], landed_q, rope_tile)
 
 
 @gluon.jit

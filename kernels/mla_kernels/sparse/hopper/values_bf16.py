@@ -20,7 +20,7 @@ from mla_kernels.sparse.hopper.gather import (
     store_offsets,
 )
 from mla_kernels.sparse.hopper.layouts import GATHER_BF16
-from mla_kernels.sparse.hopper.values import LATENT, add_values, load_query, store_output
+from mla_kernels.sparse.hopper.values import LATENT, add_values, store_output
 
 
 @gluon.jit
@@ -41,17 +41,13 @@ def gather_tile(
 
 @gluon.jit
 def values_warpgroup(
-    out, part_acc, q_desc, q_rope_desc, kv, slots, slots_stride, lengths, K, span, num_slots,
-    page_stride, num_heads, ring, full, ring_r, offsets, full_v, landed_q, full_q,
-    p_ring, full_p, empty_p, factors, inverse, full_out,
+    out, part_acc, kv, slots, slots_stride, lengths, K, span, num_slots, page_stride, num_heads,
+    ring, full, ring_r, offsets, full_v, full_q, p_ring, full_p, empty_p, factors, inverse,
+    full_out,
     COL: gl.constexpr, SLOTS: gl.constexpr, SLOTS_P: gl.constexpr,
     PAGE: gl.constexpr, ROW: gl.constexpr, HAS_LENGTHS: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     token, first_head = program_token(num_heads)
-    load_query(
-        q_desc, q_rope_desc, landed_q, ring.index(SLOTS - 1), ring_r.index(SLOTS - 1),
-        token, first_head, num_heads, COL,
-    )  # fmt: skip
     rows = program_rows(
         slots, slots_stride, lengths, K, span, token, num_slots, page_stride, PAGE, ROW, HAS_LENGTHS
     )

@@ -22,7 +22,7 @@ from mla_kernels.sparse.hopper.gather import (
     store_offsets,
 )
 from mla_kernels.sparse.hopper.layouts import GATHER_CODES, GATHER_ROPE, GATHER_SCALES
-from mla_kernels.sparse.hopper.values import add_values, load_query, store_output
+from mla_kernels.sparse.hopper.values import add_values, store_output
 
 SCALE_COL = gl.constexpr(Fp8DsMlaLayout().scale_offset // 4)
 ROPE_COL = gl.constexpr(Fp8DsMlaLayout().rope_offset // 2)
@@ -98,17 +98,13 @@ def convert(c, iv):
 
 @gluon.jit
 def values_fp8_warpgroup(
-    out, part_acc, q_desc, q_rope_desc, kv, kv_scale, kv_rope, slots, slots_stride, lengths, K,
+    out, part_acc, kv, kv_scale, kv_rope, slots, slots_stride, lengths, K,
     span, num_slots, page_stride, num_heads, tiles, full, codes, scales, ring_r, offsets, full_v,
-    landed_q, full_q, p_ring, full_p, empty_p, factors, inverse, full_out,
+    full_q, p_ring, full_p, empty_p, factors, inverse, full_out,
     COL: gl.constexpr, SLOTS_R: gl.constexpr, SLOTS_P: gl.constexpr,
     PAGE: gl.constexpr, ROW: gl.constexpr, HAS_LENGTHS: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     token, first_head = program_token(num_heads)
-    load_query(
-        q_desc, q_rope_desc, landed_q, tiles.index(1), ring_r.index(SLOTS_R - 1),
-        token, first_head, num_heads, COL,
-    )  # fmt: skip
     rows = program_rows(
         slots, slots_stride, lengths, K, span, token, num_slots, page_stride, PAGE, ROW, HAS_LENGTHS
     )

@@ -8,6 +8,7 @@ import triton
 
 from mla_kernels import checks
 from mla_kernels.arch import Arch
+from mla_kernels.decode.query import Query, first_part, joined, tokens_of
 from mla_kernels.decode.rescale import scale_to_log2
 from mla_kernels.decode.triton.launcher import check_supported, kernel_constants
 from mla_kernels.decode.triton.plan import arch_of
@@ -31,7 +32,7 @@ from mla_kernels.triton_common.runtime import INTERPRET
 
 
 def mla_sparse_attention_triton(
-    q: torch.Tensor,
+    q: Query,
     kv_cache: torch.Tensor,
     slots: torch.Tensor,
     *,
@@ -48,19 +49,21 @@ def mla_sparse_attention_triton(
     tile: Tile | None = None,
     split: Split | None = None,
 ) -> None:
-    """`mla_sparse_attention` into contiguous out and lse. Allocates nothing with a workspace."""
-    T, H, Dk = q.shape
-    K = slots.shape[1]
-    dims = MlaDims(kv_lora_rank, Dk - kv_lora_rank)
-    check_supported(q, out, dims)
+    """`mla_sparse_attention` into contiguous out and lse. Allocates nothing with a workspace, but
+    for parts of q that the kernel for few heads does not serve."""
+    T, H = lse.shape
+    K, dtype, device = slots.shape[1], out.dtype, out.device
+    rope_dim = q.shape[2] - kv_lora_rank if isinstance(q, torch.Tensor) else q[1].shape[2]
+    dims = MlaDims(kv_lora_rank, rope_dim)
+    check_supported(first_part(q), out, dims)
     if T == 0:
         return
     kv_format = cache_format(kv_cache.dtype)
-    arch = arch_of(q.device)
+    arch = arch_of(device)
     few_rows = None
     # Gluon has no interpreter.
     if tile is None and max_logits is None and not INTERPRET and checks.rows_aligned(kv_cache):
-        few_rows = choose_few_rows(H, dims, kv_format, arch, q.dtype)
+        few_rows = choose_few_rows(H, dims, kv_format, arch, dtype)
     if split is None and deterministic:
         split = fixed_split(K)
         room = FIXED_WORKSPACE if workspace is None else workspace.numel()
@@ -68,7 +71,7 @@ def mla_sparse_attention_triton(
         if 0 < turn < T:
             for part in (slice(t, t + turn) for t in range(0, T, turn)):
                 mla_sparse_attention_triton(
-                    q[part],
+                    tokens_of(q, part),
                     kv_cache,
                     slots[part],
                     scale=scale,
@@ -84,13 +87,13 @@ def mla_sparse_attention_triton(
                     split=split,
                 )
             return
-    tile = tile or choose_tile(H, kv_format, arch, half=q.dtype == torch.float16)
-    split = split or choose_split(T, H, K, few_rows or tile, q.device)
+    tile = tile or choose_tile(H, kv_format, arch, half=dtype == torch.float16)
+    split = split or choose_split(T, H, K, few_rows or tile, device)
     acc, sums = lse, lse
     if split.splits > 1:
         needed = partial_bytes(T, H, split.splits, kv_lora_rank)
         if workspace is None:
-            workspace = torch.empty(needed, dtype=torch.uint8, device=q.device)
+            workspace = torch.empty(needed, dtype=torch.uint8, device=device)
         if workspace.numel() < needed:
             raise ValueError(f"Expected workspace of {needed} bytes, got {workspace.numel()}")
         floats = workspace[:needed].view(torch.float32)
@@ -104,7 +107,7 @@ def mla_sparse_attention_triton(
         )  # fmt: skip
     else:
         launch_sparse(
-            q, kv_cache, slots, out, lse, max_logits, acc, sums, tile, split, arch,
+            joined(q), kv_cache, slots, out, lse, max_logits, acc, sums, tile, split, arch,
             scale=scale, kv_scale=kv_scale, lengths=lengths, sink=sink, dims=dims,
         )  # fmt: skip
     if split.splits > 1:

@@ -29,7 +29,7 @@ from mla_kernels.decode.triton.few_rows.operands import (
     VALUES_TO_F16,
     codes_to_f16,
 )
-from mla_kernels.decode.triton.few_rows.query import load_query, query_operands
+from mla_kernels.decode.triton.few_rows.query import load_latent, load_rope, query_operands
 from mla_kernels.decode.triton.few_rows.results import per_row, write_out
 from mla_kernels.decode.triton.softmax import integer_reference, pow2_int
 
@@ -162,17 +162,12 @@ def few_rows_kernel(
         while tile < end:
             stop = gl.minimum(tile + chunk, end)
             pages = load_pages(table, tile, length, BN, PAGE)
-            q, q_rope = load_query(
-                q_at,
-                gl.program_id(0) * BM,
-                q_stride_s,
-                q_stride_h,
-                num_rows,
-                num_heads,
-                GROUPS,
-                BM,
-                DR,
-                WARPS,
+            first = gl.program_id(0) * BM
+            q = load_latent(
+                q_at, first, q_stride_s, q_stride_h, num_rows, num_heads, GROUPS, BM, WARPS
+            )
+            q_rope = load_rope(
+                q_at, first, q_stride_s, q_stride_h, num_rows, num_heads, DV, BM, DR, WARPS
             )
             for depth in gl.static_range(STAGES - 1):
                 if tile + depth < stop:

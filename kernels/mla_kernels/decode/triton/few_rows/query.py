@@ -9,22 +9,30 @@ from mla_kernels.decode.triton.few_rows.operands import powers_of_two, query_pai
 
 
 @gluon.jit
-def load_query(
+def load_latent(
     q_at, first, q_stride_s, q_stride_h, num_rows, num_heads,
-    GROUPS: gl.constexpr, BM: gl.constexpr, DR: gl.constexpr, WARPS: gl.constexpr,
+    GROUPS: gl.constexpr, BM: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """(q [GROUPS, BM, 128], its rope part [BM, DR]) of rows first .. first + BM - 1 of a
-    request; those past num_rows are 0."""
+    """The latent part [GROUPS, BM, 128] of rows first .. first + BM - 1 of a request; those past
+    num_rows are 0."""
     LATENT: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 2, 16], [1, WARPS, 1], [2, 1, 0])
-    ROPE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DR, DR // 8], [WARPS, 1], [1, 0])
     group, row, column = indices(LATENT, GROUPS, BM, 128)
     row += first
     at = q_at + (row // num_heads) * q_stride_s + (row % num_heads) * q_stride_h
-    q = gl.load(at + (group * 128 + column), mask=row < num_rows, other=0.0)
+    return gl.load(at + (group * 128 + column), mask=row < num_rows, other=0.0)
+
+
+@gluon.jit
+def load_rope(
+    q_at, first, q_stride_s, q_stride_h, num_rows, num_heads,
+    COL: gl.constexpr, BM: gl.constexpr, DR: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """The rope part [BM, DR] of the same rows, from column COL on."""
+    ROPE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DR, DR // 8], [WARPS, 1], [1, 0])
     row = first + gl.arange(0, BM, gl.SliceLayout(1, ROPE))[:, None]
-    column = GROUPS * 128 + gl.arange(0, DR, gl.SliceLayout(0, ROPE))[None, :]
+    column = COL + gl.arange(0, DR, gl.SliceLayout(0, ROPE))[None, :]
     at = q_at + (row // num_heads) * q_stride_s + (row % num_heads) * q_stride_h
-    return q, gl.load(at + column, mask=row < num_rows, other=0.0)
+    return gl.load(at + column, mask=row < num_rows, other=0.0)
 
 
 @gluon.jit

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from mla_kernels import numerics
-from mla_kernels.decode.triton.few_rows.query import load_query, query_operands
+from mla_kernels.decode.triton.few_rows.query import load_latent, load_rope, query_operands
 from mla_kernels.sparse.triton.few_rows.gather import (
     Rows,
     gather_tile,
@@ -40,7 +40,8 @@ EXPONENT_FLOOR = gl.constexpr(numerics.EXPONENT_FLOOR)
     do_not_specialize=["slots_stride", "page_step", "num_slots", "K", "num_heads", "span"],
 )
 def few_rows_sparse_kernel(
-    q_ptr,  # [T, H, DV + DR] bf16
+    q_ptr,  # latent part [T, H, DV] bf16
+    q_rope_ptr,  # rope part [T, H, DR] bf16
     kv_ptr,  # [num_blocks, PAGE, row], 16-bit units
     scale_ptr,  # the cache as fp32
     slots_ptr,  # [T, K] int32
@@ -53,6 +54,8 @@ def few_rows_sparse_kernel(
     scale_log2,  # softmax scale * log2(e)
     q_stride_t,
     q_stride_h,
+    q_rope_stride_t,
+    q_rope_stride_h,
     page_step,  # a page's stride in 16 bytes
     slots_stride,
     num_slots,  # of the cache
@@ -102,9 +105,14 @@ def few_rows_sparse_kernel(
     # All that a program waits for at first is asked for at once.
     rows = Rows(kv_ptr, scale_ptr, slots, start, stop, num_slots, page_step, PAGE, ROW)
     slot = load_slots(rows, 0, BN, COPY_ROW)
-    q, q_rope = load_query(
-        q_ptr + token * q_stride_t, first_head, 0, q_stride_h, num_heads, num_heads,
-        GROUPS, BM, DR, WARPS,
+    # Heads may be further apart than 32 bits reach: [H, T, DV] is a layer's own order.
+    q = load_latent(
+        q_ptr + token * q_stride_t, first_head, 0, gl.to_tensor(q_stride_h).to(gl.int64),
+        num_heads, num_heads, GROUPS, BM, WARPS,
+    )  # fmt: skip
+    q_rope = load_rope(
+        q_rope_ptr + token * q_rope_stride_t, first_head, 0,
+        gl.to_tensor(q_rope_stride_h).to(gl.int64), num_heads, num_heads, 0, BM, DR, WARPS,
     )  # fmt: skip
     stop = last_slot(rows, WARPS)
     rows = Rows(kv_ptr, scale_ptr, slots, start, stop, num_slots, page_step, PAGE, ROW)

@@ -7,6 +7,7 @@ import torch
 import triton
 
 from mla_kernels.arch import Arch
+from mla_kernels.decode.query import Query, both_parts
 from mla_kernels.decode.rescale import scale_to_log2
 from mla_kernels.decode.triton.few_rows.tiles import FewRowsTile
 from mla_kernels.layouts import Fp8DsMlaLayout, MlaDims
@@ -15,7 +16,7 @@ from mla_kernels.sparse.triton.tiles import Split
 
 
 def launch_few_rows(
-    q: torch.Tensor,
+    q: Query,
     kv_cache: torch.Tensor,
     slots: torch.Tensor,
     out: torch.Tensor,
@@ -31,10 +32,12 @@ def launch_few_rows(
     sink: torch.Tensor | None,
 ) -> None:
     """One program a token, tile of its heads and range of its slots."""
-    T, H, _ = q.shape
+    T, H = lse.shape
+    latent, rope = both_parts(q, out.shape[2])
     units = kv_cache.view(torch.bfloat16)
     few_rows_sparse_kernel[(T * triton.cdiv(H, tile.rows), split.splits)](
-        q,
+        latent,
+        rope,
         units,
         kv_cache.view(torch.float32),
         slots,
@@ -45,8 +48,10 @@ def launch_few_rows(
         acc,
         sums,
         scale_to_log2(scale),
-        q.stride(0),
-        q.stride(1),
+        latent.stride(0),
+        latent.stride(1),
+        rope.stride(0),
+        rope.stride(1),
         units.stride(0) // 8,
         slots.stride(0),
         kv_cache.shape[0] * kv_cache.shape[1],

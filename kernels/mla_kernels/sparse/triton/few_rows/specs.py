@@ -8,10 +8,11 @@ from mla_kernels.sparse.triton.few_rows.kernel import few_rows_sparse_kernel
 from mla_kernels.sparse.triton.few_rows.launcher import tile_constants
 from mla_kernels.sparse.triton.few_rows.tiles import few_rows_tile
 
-STRIDES = ("q_stride_t", "q_stride_h")
+STRIDES = ("q_stride_t", "q_stride_h", "q_rope_stride_t", "q_rope_stride_h")
 SCALARS = ("slots_stride", "page_step", "num_slots", "K", "num_heads", "span")
 POINTERS = {
     "q_ptr": "*bf16",
+    "q_rope_ptr": "*bf16",
     "kv_ptr": "*bf16",
     "scale_ptr": "*fp32",
     "slots_ptr": "*i32",
