@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launching the cache write kernel. Arguments are checked by `mla_kernels.cache.api`."""
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from mla_kernels.arch import device_arch
 from mla_kernels.cache.triton.kernel import write_kv_cache_kernel
 from mla_kernels.layouts import Fp8DsMlaLayout, MlaDims
 from mla_kernels.triton_common.formats import cache_format
+from mla_kernels.triton_common.launch import launch
 from mla_kernels.triton_common.runtime import INTERPRET
 
 NUM_WARPS = 2  # 64 lanes x 16 bytes cover a bf16 latent of 512
@@ -31,16 +33,18 @@ def launch_write_kv_cache(
     tokens = slot_mapping.shape[0]
     if tokens == 0:
         return
-    write_kv_cache_kernel[(tokens,)](
+    launch(
+        write_kv_cache_kernel,
+        (tokens,),
         kv_c,
         k_pe,
         byte_view(kv_cache),
         slot_mapping,
         1.0 if kv_scale is None else kv_scale,
-        kv_c_stride=kv_c.stride(0),
-        k_pe_stride=k_pe.stride(0),
-        page_stride=kv_cache.stride(0),
-        row_stride=kv_cache.stride(1),
+        kv_c.stride(0),
+        k_pe.stride(0),
+        kv_cache.stride(0),
+        kv_cache.stride(1),
         PAGE=kv_cache.shape[1],
         LOAD_SCALE=isinstance(kv_scale, torch.Tensor),
         **row_constants(MlaDims(kv_c.shape[1], k_pe.shape[1]), cache_format(kv_cache.dtype)),
@@ -54,6 +58,7 @@ def byte_view(kv_cache: torch.Tensor) -> torch.Tensor:
     return kv_cache.view(torch.uint8) if kv_cache.dtype == torch.float8_e4m3fn else kv_cache
 
 
+@cache
 def row_constants(dims: MlaDims, kv_format: str) -> dict[str, Any]:
     """The compile-time arguments of `store_row` that describe a row."""
     layout = Fp8DsMlaLayout(dims)

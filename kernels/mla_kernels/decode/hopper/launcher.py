@@ -4,7 +4,6 @@
 from typing import Any
 
 import torch
-import triton
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mla_kernels.arch import device_arch
@@ -16,6 +15,7 @@ from mla_kernels.decode.query import Query, first_part, row_parts
 from mla_kernels.decode.rescale import scale_to_log2
 from mla_kernels.decode.triton.merge import launch_merge
 from mla_kernels.decode.triton.plan import DevicePlan, build_plan
+from mla_kernels.triton_common.launch import launch
 
 # Tiles of each ring: 209 KB of shared memory. 160 is the only register share of the two value
 # warpgroups that compiles without spills or serialised wgmma.
@@ -91,8 +91,10 @@ def launch_decode(
             _boxes(out.view(-1, out.shape[-1]), layouts.HALF.value, layouts.TILE),
             _boxes(plan.acc.view(-1, out.shape[-1]), layouts.HALF.value // 2, layouts.PARTIAL),
         )
-    grid = (triton.cdiv(rows, layouts.BLOCK.value), plan.parts.shape[0])
-    hopper_decode_kernel[grid](
+    grid = (-(-rows // layouts.BLOCK.value), plan.parts.shape[0])
+    launch(
+        hopper_decode_kernel,
+        grid,
         *query_descriptors(q, out.shape[-1]),
         *cache_descriptors(kv_cache, kv_format),
         1.0 if kv_scale is None else kv_scale,

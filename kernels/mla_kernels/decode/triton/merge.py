@@ -9,6 +9,7 @@ keeps more splits in flight.
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -18,6 +19,7 @@ from triton.language.extra.cuda import gdc_wait
 from mla_kernels import numerics
 from mla_kernels.arch import Arch
 from mla_kernels.decode.triton.plan import DevicePlan
+from mla_kernels.triton_common.launch import launch
 from mla_kernels.triton_common.rounding import round_to
 from mla_kernels.triton_common.runtime import INTERPRET
 
@@ -125,18 +127,29 @@ class MergeTile:
 
 def merge_tile(plan: DevicePlan) -> MergeTile:
     """Sized for the splits of an even batch; an uneven one only loops more often."""
-    all_rows = plan.requests.shape[0] * plan.rows
-    if plan.chunk:
-        splits = triton.next_power_of_2(min(plan.max_splits, 16))
+    return _tile(
+        plan.requests.shape[0],
+        plan.rows,
+        plan.kv_lora_rank,
+        plan.parts.shape[0],
+        plan.max_splits if plan.chunk else None,
+    )
+
+
+@cache
+def _tile(B: int, num_rows: int, DV: int, parts: int, max_chunks: int | None) -> MergeTile:
+    all_rows = B * num_rows
+    if max_chunks is not None:
+        splits = triton.next_power_of_2(min(max_chunks, 16))
         cols = 256 if all_rows >= 1024 else 128 if all_rows >= 128 else 32
         rows = min(16 // splits, max(1, all_rows // 512))
         return MergeTile(rows=triton.next_power_of_2(rows), cols=cols, splits=splits)
     # Many splits: half of them at a time, with wider columns, is faster than all at once.
-    expected = plan.parts.shape[0] // max(plan.requests.shape[0], 1)
+    expected = parts // max(B, 1)
     few = min(8, triton.next_power_of_2(expected + 2)) if expected > 2 else 2
     splits = max(few, triton.next_power_of_2(expected + 1) // 4)
-    cols = min(plan.kv_lora_rank, IN_FLIGHT // splits)
-    while cols > 32 and all_rows * plan.kv_lora_rank // cols < MIN_PROGRAMS:
+    cols = min(DV, IN_FLIGHT // splits)
+    while cols > 32 and all_rows * DV // cols < MIN_PROGRAMS:
         cols, splits = cols // 2, splits * 2
     return MergeTile(rows=max(1, IN_FLIGHT // splits // cols), cols=cols, splits=splits)
 
@@ -148,7 +161,9 @@ def launch_merge(plan: DevicePlan, out: torch.Tensor, lse: torch.Tensor, arch: A
         return
     tile = merge_tile(plan)
     pdl = arch.programmatic_launch and not INTERPRET
-    merge_kernel[(triton.cdiv(plan.rows, tile.rows), plan.kv_lora_rank // tile.cols, B)](
+    launch(
+        merge_kernel,
+        (-(-plan.rows // tile.rows), plan.kv_lora_rank // tile.cols, B),
         plan.acc,
         plan.sums,
         plan.requests,

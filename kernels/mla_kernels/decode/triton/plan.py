@@ -16,6 +16,7 @@ from mla_kernels.decode.triton.plan_kernel import (
 )
 from mla_kernels.decode.triton.tiles import ctas_per_sm, tile_rows
 from mla_kernels.triton_common.formats import cache_format
+from mla_kernels.triton_common.launch import launch
 
 # What starting on a request costs a program, in tiles: filling the pipeline, writing the result.
 OVERHEAD = 2
@@ -54,7 +55,9 @@ class DevicePlan:
         # The decode kernel leaves zeros, but an engine that slept has lost the buffers' contents.
         self.outgrown.zero_()
         num_parts = self.parts.shape[0]
-        plan_kernel[(1,)](
+        launch(
+            plan_kernel,
+            (1,),
             seq_lens,
             self.parts,
             self.requests,
