@@ -3,6 +3,7 @@
 
 import contextlib
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -17,15 +18,23 @@ Row = dict[str, Any]
 
 
 class Engine:
-    """A step_worker process, which imports vLLM and then waits; its log is in `log`."""
+    """A worker process, which imports vLLM and then waits; its log is in `log`."""
 
-    def __init__(self, backend: str, options: Row, log: Path) -> None:
+    def __init__(
+        self,
+        backend: str,
+        options: Row,
+        log: Path,
+        worker: Path = WORKER,
+        env: dict[str, str] | None = None,
+    ) -> None:
         self.backend = backend
         self.log = log
         spec = {"engine": {**options, "attention_backend": backend}}
         with log.open("w") as out:
             self._process = subprocess.Popen(
-                [sys.executable, str(WORKER), json.dumps(spec)],
+                [sys.executable, str(worker), json.dumps(spec)],
+                env={**os.environ, **(env or {})},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=out,

@@ -23,6 +23,7 @@ import re
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -211,7 +212,8 @@ class Worker:
         return {}
 
 
-def main() -> None:
+def serve(make_worker: Callable[[Row], Any]) -> None:
+    """Answer the commands on stdin, one line each, until it ends."""
     spec = json.loads(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM logs to stdout
@@ -221,7 +223,7 @@ def main() -> None:
 
     import vllm.v1.engine.llm_engine  # noqa: F401, before anything is timed
 
-    worker = Worker(spec["engine"])
+    worker = make_worker(spec["engine"])
     say({"imported": True})
     for line in sys.stdin:
         try:
@@ -231,4 +233,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve(Worker)

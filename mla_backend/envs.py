@@ -30,6 +30,17 @@ def _choice(*allowed: str) -> Callable[[str], str]:
     return parse
 
 
+def _auto_or_count(most: int) -> Callable[[str], int | None]:
+    def parse(text: str) -> int | None:
+        if text == "auto":
+            return None
+        if not text.isdigit() or int(text) > most:
+            raise ValueError(f"expected one of auto or 0 to {most}")
+        return int(text)
+
+    return parse
+
+
 @dataclass(frozen=True)
 class EnvVar:
     """One environment variable: `default` is the text that stands in when it is unset."""
@@ -56,6 +67,14 @@ ENV_VARS: dict[str, EnvVar] = {
             _choice("pow2", "amla", "flash"),
             "Softmax rescaling of the decode kernel: power-of-two grid, the AMLA paper's integer "
             "add, or the usual multiply.",
+        ),
+        EnvVar(
+            "MLA_BACKEND_EXTEND_TOKENS",
+            "auto",
+            _auto_or_count(512),
+            "The end of a prompt whose rest is cached attends in absorbed form, like decode "
+            "tokens, if it has at most so many tokens. `auto`: twice the heads of a rank, at most "
+            "128; `0`, or `auto` on a CPU or in batch-invariant mode: never.",
         ),
         EnvVar(
             "MLA_BACKEND_CHECK",

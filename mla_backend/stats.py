@@ -18,6 +18,7 @@ class Stats:
     sparse: dict[str, str] = field(default_factory=dict)
     decode_steps: int = 0
     prefill_steps: int = 0
+    extend_steps: int = 0
     sparse_steps: int = 0
     checked_steps: int = 0
     forward_mqa_calls: int = 0

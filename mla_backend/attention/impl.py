@@ -15,7 +15,7 @@ from mla_backend import compat
 from mla_backend.attention import support
 from mla_backend.attention.cache_write import CacheWrites
 from mla_backend.attention.kernel import DecodeKernel
-from mla_backend.attention.metadata import MlaMetadata
+from mla_backend.attention.metadata import MlaDecodeMetadata, MlaMetadata
 from mla_backend.attention.prefill import run_prefill
 from mla_backend.stats import STATS
 
@@ -76,30 +76,54 @@ class MlaImpl(CacheWrites, MLACommonImpl[MlaMetadata]):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Absorbed attention of q [T, H, Dk], or its latent and rope parts.
 
-        T = B * s_q: the decode requests of a step have as many new tokens each. Returns out
+        The T tokens are those of one launch or two (`MlaDecodeMetadata.rest`). Returns out
         [T, H, kv_lora_rank] and lse [T, H], fp32, natural log.
         """
         if self._on_cpu:
             lay_out_absorbed_weights(layer)
         decode = attn_metadata.decode
         assert decode is not None
-        T, H, _ = q[0].shape if isinstance(q, tuple) else q.shape
+        latent = q[0] if isinstance(q, tuple) else q
+        T, H, _ = latent.shape
         STATS.forward_mqa_calls += 1
         STATS.forward_mqa_tokens += T
-        out, lse = mla_decode(
-            by_request(q, decode.block_table.shape[0]),
-            kv_c_and_k_pe_cache,
+        cache, kv_scale = kv_c_and_k_pe_cache, self._kv_scale(layer._k_scale)
+        if decode.rest is None:
+            out, lse = self._decode(q, cache, kv_scale, decode)
+            return out.view(T, H, -1), lse.view(T, H)
+        out = latent.new_empty(T, H, self.kv_lora_rank)
+        lse = latent.new_empty(T, H, dtype=torch.float32)
+        n = decode.tokens
+        self._decode(tokens_of(q, 0, n), cache, kv_scale, decode, out[:n], lse[:n])
+        self._decode(tokens_of(q, n, T), cache, kv_scale, decode.rest, out[n:], lse[n:])
+        return out, lse
+
+    def _decode(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        cache: torch.Tensor,
+        kv_scale: float | torch.Tensor | None,
+        decode: MlaDecodeMetadata,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`mla_decode` of the tokens of one launch, B requests of as many new tokens each."""
+        B = decode.block_table.shape[0]
+        return mla_decode(
+            by_request(q, B),
+            cache,
             decode.block_table,
             decode.seq_lens,
             scale=self.scale,
             kv_lora_rank=self.kv_lora_rank,
-            kv_scale=self._kv_scale(layer._k_scale),
+            kv_scale=kv_scale,
             rescale=self.decode_kernel.rescale,
             impl=self.decode_kernel.impl,
             plan=decode.plan,
+            out=None if out is None else out.unflatten(0, (B, -1)),
+            lse=None if lse is None else lse.unflatten(0, (B, -1)),
             deterministic=self.decode_kernel.deterministic,
         )
-        return out.view(T, H, -1), lse.view(T, H)
 
     def forward_mha(
         self,
@@ -158,6 +182,15 @@ def by_request(
     if isinstance(q, tuple):
         return q[0].unflatten(0, (B, -1)), q[1].unflatten(0, (B, -1))
     return q.unflatten(0, (B, -1))
+
+
+def tokens_of(
+    q: torch.Tensor | tuple[torch.Tensor, torch.Tensor], start: int, stop: int
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Tokens `start` to `stop` - 1 of q, or of both its parts."""
+    if isinstance(q, tuple):
+        return q[0][start:stop], q[1][start:stop]
+    return q[start:stop]
 
 
 def _most_rows(num_heads: int) -> int | None:

@@ -4,6 +4,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from mla_kernels import MlaDecodePlan
 from vllm.logger import init_logger
@@ -16,7 +17,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
 from vllm.v1.attention.backend import AttentionCGSupport
 
 from mla_backend import compat, envs
-from mla_backend.attention import support
+from mla_backend.attention import extends, support
 from mla_backend.attention.prefill import PrefillTile, plan_prefill
 from mla_backend.attention.step_check import StepCheck
 from mla_backend.attention.step_plans import StepPlans
@@ -28,9 +29,15 @@ logger = init_logger("vllm.mla_backend")
 
 @dataclass
 class MlaDecodeMetadata(MLACommonDecodeMetadata):
-    """`block_table` [B, max_blocks], `seq_lens` [B] and the kernel's plan for them."""
+    """`block_table` [B, max_blocks], `seq_lens` [B] and the kernel's plan for them.
+
+    They are of the first `tokens` tokens, B requests of as many new tokens each; `rest` describes
+    the others of the step, if there are any, in the same way.
+    """
 
     plan: MlaDecodePlan | None = None
+    tokens: int = 0
+    rest: "MlaDecodeMetadata | None" = None
 
 
 @dataclass
@@ -46,6 +53,7 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MlaMetadata]):
     # Whole steps in one graph where all requests have as many new tokens.
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.UNIFORM
+    reorder_batch_threshold: int
 
     def __init__(
         self,
@@ -58,9 +66,10 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MlaMetadata]):
         # Under DCP the ranks of a group gather their heads.
         heads = self.num_heads * self.dcp_world_size
         speculative = vllm_config.speculative_config
+        self._most_s_q = self.reorder_batch_threshold
         support.refuse_step_shape(
             heads,
-            self.reorder_batch_threshold,
+            self._most_s_q,
             dcp=self.dcp_world_size,
             drafts=speculative.num_speculative_tokens if speculative is not None else 0,
         )
@@ -75,21 +84,35 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MlaMetadata]):
             vllm_config.scheduler_config.max_num_seqs,
             vllm_config.compilation_config.max_cudagraph_capture_size or 0,
         )
+        max_blocks = compat.block_table_width(
+            vllm_config.model_config.max_model_len, support.BLOCK_SIZE
+        )
+        self._extend_tokens = 0
+        if self.dcp_world_size == 1:
+            self._extend_tokens = extends.longest_extend(layer.impl.decode_kernel, heads)
+        max_rows = 0
+        if self._extend_tokens > self._most_s_q:
+            # vLLM then hands over requests of up to so many new tokens, of any mix of lengths.
+            self.query_len_support = QueryLenSupport.VARLEN  # type: ignore[misc]
+            self.reorder_batch_threshold = self._extend_tokens
+            max_rows = max(max_requests * self._most_s_q, max_requests + extends.MOST_ROWS)
+            self._rows = extends.ExtendRows(max_rows, max_blocks, self.device)
         self._plans = StepPlans(
             layer.impl.decode_kernel,
             heads,
             max_requests,
             vllm_config.model_config.max_model_len,
             self.device,
+            max_rows,
         )
-        self._plans.reserve(self.reorder_batch_threshold)
+        self._plans.reserve(self._most_s_q)
         if layer.impl.decode_kernel.impl in support.GPU_IMPLS:
             logger.info_once(
                 "mla-backend decodes with %s: up to %d requests of 1 to %d new tokens, %d MiB of "
                 "workspace.",
                 layer.impl.decode_kernel.impl,
                 max_requests,
-                self.reorder_batch_threshold,
+                self._most_s_q,
                 self._plans.workspace_bytes >> 20,
             )
             warm_up(
@@ -97,10 +120,9 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MlaMetadata]):
                 self._plans,
                 num_heads=heads,
                 max_requests=max_requests,
-                max_s_q=self.reorder_batch_threshold,
-                max_blocks=compat.block_table_width(
-                    vllm_config.model_config.max_model_len, support.BLOCK_SIZE
-                ),
+                max_s_q=self._most_s_q,
+                max_blocks=max_blocks,
+                max_rows=max_rows,
             )
 
     @classmethod
@@ -114,18 +136,42 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MlaMetadata]):
         self,
         block_table_tensor: torch.Tensor,
         seq_lens_device: torch.Tensor,
+        query_start_loc_cpu: torch.Tensor,
+        query_start_loc_device: torch.Tensor,
         num_decode_tokens: int,
         dcp_tot_seq_lens_device: torch.Tensor | None,
         **_: Any,
     ) -> MlaDecodeMetadata:
         STATS.decode_steps += 1
-        s_q = num_decode_tokens // seq_lens_device.shape[0]
-        return MlaDecodeMetadata(
-            block_table=block_table_tensor,
-            seq_lens=seq_lens_device,
-            dcp_tot_seq_lens=dcp_tot_seq_lens_device,
-            plan=self._plans.for_step(seq_lens_device, s_q),
+        T, B = num_decode_tokens, seq_lens_device.shape[0]
+
+        def launch(table: torch.Tensor, seq_lens: torch.Tensor, tokens: int) -> MlaDecodeMetadata:
+            return MlaDecodeMetadata(
+                block_table=table,
+                seq_lens=seq_lens,
+                dcp_tot_seq_lens=dcp_tot_seq_lens_device,
+                plan=self._plans.for_step(seq_lens, tokens // seq_lens.shape[0]),
+                tokens=tokens,
+            )
+
+        query_lens = np.diff(query_start_loc_cpu.numpy())
+        new = query_lens[query_lens > 0]  # none is a padded request of a graph
+        if len(new) == 0 or (new.min() == new.max() and T <= B * self._most_s_q):
+            return launch(block_table_tensor, seq_lens_device, T)
+        STATS.extend_steps += 1
+        requests = extends.equal_run(query_lens, self._most_s_q)
+        tokens = requests * int(query_lens[0])
+        rest = launch(
+            *self._rows.fill(
+                query_start_loc_device, seq_lens_device, block_table_tensor, tokens, T
+            ),
+            T - tokens,
         )
+        if not requests:
+            return rest
+        first = launch(block_table_tensor[:requests], seq_lens_device[:requests], tokens)
+        first.rest = rest
+        return first
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
@@ -134,7 +180,12 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MlaMetadata]):
         if self._step_check is not None:
             self._step_check(common)
             STATS.checked_steps += 1
-        metadata = super().build(common_prefix_len, common, fast_build)
+        longest = self.reorder_batch_threshold
+        self.reorder_batch_threshold = self._decode_threshold(common)
+        try:
+            metadata = super().build(common_prefix_len, common, fast_build)
+        finally:
+            self.reorder_batch_threshold = longest
         if metadata.prefill is not None:
             STATS.prefill_steps += 1
             if self._on_cpu:
@@ -145,6 +196,15 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MlaMetadata]):
                     block_size=self.kv_cache_spec.block_size,
                 )
         return metadata
+
+    def _decode_threshold(self, common: Any) -> int:
+        """New tokens up to which vLLM shall count a request of this step among the decodes."""
+        if self._extend_tokens <= self._most_s_q or common.max_query_len <= self._most_s_q:
+            return self._most_s_q
+        lengths = extends.host_lengths(common)
+        if extends.pays(*lengths, self._most_s_q, self._extend_tokens):
+            return self._extend_tokens
+        return self._most_s_q
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> MlaMetadata:
         """A step that is made up to capture a graph with: not checked."""

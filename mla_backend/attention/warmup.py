@@ -33,10 +33,12 @@ def warm_up(
     max_requests: int,
     max_s_q: int,
     max_blocks: int,
+    max_rows: int = 0,
 ) -> None:
     """Write no token (slot -1) and decode empty requests (length 0) of every shape.
 
-    `layer` is an MLA layer of vLLM with our impl; max_blocks is the width of the block table.
+    `layer` is an MLA layer of vLLM with our impl; max_blocks is the width of the block table;
+    max_rows: requests of one new token, if there can be more of these.
     """
     impl = layer.impl
     kernel = impl.decode_kernel
@@ -55,14 +57,18 @@ def warm_up(
     impl.do_kv_cache_update(
         new(1, latent), new(1, 1, rope), cache, nowhere, impl.kv_cache_dtype, layer._k_scale
     )
-    table = torch.zeros(max_requests, max_blocks, dtype=torch.int32, device=device)
-    lengths = torch.zeros(max_requests, dtype=torch.int32, device=device)
+    max_rows = max(max_rows, max_requests)
+    table = torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=device)
+    lengths = torch.zeros(max_rows, dtype=torch.int32, device=device)
     for s_q in range(1, max_s_q + 1):
-        q_latent = new(num_heads, max_requests * s_q, latent).transpose(0, 1)
-        q_rope = new(max_requests * s_q, num_heads, rope)
-        for B in batch_sizes(max_requests):
+        largest = max_rows if s_q == 1 else max_requests
+        q_latent = new(num_heads, largest * s_q, latent).transpose(0, 1)
+        q_rope = new(largest * s_q, num_heads, rope)
+        for B in batch_sizes(largest):
             T = B * s_q
             plan = plans.for_step(lengths[:B], s_q)
-            decode = SimpleNamespace(block_table=table[:B], seq_lens=lengths[:B], plan=plan)
+            decode = SimpleNamespace(
+                block_table=table[:B], seq_lens=lengths[:B], plan=plan, tokens=T, rest=None
+            )
             step = SimpleNamespace(decode=decode)
             impl.forward_mqa((q_latent[:T], q_rope[:T]), cache, step, layer)

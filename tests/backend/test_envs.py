@@ -24,7 +24,13 @@ def test_bool(monkeypatch, text, value):
 
 
 @pytest.mark.parametrize(
-    "name, text", [("MLA_BACKEND_CHECK", "maybe"), ("MLA_BACKEND_IMPL", "cuda")]
+    "name, text",
+    [
+        ("MLA_BACKEND_CHECK", "maybe"),
+        ("MLA_BACKEND_IMPL", "cuda"),
+        ("MLA_BACKEND_EXTEND_TOKENS", "513"),
+        ("MLA_BACKEND_EXTEND_TOKENS", "-1"),
+    ],
 )
 def test_a_bad_value_is_named(monkeypatch, name, text):
     monkeypatch.setenv(name, text)

@@ -59,12 +59,44 @@ def make_impl(rank, dtype, kv_cache_dtype="auto"):
 
 def make_builder(impl):
     """The builder without vLLM's constructor, which wants a loaded model."""
+    from mla_backend.attention.extends import ExtendRows
     from mla_backend.attention.metadata import MlaMetadataBuilder
     from mla_backend.attention.step_plans import StepPlans
 
     builder = object.__new__(MlaMetadataBuilder)
-    builder._plans = StepPlans(impl.decode_kernel, H, 16, 4096, torch.device("cpu"))
+    builder._most_s_q = 8
+    builder._plans = StepPlans(impl.decode_kernel, H, 16, 4096, torch.device("cpu"), 64)
+    builder._rows = ExtendRows(64, 8, torch.device("cpu"))
     return builder
+
+
+def build_decode(impl, table, seq_lens, query_lens):
+    """A step's decode metadata, as vLLM asks for it."""
+    starts = torch.tensor([0, *query_lens]).cumsum(0).int()
+    return make_builder(impl)._build_decode(
+        block_table_tensor=table,
+        seq_lens_device=seq_lens,
+        max_seq_len=int(seq_lens.max()),
+        query_start_loc_cpu=starts,
+        query_start_loc_device=starts,
+        num_decode_tokens=sum(query_lens),
+        dcp_tot_seq_lens_device=None,
+    )
+
+
+def check_decode(out, lse, q, written, query_lens, dequantise, tolerance):
+    """Every new token against the keys up to its own, in fp64."""
+    token = 0
+    for rows, new in zip(written, query_lens, strict=True):
+        rows = dequantise(rows).to(q.dtype).double()
+        for j in range(new):
+            kv = rows[: len(rows) - new + 1 + j]
+            scores = q[token].double() @ kv.T * SCALE
+            expected = scores.softmax(-1) @ kv[:, : out.shape[-1]]
+            assert relative_error(out[token], expected) < tolerance
+            assert (lse[token] - scores.logsumexp(-1)).abs().max() < tolerance
+            token += 1
+    assert token == len(out)
 
 
 def make_cache(lengths, rank, impl, kv_cache_dtype, dtype, k_scale):
@@ -135,27 +167,55 @@ def test_decode(vllm_config, rank, dtype, kv_cache_dtype, tolerance, s_q):
     )
     if kv_cache_dtype == "fp8":
         cache = cache.view(torch.float8_e4m3fn)  # as vLLM does before forward_mqa
-    T = len(lengths) * s_q
-    decode = make_builder(impl)._build_decode(
-        block_table_tensor=table,
-        seq_lens_device=seq_lens,
-        num_decode_tokens=T,
-        dcp_tot_seq_lens_device=None,
-        max_seq_len=200,
+    query_lens = [s_q] * len(lengths)
+    run_decode(
+        impl, cache, table, seq_lens, written, query_lens, kv_cache_dtype, tolerance, k_scale
     )
+
+
+def run_decode(
+    impl, cache, table, seq_lens, written, query_lens, kv_cache_dtype, tolerance, k_scale
+):
+    """One layer's decode of a step, checked; its metadata."""
+    rank, dtype, T = impl.kv_lora_rank, written[0].dtype, sum(query_lens)
+    decode = build_decode(impl, table, seq_lens, query_lens)
     q = torch.randn(T, H, rank + ROPE, generator=torch.Generator().manual_seed(2)).to(dtype)
     metadata = types.SimpleNamespace(decode=decode)
     layer = types.SimpleNamespace(_k_scale=k_scale)
     out, lse = impl.forward_mqa(q.split([rank, ROPE], -1), cache, metadata, layer)
     assert out.shape == (T, H, rank) and lse.shape == (T, H)
-    for r, n in enumerate(lengths):
-        rows = dequantised(written[r], kv_cache_dtype, rank, k_scale).to(dtype).double()
-        for j in range(s_q):
-            kv = rows[: n - s_q + 1 + j]
-            scores = q[r * s_q + j].double() @ kv.T * SCALE
-            expected = scores.softmax(-1) @ kv[:, :rank]
-            assert relative_error(out[r * s_q + j], expected) < tolerance
-            assert (lse[r * s_q + j] - scores.logsumexp(-1)).abs().max() < tolerance
+
+    def dequantise(rows):
+        return dequantised(rows, kv_cache_dtype, rank, k_scale)
+
+    check_decode(out, lse, q, written, query_lens, dequantise, tolerance)
+    return decode
+
+
+@pytest.mark.parametrize("kv_cache_dtype, tolerance", [("auto", 1e-5), ("fp8", 1e-5)])
+@pytest.mark.parametrize(
+    "query_lens, launches",
+    [
+        ([1, 1, 1, 1, 9], [13]),  # a prompt's end behind decode tokens: rows alike
+        ([1, 1, 7, 30, 2], [41]),
+        ([4, 4, 4, 1, 20], [12, 21]),  # drafted requests stay together
+        ([4, 1, 4, 4, 4], [4, 13]),
+        ([20, 5, 1, 3, 9], [38]),
+        ([8, 8, 8, 8, 8], [40]),  # nothing to flatten
+    ],
+)
+def test_decode_of_mixed_lengths(vllm_config, query_lens, launches, kv_cache_dtype, tolerance):
+    impl = make_impl(512, torch.float32, kv_cache_dtype)
+    k_scale = torch.tensor(0.5)
+    cache, table, seq_lens, written = make_cache(
+        [70, 64, 65, 200, 127], 512, impl, kv_cache_dtype, torch.float32, k_scale
+    )
+    if kv_cache_dtype == "fp8":
+        cache = cache.view(torch.float8_e4m3fn)
+    decode = run_decode(
+        impl, cache, table, seq_lens, written, query_lens, kv_cache_dtype, tolerance, k_scale
+    )
+    assert [d.tokens for d in (decode, decode.rest) if d is not None] == launches
 
 
 @pytest.mark.parametrize("rank, dtype, kv_cache_dtype, tolerance", CASES)
@@ -235,13 +295,7 @@ def test_absorbed_weights_are_laid_out_once_on_a_cpu(vllm_config):
     impl = make_impl(512, torch.bfloat16)
     lengths = [70]
     cache, table, seq_lens, _ = make_cache(lengths, 512, impl, "auto", torch.bfloat16, None)
-    decode = make_builder(impl)._build_decode(
-        block_table_tensor=table,
-        seq_lens_device=seq_lens,
-        num_decode_tokens=1,
-        dcp_tot_seq_lens_device=None,
-        max_seq_len=70,
-    )
+    decode = build_decode(impl, table, seq_lens, [1])
     w = torch.randn(512, H, NOPE + V).split([NOPE, V], dim=-1)
     layer = types.SimpleNamespace(
         _k_scale=None,

@@ -83,3 +83,27 @@ def test_block_tables_were_not_in_order(fp32):
 
 def test_rotary_fault_is_worked_around(fp32):
     assert "-rotary_embedding" in fp32[1]["custom_ops"]
+
+
+def test_ends_of_prompts_in_absorbed_form(run_engine, scenarios, demo_checkpoint, oracle):
+    """What is left behind a cached prefix joins decode tokens in one call; none of it expands."""
+    checkpoint = demo_checkpoint("v3")
+    plain = scenarios["plain"]
+    shared, other = plain[3]["prompt"][:256], plain[2]["prompt"]
+    ends = [
+        {"prompt": shared + other[1 : 1 + n], "max_tokens": 32, "arrive": arrive}
+        for n, arrive in ((9, 0), (2, 0), (30, 0), (31, 5), (17, 11))
+    ]
+    result = run_engine(
+        {"plain": plain, "ends": ends},
+        model=checkpoint,
+        env={"MLA_BACKEND_EXTEND_TOKENS": "32", "MLA_BACKEND_CHECK": "1"},
+    )
+    outputs = result["scenarios"]["ends"]["outputs"]
+    assert [o["cached"] for o in outputs] == [256] * 5
+    agreed, differences = oracle(checkpoint, outputs)
+    assert agreed == len(differences) == 5 * 32
+    assert differences.max() < 1e-4
+    before, after = (result["scenarios"]["ends"][when] for when in ("before", "after"))
+    assert after["extend_steps"] - before["extend_steps"] == 3
+    assert after["forward_mha_tokens"] == before["forward_mha_tokens"]

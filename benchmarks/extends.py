@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time to the first token of a prompt whose prefix is cached, by the length of what is not.
+
+    python benchmarks/extends.py [--heads 128 16] [--layers 6] [--contexts 2048 8192 32768]
+
+This backend as it chooses (absorbed form for short ends), with every end in expanded form
+(MLA_BACKEND_EXTEND_TOKENS=0), and vLLM's own backends, engines side by side that take turns. The
+two forms must agree: the same first token, or one whose logprob is within TOLERANCE. Writes
+extends.json and extends.md to results/h200 beside this file.
+"""
+
+import argparse
+import contextlib
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from machine import describe_machine
+from serve_cases import MODEL, dense_overrides
+from step_driver import Engine, all_ask
+
+WORKER = Path(__file__).with_name("extend_worker.py")
+# {name: (vLLM's name, environment)}; the first two are compared with each other.
+ENGINES = {
+    "absorbed": ("CUSTOM", {}),
+    "expanded": ("CUSTOM", {"MLA_BACKEND_EXTEND_TOKENS": "0"}),
+    "FLASHMLA": ("FLASHMLA", {}),
+    "FLASH_ATTN_MLA": ("FLASH_ATTN_MLA", {}),
+}
+TOLERANCE = 0.1  # nats: bf16 rounds the two forms differently
+Row = dict[str, Any]
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--heads", nargs="+", type=int, default=[128, 16])
+    parser.add_argument("--layers", type=int, default=6, help="dense, of DeepSeek-V3's width")
+    parser.add_argument("--contexts", nargs="+", type=int, default=[2048, 8192, 32768])
+    parser.add_argument("--new", nargs="+", type=int, default=[8, 32, 64, 128])
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--time-limit", type=float, default=3600, help="seconds; then it stops")
+    default = Path(__file__).parent / "results" / "h200"
+    parser.add_argument("--results", type=Path, default=default)
+    return parser.parse_args(argv)
+
+
+def engine_options(args: argparse.Namespace, heads: int) -> Row:
+    """Keywords of vllm.LLM, the same for every engine."""
+    return {
+        "model": str(MODEL),
+        "dtype": "bfloat16",
+        "block_size": 64,
+        "max_model_len": max(args.contexts) + max(args.new) + 64,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 8192,
+        "kv_cache_memory_bytes": 6 << 30,
+        "gpu_memory_utilization": 0.2,
+        "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+        "hf_overrides": dense_overrides(args.layers, heads),
+        "seed": 0,
+    }
+
+
+def agree(one: Row, other: Row) -> bool:
+    """Whether two engines gave the same first tokens, near-ties aside."""
+    pairs = zip(one["logprobs"], other["logprobs"], strict=True)
+    return all(abs(a - b) <= TOLERANCE for a, b in pairs)
+
+
+def measure(args: argparse.Namespace, heads: int, deadline: float) -> list[Row]:
+    """Rows {heads, context, new, ms of each engine} or {..., not_run}."""
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        engines = {}
+        for name, (backend, env) in ENGINES.items():
+            options = engine_options(args, heads)
+            engine = Engine(backend, options, Path(folder) / f"{name}.log", WORKER, env)
+            stack.callback(engine.kill)
+            engines[name] = engine
+        for engine in engines.values():
+            engine.answer()  # that vLLM is imported
+        for name, said in zip(engines, all_ask(list(engines.values()), "build"), strict=True):
+            if "error" in said:
+                print(engines[name].log.read_text()[-4000:], file=sys.stderr)
+                raise RuntimeError(f"{name}: {said['error']}")
+        for context in args.contexts:
+            for new in args.new:
+                row: Row = {"heads": heads, "context": context, "new": new}
+                if time.monotonic() > deadline:
+                    rows.append(row | {"not_run": "no time was left"})
+                    continue
+                ask = {"context": context, "new": new, "repeats": args.repeats}
+                found = {name: engine.ask("time", **ask) for name, engine in engines.items()}
+                errors = [f"{n}: {said['error']}" for n, said in found.items() if "error" in said]
+                if errors:
+                    row["not_run"] = "; ".join(errors)
+                elif not agree(found["absorbed"], found["expanded"]):
+                    row["not_run"] = "the two forms do not agree"
+                else:
+                    row["ms"] = {n: statistics.median(said["ms"]) for n, said in found.items()}
+                rows.append(row)
+                print(json.dumps(row), flush=True)
+    return rows
+
+
+def markdown(result: Row) -> str:
+    """The page for a result."""
+    machine = ", ".join(f"{k} {v}" for k, v in result["machine"].items())
+    lines = [
+        "# First token behind a cached prefix",
+        "",
+        f"{machine}.",
+        "",
+        f"`{result['command']}`",
+        "",
+        f"Milliseconds from a request to its first token, alone in the engine: {result['layers']} "
+        "dense layers of DeepSeek-V3's width, random weights, bf16. `context` tokens are in the "
+        "prefix cache, `new` are not. `absorbed`: this backend, which takes ends of at most twice "
+        "the heads (and 128) in absorbed form; `expanded`: with MLA_BACKEND_EXTEND_TOKENS=0.",
+        "",
+        f"| heads | context | new | {' | '.join(ENGINES)} | expanded / absorbed "
+        "| best peer / absorbed |",
+        "|---" * (5 + len(ENGINES)) + "|",
+    ]
+    for row in result["rows"]:
+        cells = [row["heads"], row["context"], row["new"]]
+        if "ms" not in row:
+            lines.append(f"| {' | '.join(map(str, cells))} | {row['not_run']} |")
+            continue
+        ms = row["ms"]
+        peer = min(v for k, v in ms.items() if k not in ("absorbed", "expanded"))
+        cells += [f"{ms[name]:.2f}" for name in ENGINES]
+        cells += [f"{ms['expanded'] / ms['absorbed']:.2f}", f"{peer / ms['absorbed']:.2f}"]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join([*lines, ""])
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_arguments(argv)
+    deadline = time.monotonic() + args.time_limit
+    words = ["python", "benchmarks/extends.py", *(sys.argv[1:] if argv is None else argv)]
+    if "--results" in words:
+        at = words.index("--results")
+        del words[at : at + 2]
+    result: Row = {
+        "machine": describe_machine(),
+        "command": " ".join(words),
+        "layers": args.layers,
+        "rows": [],
+    }
+    for heads in args.heads:
+        result["rows"] += measure(args, heads, deadline)
+        args.results.mkdir(parents=True, exist_ok=True)
+        (args.results / "extends.json").write_text(json.dumps(result, indent=1) + "\n")
+        (args.results / "extends.md").write_text(markdown(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which ends of prompts attend like decode tokens."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from mla_backend.attention import extends
+from mla_backend.attention.metadata import MlaMetadataBuilder
+
+
+def kernel(impl="hopper", deterministic=False):
+    return SimpleNamespace(impl=impl, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("heads, expected", [(128, 128), (64, 128), (32, 64), (16, 32), (8, 16)])
+def test_the_longest_follows_the_heads(heads, expected):
+    assert extends.longest_extend(kernel(), heads) == expected
+
+
+@pytest.mark.parametrize("of", [kernel("torch"), kernel("hopper", True), kernel("triton", True)])
+def test_none_on_a_cpu_and_in_batch_invariant_mode(of):
+    assert extends.longest_extend(of, 128) == 0
+
+
+def test_the_variable_decides(monkeypatch):
+    monkeypatch.setenv("MLA_BACKEND_EXTEND_TOKENS", "40")
+    assert extends.longest_extend(kernel("torch"), 128) == 40
+    monkeypatch.setenv("MLA_BACKEND_EXTEND_TOKENS", "0")
+    assert extends.longest_extend(kernel(), 128) == 0
+
+
+@pytest.mark.parametrize(
+    "query_lens, contexts, expected",
+    [
+        ([1, 1, 64], [900, 900, 256], True),
+        ([1, 1, 64], [900, 900, 255], False),  # too little to expand
+        ([1, 1], [900, 900], False),  # nothing but decode tokens
+        ([1, 64, 600], [900, 5000, 5000], True),
+        ([1, 600, 64], [900, 5000, 5000], False),  # vLLM cuts at the first long one
+        ([1, 120, 60], [900, 720, 0], True),  # a prompt's start comes along
+        ([128] * 4, [9000] * 4, True),
+        ([128] * 5, [9000] * 5, False),  # too many rows
+    ],
+)
+def test_what_pays(query_lens, contexts, expected):
+    arguments = np.array(query_lens), np.array(contexts)
+    assert extends.pays(*arguments, most_s_q=1, longest=128) is expected
+
+
+@pytest.mark.parametrize(
+    "query_lens, expected", [([4, 4, 1, 4], 2), ([4, 4], 2), ([1, 4, 4], 0), ([9, 9, 4], 0)]
+)
+def test_requests_that_stay_together(query_lens, expected):
+    assert extends.equal_run(np.array(query_lens), most_s_q=4) == expected
+
+
+def test_rows_of_tokens():
+    rows = extends.ExtendRows(10, 4, torch.device("cpu"))
+    starts = torch.tensor([0, 1, 4, 9], dtype=torch.int32)
+    lengths = torch.tensor([70, 3, 100], dtype=torch.int32)
+    table = torch.arange(9, dtype=torch.int32).view(3, 3)
+    got_table, got_lengths = rows.fill(starts, lengths, table, 1, 9)
+    assert got_lengths.tolist() == [1, 2, 3, 96, 97, 98, 99, 100]
+    assert got_table.tolist() == [[3, 4, 5]] * 3 + [[6, 7, 8]] * 5
+
+
+def common(query_lens, seq_lens):
+    return SimpleNamespace(
+        max_query_len=max(query_lens),
+        query_start_loc_cpu=torch.tensor([0, *query_lens]).cumsum(0).int(),
+        seq_lens_cpu_upper_bound=torch.tensor(seq_lens, dtype=torch.int32),
+    )
+
+
+@pytest.mark.parametrize(
+    "extend, step, expected",
+    [
+        (128, common([1, 60], [50, 1000]), 128),
+        (128, common([1, 60], [50, 100]), 2),
+        (128, common([1, 200], [50, 1000]), 2),
+        (128, common([2, 1], [50, 1000]), 2),
+        (0, common([1, 60], [50, 1000]), 2),
+    ],
+)
+def test_the_threshold_of_a_step(extend, step, expected):
+    builder = object.__new__(MlaMetadataBuilder)
+    builder._most_s_q, builder._extend_tokens = 2, extend
+    assert builder._decode_threshold(step) == expected
