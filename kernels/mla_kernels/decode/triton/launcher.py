@@ -18,6 +18,7 @@ from mla_kernels.decode.triton.plan import DevicePlan, arch_of, build_plan, part
 from mla_kernels.decode.triton.tiles import Tile, choose_tile, tile_rows
 from mla_kernels.layouts import Fp8DsMlaLayout, MlaDims
 from mla_kernels.triton_common.formats import cache_format
+from mla_kernels.triton_common.launch import launch
 from mla_kernels.triton_common.runtime import INTERPRET
 
 DIMS = (MlaDims(512, 64), MlaDims(256, 32))
@@ -116,7 +117,9 @@ def launch_decode(
         kv = kv_cache.view(torch.uint8)
     elif kv_format == "fp8_ds_mla":
         scale_view, rope_view = kv_cache.view(torch.float32), kv_cache.view(torch.bfloat16)
-    mla_decode_kernel[(triton.cdiv(s_q * H, tile.rows), plan.parts.shape[0])](
+    launch(
+        mla_decode_kernel,
+        (triton.cdiv(s_q * H, tile.rows), plan.parts.shape[0]),
         q,
         kv,
         scale_view,

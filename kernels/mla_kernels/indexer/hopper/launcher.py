@@ -10,6 +10,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from mla_kernels.indexer.hopper import scores as kernel
 from mla_kernels.indexer.triton.launcher import padded_heads
 from mla_kernels.layouts import BLOCK_SIZE
+from mla_kernels.triton_common.launch import launch
 
 CTAS_PER_SM = 4
 STAGES = 2
@@ -49,7 +50,9 @@ def launch_hopper_scores(
         return
     lines = k_cache.view(-1, D)
     programs = CTAS_PER_SM * torch.cuda.get_device_properties(q.device).multi_processor_count
-    kernel.hopper_scores_kernel[(programs,)](
+    launch(
+        kernel.hopper_scores_kernel,
+        (programs,),
         TensorDescriptor.from_tensor(lines, [BLOCK_SIZE, D], kernel.KEYS.value),
         TensorDescriptor.from_tensor(lines, [2, D], kernel.SCALES.value),
         q.view(torch.uint8),

@@ -12,6 +12,7 @@ import triton.language as tl
 from mla_kernels.arch import MAX_REGISTERS_PER_THREAD, Arch, device_arch
 from mla_kernels.indexer.triton.scores import scores_kernel
 from mla_kernels.layouts import BLOCK_SIZE
+from mla_kernels.triton_common.launch import launch
 from mla_kernels.triton_common.runtime import INTERPRET
 
 # Pages of keys in flight in one program.
@@ -105,7 +106,9 @@ def launch_scores(
     num_tiles = triton.cdiv(T, tiles.rows) if ragged else B * triton.cdiv(T // B, tiles.rows)
     programs = num_programs(q.device) if num_tiles <= MAX_SPLIT_TILES else num_tiles
     level1, level2 = levels or (None, None)
-    scores_kernel[(programs,)](
+    launch(
+        scores_kernel,
+        (programs,),
         q.view(torch.uint8) if q_fp8 else q,
         k_cache,
         weights,

@@ -15,6 +15,7 @@ from mla_kernels.indexer.triton.rows import (
     token_rows_kernel,
 )
 from mla_kernels.layouts import BLOCK_SIZE
+from mla_kernels.triton_common.launch import launch
 from mla_kernels.triton_common.runtime import INTERPRET
 
 FILL_BLOCK = 4096
@@ -28,8 +29,15 @@ def launch_fill_tail(scores: torch.Tensor, lengths: torch.Tensor) -> None:
     if T == 0 or width == 0:
         return
     splits = min(triton.cdiv(width, FILL_BLOCK), max(triton.cdiv(2048, T), 1))
-    fill_tail_kernel[(T, splits)](
-        lengths, scores, width, scores.stride(0), PAGE=BLOCK_SIZE, BLOCK=FILL_BLOCK
+    launch(
+        fill_tail_kernel,
+        (T, splits),
+        lengths,
+        scores,
+        width,
+        scores.stride(0),
+        PAGE=BLOCK_SIZE,
+        BLOCK=FILL_BLOCK,
     )
 
 
@@ -42,7 +50,9 @@ def launch_lengths(
     """`indexer_lengths` in one launch."""
     out = torch.empty(T, dtype=torch.int32, device=seq_lens.device)
     if T:
-        lengths_kernel[(triton.cdiv(T, LENGTHS_BLOCK),)](
+        launch(
+            lengths_kernel,
+            (triton.cdiv(T, LENGTHS_BLOCK),),
             seq_lens,
             positions,
             request_ids,
@@ -65,7 +75,9 @@ def launch_token_rows(
     """`token_rows` in one launch."""
     B, T = seq_lens.shape[0], request_ids.shape[0]
     if T:
-        token_rows_kernel[(triton.cdiv(T, LENGTHS_BLOCK),)](
+        launch(
+            token_rows_kernel,
+            (triton.cdiv(T, LENGTHS_BLOCK),),
             query_start_loc,
             seq_lens,
             request_ids,
@@ -83,7 +95,9 @@ def launch_write_indexer_cache(
     tokens, D = slot_mapping.shape[0], k.shape[1]
     if tokens == 0:
         return
-    write_indexer_cache_kernel[(tokens,)](
+    launch(
+        write_indexer_cache_kernel,
+        (tokens,),
         k,
         k_cache,
         slot_mapping,
@@ -120,7 +134,9 @@ def launch_positions_to_slots(
     T, K = positions.shape
     out = torch.empty((T, K), dtype=torch.int32, device=positions.device)
     if out.numel():
-        positions_to_slots_kernel[(T, triton.cdiv(K, SLOTS_BLOCK))](
+        launch(
+            positions_to_slots_kernel,
+            (T, triton.cdiv(K, SLOTS_BLOCK)),
             positions,
             block_table,
             request_ids,

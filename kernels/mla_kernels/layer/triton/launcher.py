@@ -10,6 +10,7 @@ from mla_kernels.layer.buffers import MlaLayerBuffers
 from mla_kernels.layer.config import MlaLayerConfig
 from mla_kernels.layer.triton.kernel import rotate_and_append_kernel
 from mla_kernels.triton_common.formats import cache_format
+from mla_kernels.triton_common.launch import launch
 from mla_kernels.triton_common.runtime import INTERPRET
 
 HEADS = 16  # a program; 16 x 64 elements are 8 a lane
@@ -31,7 +32,9 @@ def launch_rotate_and_append(
     Request i is at position seq_lens[i] - 1; one of length 0 is padding and writes no row.
     """
     B, c = seq_lens.shape[0], config
-    rotate_and_append_kernel[(B, 1 + triton.cdiv(c.num_heads, HEADS))](
+    launch(
+        rotate_and_append_kernel,
+        (B, 1 + triton.cdiv(c.num_heads, HEADS)),
         buffers.q_up,
         buffers.q,
         buffers.down,
@@ -40,10 +43,10 @@ def launch_rotate_and_append(
         block_table,
         seq_lens,
         1.0 if kv_scale is None else kv_scale,
-        num_heads=c.num_heads,
-        page_stride=kv_cache.stride(0),
-        row_stride=kv_cache.stride(1),
-        block_table_stride=block_table.stride(0),
+        c.num_heads,
+        kv_cache.stride(0),
+        kv_cache.stride(1),
+        block_table.stride(0),
         HEADS=HEADS,
         NOPE=c.nope_dim,
         Q_LORA=c.q_lora_rank,

@@ -5,6 +5,7 @@ import torch
 import triton
 
 from mla_kernels.query.triton.kernel import join_query_kernel
+from mla_kernels.triton_common.launch import launch
 
 ROWS = 8
 NUM_WARPS = 4
@@ -26,7 +27,9 @@ def launch_join_query(latent: torch.Tensor, rope: torch.Tensor, out: torch.Tenso
     T, H, R = latent.shape
     if T == 0:
         return
-    join_query_kernel[(triton.cdiv(T * H, ROWS),)](
+    launch(
+        join_query_kernel,
+        (triton.cdiv(T * H, ROWS),),
         latent,
         rope,
         out,

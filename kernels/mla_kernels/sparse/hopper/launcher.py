@@ -19,6 +19,7 @@ from mla_kernels.sparse.triton.tiles import (
     partial_bytes,
     tokens_at_once,
 )
+from mla_kernels.triton_common.launch import launch
 
 # Tiles of each ring: 210 KB of shared memory, 220 with codes. The query tile comes in the last slot
 # of each. 160 registers as in decode/hopper/launcher.py.
@@ -83,7 +84,9 @@ def mla_sparse_attention_hopper(
     if kv_format == "fp8_ds_mla":
         scale_view, rope_view = kv_cache.view(torch.float32), kv_cache.view(torch.bfloat16)
     block = BLOCK.value
-    hopper_sparse_kernel[(T * triton.cdiv(H, block), split.splits)](
+    launch(
+        hopper_sparse_kernel,
+        (T * triton.cdiv(H, block), split.splits),
         TensorDescriptor.from_tensor(latent, [1, block, HALF.value], QUERY_TILE.value),
         TensorDescriptor.from_tensor(rope, [1, block, ROPE.value], QUERY_TILE.value),
         kv_cache,

@@ -28,6 +28,7 @@ from mla_kernels.sparse.triton.tiles import (
     tokens_at_once,
 )
 from mla_kernels.triton_common.formats import cache_format
+from mla_kernels.triton_common.launch import launch
 from mla_kernels.triton_common.runtime import INTERPRET
 
 
@@ -141,7 +142,9 @@ def launch_sparse(
         kv = kv_cache.view(torch.uint8)
     elif kv_format == "fp8_ds_mla":
         scale_view, rope_view = kv_cache.view(torch.float32), kv_cache.view(torch.bfloat16)
-    mla_sparse_kernel[(T * triton.cdiv(H, tile.rows), split.splits)](
+    launch(
+        mla_sparse_kernel,
+        (T * triton.cdiv(H, tile.rows), split.splits),
         q,
         kv,
         scale_view,

@@ -10,6 +10,7 @@ from mla_kernels import numerics
 from mla_kernels.arch import Arch
 from mla_kernels.decode.triton.merge import MergeTile
 from mla_kernels.decode.triton.softmax import pow2_int
+from mla_kernels.triton_common.launch import launch
 from mla_kernels.triton_common.rounding import round_to
 from mla_kernels.triton_common.runtime import INTERPRET
 
@@ -154,7 +155,9 @@ def launch_merge(
     T, H, DV = out.shape
     tile = merge_tile(splits, DV)
     pdl = arch.programmatic_launch and not INTERPRET
-    mla_sparse_merge_kernel[(T, triton.cdiv(H, tile.rows), DV // tile.cols)](
+    launch(
+        mla_sparse_merge_kernel,
+        (T, triton.cdiv(H, tile.rows), DV // tile.cols),
         acc,
         sums,
         out if sink is None else sink,

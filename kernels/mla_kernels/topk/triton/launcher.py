@@ -16,6 +16,7 @@ from mla_kernels.topk.plan import (
 )
 from mla_kernels.topk.triton import spread_launcher
 from mla_kernels.topk.triton.select import group_max_kernel, select_kernel
+from mla_kernels.triton_common.launch import launch
 from mla_kernels.triton_common.runtime import INTERPRET
 
 # Scores that a program of the group kernel takes at a time.
@@ -57,17 +58,19 @@ def exact_topk_triton(
         level1, level2 = level_views(workspace, T, width)
         if not levels_ready:
             launch_group_max(scores, lengths, level1, level2, tiles, pdl=pdl)
-    select_kernel[(T,)](
+    launch(
+        select_kernel,
+        (T,),
         scores,
         lengths,
         level1,
         level2,
         out,
         width,
-        stride_scores=scores.stride(0),
-        stride_level1=level1.stride(0) if level1 is not None else 0,
-        stride_level2=level2.stride(0) if level2 is not None else 0,
-        stride_out=out.stride(0),
+        scores.stride(0),
+        level1.stride(0) if level1 is not None else 0,
+        level2.stride(0) if level2 is not None else 0,
+        out.stride(0),
         **select_constants(
             tiles,
             k,
@@ -125,7 +128,9 @@ def launch_group_max(
     """Fills levels 1 and 2. About 4096 programs at most, each row spread over as many as it can."""
     T, width = scores.shape
     splits = min(cdiv(width, CHUNK), max(cdiv(4096, T), 1))
-    group_max_kernel[(T, splits)](
+    launch(
+        group_max_kernel,
+        (T, splits),
         scores,
         lengths,
         level1,

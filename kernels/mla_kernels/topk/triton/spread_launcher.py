@@ -15,6 +15,7 @@ from mla_kernels.topk.plan import (
     topk_tiles,
 )
 from mla_kernels.topk.triton.spread import OUTPUT, clear_state_kernel, spread_topk_kernel
+from mla_kernels.triton_common.launch import launch
 from mla_kernels.triton_common.runtime import INTERPRET
 
 CLEAR_WARPS = 8
@@ -60,14 +61,16 @@ def launch_spread(
     if INTERPRET:  # one program after the other: a launch a step
         steps = [(step, step) for step in range(begin, OUTPUT.value + 1)]
     for first, last in steps:
-        spread_topk_kernel[(cdiv(width, chunk), T)](
+        launch(
+            spread_topk_kernel,
+            (cdiv(width, chunk), T),
             scores,
             lengths,
             state,
             out,
             width,
-            stride_scores=scores.stride(0),
-            stride_out=out.stride(0),
+            scores.stride(0),
+            out.stride(0),
             **spread_constants(
                 k,
                 width,
@@ -85,8 +88,14 @@ def launch_spread(
 
 def clear_state(state: torch.Tensor, *, pdl: bool) -> None:
     """Zeroes the state of all rows."""
-    clear_state_kernel[(len(state),)](
-        state, BLOCK=CLEAR_BLOCK, PDL=pdl, num_warps=CLEAR_WARPS, launch_pdl=pdl
+    launch(
+        clear_state_kernel,
+        (len(state),),
+        state,
+        BLOCK=CLEAR_BLOCK,
+        PDL=pdl,
+        num_warps=CLEAR_WARPS,
+        launch_pdl=pdl,
     )
 
 

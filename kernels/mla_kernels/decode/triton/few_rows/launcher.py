@@ -12,6 +12,7 @@ from mla_kernels.decode.triton.few_rows.tiles import FewRowsTile
 from mla_kernels.decode.triton.plan import DevicePlan
 from mla_kernels.layouts import Fp8DsMlaLayout, MlaDims
 from mla_kernels.triton_common.formats import cache_format
+from mla_kernels.triton_common.launch import launch
 
 
 def fits(kv_cache: torch.Tensor) -> bool:
@@ -40,7 +41,9 @@ def launch_few_rows(
     _, s_q, H, _ = q.shape
     kv_format = cache_format(kv_cache.dtype)
     units = kv_cache.view(torch.bfloat16 if kv_format == "fp8_ds_mla" else q.dtype)
-    few_rows_kernel[(triton.cdiv(s_q * H, tile.rows), plan.parts.shape[0])](
+    launch(
+        few_rows_kernel,
+        (triton.cdiv(s_q * H, tile.rows), plan.parts.shape[0]),
         q,
         units,
         kv_cache.view(torch.float32) if kv_format == "fp8_ds_mla" else units,

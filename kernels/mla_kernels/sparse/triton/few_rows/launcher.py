@@ -13,6 +13,7 @@ from mla_kernels.decode.triton.few_rows.tiles import FewRowsTile
 from mla_kernels.layouts import Fp8DsMlaLayout, MlaDims
 from mla_kernels.sparse.triton.few_rows.kernel import few_rows_sparse_kernel
 from mla_kernels.sparse.triton.tiles import Split
+from mla_kernels.triton_common.launch import launch
 
 
 def launch_few_rows(
@@ -35,7 +36,9 @@ def launch_few_rows(
     T, H = lse.shape
     latent, rope = both_parts(q, out.shape[2])
     units = kv_cache.view(torch.bfloat16)
-    few_rows_sparse_kernel[(T * triton.cdiv(H, tile.rows), split.splits)](
+    launch(
+        few_rows_sparse_kernel,
+        (T * triton.cdiv(H, tile.rows), split.splits),
         latent,
         rope,
         units,
