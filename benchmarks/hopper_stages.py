@@ -23,15 +23,15 @@ from mla_kernels.decode.hopper.layouts import (
     HALF,
     OUTPUT,
     PASS_64,
+    QUADS,
     QUERY,
     ROPE,
     SCORES,
-    SCORES_ROW,
-    SUMS,
     TILE,
     VECTOR,
 )
-from mla_kernels.decode.hopper.scores import issue_scores, softmax_step
+from mla_kernels.decode.hopper.scores import issue_scores
+from mla_kernels.decode.hopper.softmax import EXPONENT_FLOOR, publish_factors, softmax_step
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -77,7 +77,7 @@ def stage_kernel(clocks, sink, scale_log2, loops, STAGE: gl.constexpr):
     ring_r = gl.allocate_shared_memory(gl.bfloat16, [1, BLOCK, ROPE], TILE)
     q_shared = gl.allocate_shared_memory(gl.bfloat16, [BLOCK, 128], TILE)
     p_ring = gl.allocate_shared_memory(gl.bfloat16, [1, BLOCK, BLOCK], TILE)
-    factors = gl.allocate_shared_memory(gl.float32, [1, BLOCK], VECTOR)
+    factors = gl.allocate_shared_memory(gl.float32, [1, 4 * BLOCK], VECTOR)
     loaded, taken, published = barrier(), barrier(), barrier()
     random_tile(ring_a.index(0), HALF)
     random_tile(ring_b.index(0), HALF)
@@ -100,25 +100,26 @@ def stage_kernel(clocks, sink, scale_log2, loops, STAGE: gl.constexpr):
         q_a = ring_a.index(0).load(QUERY)
         q_b = ring_b.index(0).slice(0, 128, dim=1).load(QUERY)
         q_rope = ring_r.index(0).load(QUERY)
-        k = gl.full([BLOCK], -1048576.0, gl.float32, SCORES_ROW)
-        l = gl.zeros([BLOCK, 8], gl.float32, SUMS)
+        k = gl.full([BLOCK, 4], EXPONENT_FLOOR, gl.float32, QUADS)
+        l = gl.zeros([BLOCK, 4], gl.float32, QUADS)
         s = gl.zeros([BLOCK, BLOCK], gl.float32, SCORES)
         begin = clock()
         for _ in range(loops):
             token = issue_scores(
                 q_a, q_b, q_rope, q_shared, ring_a, ring_b, ring_r, loaded, loaded, loaded,
-                0, 1, 0, 1, 0, 1,
+                0, 1, 0, 1,
             )  # fmt: skip
+            if STAGE == 1:
+                mbarrier.wait(taken.index(0), 1)
             s = warpgroup_mma_wait(0, deps=(token,))
             if STAGE == 1:
                 p, factor, k, l = softmax_step(s, k, l, scale_log2)
-                mbarrier.wait(taken.index(0), 1)
                 p_ring.index(0).store(p)
-                factors.index(0).store(factor)
+                publish_factors(factors.index(0), factor)
                 fence_async_shared()
                 mbarrier.arrive(published.index(0), count=1)
         end = clock()
-        gl.store(sink, gl.sum(gl.sum(s, 1), 0) + gl.sum(gl.sum(l, 1), 0) + gl.sum(k, 0))
+        gl.store(sink, gl.sum(gl.sum(s, 1), 0) + gl.sum(gl.sum(l + k, 1), 0))
     gl.store(clocks + gl.program_id(0), end - begin)
 
 

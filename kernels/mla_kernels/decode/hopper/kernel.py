@@ -7,7 +7,7 @@
                                 └──┴─> WG0  S = Q K^T, softmax ── P ──┘
 
     barrier      arrives                       waits          means
-    full_a/b/r   TMA                           WG0            a tile of the ring has landed
+    full_a/b     TMA                           WG0            a tile of ring A / B and R has landed
     full_p_a/b   WG0                           WG1 / WG2      P(n) and its factors are published
     empty_p      WG1, WG2                      WG0            both have read P(n)
     full_q       WG0                           WG1, WG2       the query tile is in registers
@@ -18,8 +18,11 @@ WG1 and WG2 never wait for a cache tile: P(n) exists only if WG0 saw tile n. A r
 its next load when its PV is done, which is after its QK. WG2 starts PV(n) as soon as P(n) is there;
 WG1 one QK later, so that its half of the work runs on the tensor cores under WG0's softmax.
 
+WG0 tells what O is multiplied by in the order in which its lanes hold it; as long as no row's
+reference moves, which is nearly always, its warps do not shuffle at all (softmax.py).
+
 With an fp8 cache TMA fills rings of codes instead; WG1 and WG2 turn the codes into the bf16 tiles
-of rings A, B and R (values_fp8.py) and arrive on full_a/b/r themselves.
+of rings A, B and R (values_fp8.py) and arrive on full_a/b, and on full_r for R, themselves.
 """
 
 from triton.experimental import gluon
@@ -64,8 +67,7 @@ def hopper_decode_kernel(
     num_heads,
     s_q,
     SLOTS_A: gl.constexpr,
-    SLOTS_B: gl.constexpr,
-    SLOTS_R: gl.constexpr,
+    SLOTS_B: gl.constexpr,  # ring R has as many
     SLOTS_P: gl.constexpr,
     SLOTS_CA: gl.constexpr,  # of codes, fp8 only
     SLOTS_CB: gl.constexpr,
@@ -82,13 +84,15 @@ def hopper_decode_kernel(
     q_shared = gl.allocate_shared_memory(gl.bfloat16, [BLOCK, 128], TILE)
     ring_a = gl.allocate_shared_memory(gl.bfloat16, [SLOTS_A, BLOCK, HALF], TILE)
     ring_b = gl.allocate_shared_memory(gl.bfloat16, [SLOTS_B, BLOCK, HALF], TILE)
-    ring_r = gl.allocate_shared_memory(gl.bfloat16, [SLOTS_R, BLOCK, ROPE], TILE)
+    ring_r = gl.allocate_shared_memory(gl.bfloat16, [SLOTS_B, BLOCK, ROPE], TILE)
     p_ring = gl.allocate_shared_memory(gl.bfloat16, [SLOTS_P, BLOCK, BLOCK], TILE)
-    factors = gl.allocate_shared_memory(gl.float32, [SLOTS_P, BLOCK], VECTOR)
+    factors = gl.allocate_shared_memory(gl.float32, [SLOTS_P, 4 * BLOCK], VECTOR)
     inverse = gl.allocate_shared_memory(gl.float32, [BLOCK], VECTOR)
     full_a = barriers(SLOTS_A, 1)
     full_b = barriers(SLOTS_B, 1)
-    full_r = barriers(SLOTS_R, 1)
+    full_r = full_b
+    if FORMAT != "bf16":
+        full_r = barriers(SLOTS_B, 1)
     full_p_a = barriers(SLOTS_P, 1)
     full_p_b = barriers(SLOTS_P, 1)
     empty_p = barriers(SLOTS_P, 2)
@@ -104,19 +108,19 @@ def hopper_decode_kernel(
                     q_shared, ring_a, ring_b, ring_r, full_a, full_b, full_r,
                     p_ring, full_p_a, full_p_b, empty_p, full_q,
                     factors, inverse, full_out, empty_out, num_rows, num_heads, s_q,
-                    SLOTS_A, SLOTS_B, SLOTS_R, SLOTS_P, False, RESCALE, CAUSAL, CHUNKED,
+                    SLOTS_A, SLOTS_B, SLOTS_P, False, RESCALE, CAUSAL, CHUNKED,
                 )),
                 (values_warpgroup, (
                     out, part_acc, q_desc, q_rope_desc, kv_desc, kv_rope_desc, table, table_stride,
-                    start, requests, seq_lens, ring_a, full_a, ring_r, full_r,
+                    start, requests, seq_lens, ring_a, full_a, ring_r,
                     p_ring, full_p_a, empty_p, full_q, factors, inverse, full_out, empty_out,
-                    num_rows, 0, SLOTS_A, SLOTS_R, SLOTS_P, RESCALE, CHUNKED, FULL,
+                    num_rows, 0, SLOTS_A, SLOTS_P, RESCALE, CHUNKED, FULL,
                 )),
                 (values_warpgroup, (
                     out, part_acc, q_desc, q_rope_desc, kv_desc, kv_rope_desc, table, table_stride,
-                    start, requests, seq_lens, ring_b, full_b, ring_r, full_r,
+                    start, requests, seq_lens, ring_b, full_b, ring_r,
                     p_ring, full_p_b, empty_p, full_q, factors, inverse, full_out, empty_out,
-                    num_rows, HALF, SLOTS_B, SLOTS_R, SLOTS_P, RESCALE, CHUNKED, FULL,
+                    num_rows, HALF, SLOTS_B, SLOTS_P, RESCALE, CHUNKED, FULL,
                 )),
             ],
             [4, 4],
@@ -145,14 +149,14 @@ def hopper_decode_kernel(
                     q_shared, ring_a, ring_b, ring_r, full_a, full_b, full_r,
                     p_ring, full_p_a, full_p_b, empty_p, full_q,
                     factors, inverse, full_out, empty_out, num_rows, num_heads, s_q,
-                    SLOTS_A, SLOTS_B, SLOTS_R, SLOTS_P, True, RESCALE, CAUSAL, CHUNKED,
+                    SLOTS_A, SLOTS_B, SLOTS_P, True, RESCALE, CAUSAL, CHUNKED,
                 )),
                 (values_fp8_warpgroup, (
                     out, part_acc, q_desc, q_rope_desc, kv_desc, kv_rope_desc, scale_desc, kv_scale,
                     table, table_stride, start, requests, seq_lens,
                     ring_a, full_a, codes_a, landed_a, scales_a, ring_r, full_r, codes_r, landed_r,
                     p_ring, full_p_a, empty_p, full_q, factors, inverse, full_out, empty_out,
-                    num_rows, 0, SLOTS_CA, SLOTS_R, SLOTS_P,
+                    num_rows, 0, SLOTS_CA, SLOTS_B, SLOTS_P,
                     FORMAT, LOAD_SCALE, RESCALE, CHUNKED,
                 )),
                 (values_fp8_warpgroup, (
@@ -160,7 +164,7 @@ def hopper_decode_kernel(
                     table, table_stride, start, requests, seq_lens,
                     ring_b, full_b, codes_b, landed_b, scales_b, ring_r, full_r, codes_r, landed_r,
                     p_ring, full_p_b, empty_p, full_q, factors, inverse, full_out, empty_out,
-                    num_rows, HALF, SLOTS_CB, SLOTS_R, SLOTS_P,
+                    num_rows, HALF, SLOTS_CB, SLOTS_B, SLOTS_P,
                     FORMAT, LOAD_SCALE, RESCALE, CHUNKED,
                 )),
             ],

@@ -19,7 +19,7 @@ from mla_kernels.triton_common.launch import launch
 
 # Tiles of each ring: 209 KB of shared memory. 160 is the only register share of the two value
 # warpgroups that compiles without spills or serialised wgmma.
-_BF16 = {"SLOTS_A": 3, "SLOTS_B": 2, "SLOTS_R": 2, "SLOTS_P": 2, "WORKER_REGS": 160}
+_BF16 = {"SLOTS_A": 3, "SLOTS_B": 2, "SLOTS_P": 2, "WORKER_REGS": 160}
 _BF16 |= {"SLOTS_CA": 0, "SLOTS_CB": 0}
 # An fp8 cache: two bf16 tiles a ring, and rings of codes.
 _FP8 = _BF16 | {"SLOTS_A": 2, "SLOTS_CA": 1, "SLOTS_CB": 1}

@@ -15,15 +15,24 @@ def _accumulator(n: int) -> gl.constexpr:
 
 
 SCORES = _accumulator(64)  # S and P, [64, 64]
-SUMS = _accumulator(8)  # eight partial row sums a row, [64, 8]: adding them up needs no shuffles
 OUTPUT = _accumulator(256)  # one half of O, [64, 256]
 QUERY = gl.constexpr(gl.DotOperandLayout(0, SCORES.value, 2))  # Q in registers
 
 SCORES_ROW = gl.constexpr(gl.SliceLayout(1, SCORES.value))
 SCORES_COL = gl.constexpr(gl.SliceLayout(0, SCORES.value))
-SUMS_ROW = gl.constexpr(gl.SliceLayout(1, SUMS.value))
 OUTPUT_ROW = gl.constexpr(gl.SliceLayout(1, OUTPUT.value))
 OUTPUT_COL = gl.constexpr(gl.SliceLayout(0, OUTPUT.value))
+# What each of the four lanes that share a row of S has of it, [64, 4]: its own sum, say, so that
+# nobody has to shuffle.
+QUADS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[8, 0]],
+        lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 4],
+    )
+)
 
 TILE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 # The same memory as TMA fills it from the queries of one request, [1, 64, columns].

@@ -14,13 +14,20 @@ from mla_kernels import numerics
 from mla_kernels.decode.hopper.layouts import (
     BLOCK,
     PASS_128,
+    QUADS,
     QUERY,
     SCORES,
     SCORES_COL,
     SCORES_ROW,
-    SUMS,
 )
-from mla_kernels.decode.hopper.softmax import EXPONENT_FLOOR, o_factor, softmax_step
+from mla_kernels.decode.hopper.softmax import (
+    EXPONENT_FLOOR,
+    o_factor,
+    of_rows,
+    publish_factors,
+    softmax_step,
+    sums_of_rows,
+)
 from mla_kernels.decode.hopper.stream import (
     next_segment,
     ring_next,
@@ -34,22 +41,24 @@ LN2 = gl.constexpr(numerics.LN2)
 @gluon.jit
 def issue_scores(
     q_a, q_b, q_rope, q_shared, ring_a, ring_b, ring_r, full_a, full_b, full_r,
-    ia, pa, ib, pb, ir, pr, A_LAST: gl.constexpr = False,
+    ia, pa, ib, pb, FP8: gl.constexpr = False,
 ):  # fmt: skip
-    """Q K^T of one tile, asynchronous. Three quarters of Q's k-steps come from registers. A_LAST:
-    ring A in the end, since an fp8 cache's tile is ready there last."""
+    """Q K^T of one tile, asynchronous. Three quarters of Q's k-steps come from registers. FP8: the
+    rope columns have a barrier of their own, and ring A comes in the end, since its tile is ready
+    last."""
     s = gl.zeros([BLOCK, BLOCK], gl.float32, SCORES)
-    if not A_LAST:
+    if not FP8:
         mbarrier.wait(full_a.index(ia), pa)
         s = warpgroup_mma(q_a, ring_a.index(ia).permute((1, 0)), s, use_acc=False, is_async=True)
     mbarrier.wait(full_b.index(ib), pb)
     b = ring_b.index(ib)
     b_k = b.slice(0, 128, dim=1).permute((1, 0))
-    s = warpgroup_mma(q_b, b_k, s, use_acc=not A_LAST, is_async=True)
+    s = warpgroup_mma(q_b, b_k, s, use_acc=not FP8, is_async=True)
     s = warpgroup_mma(q_shared, b.slice(128, 128, dim=1).permute((1, 0)), s, is_async=True)
-    mbarrier.wait(full_r.index(ir), pr)
-    s = warpgroup_mma(q_rope, ring_r.index(ir).permute((1, 0)), s, is_async=True)
-    if A_LAST:
+    if FP8:
+        mbarrier.wait(full_r.index(ib), pb)
+    s = warpgroup_mma(q_rope, ring_r.index(ib).permute((1, 0)), s, is_async=True)
+    if FP8:
         mbarrier.wait(full_a.index(ia), pa)
         s = warpgroup_mma(q_a, ring_a.index(ia).permute((1, 0)), s, is_async=True)
     return s
@@ -61,16 +70,14 @@ def scores_warpgroup(
     q_shared, ring_a, ring_b, ring_r, full_a, full_b, full_r,
     p_ring, full_p_a, full_p_b, empty_p, full_q, factors, inverse, full_out, empty_out,
     num_rows, num_heads, s_q,
-    SLOTS_A: gl.constexpr, SLOTS_B: gl.constexpr, SLOTS_R: gl.constexpr, SLOTS_P: gl.constexpr,
-    A_LAST: gl.constexpr, RESCALE: gl.constexpr, CAUSAL: gl.constexpr, CHUNKED: gl.constexpr,
+    SLOTS_A: gl.constexpr, SLOTS_B: gl.constexpr, SLOTS_P: gl.constexpr,
+    FP8: gl.constexpr, RESCALE: gl.constexpr, CAUSAL: gl.constexpr, CHUNKED: gl.constexpr,
 ):  # fmt: skip
     first_row = gl.program_id(0) * BLOCK
     ia = gl.to_tensor(0)
     pa = gl.to_tensor(0)
     ib = gl.to_tensor(0)
     pb = gl.to_tensor(0)
-    ir = gl.to_tensor(0)
-    pr = gl.to_tensor(0)
     ip = gl.to_tensor(0)
     pp = gl.to_tensor(1)
     po = gl.to_tensor(1)
@@ -88,19 +95,19 @@ def scores_warpgroup(
         # The query tile is the first of the segment's stream: registers, and 128 columns shared.
         mbarrier.wait(full_a.index(ia), pa)
         mbarrier.wait(full_b.index(ib), pb)
-        mbarrier.wait(full_r.index(ir), pr)
+        if FP8:
+            mbarrier.wait(full_r.index(ib), pb)
         q_a = ring_a.index(ia).load(QUERY)
         q_b = ring_b.index(ib).slice(0, 128, dim=1).load(QUERY)
-        q_rope = ring_r.index(ir).load(QUERY)
+        q_rope = ring_r.index(ib).load(QUERY)
         q_shared.store(ring_b.index(ib).slice(128, 128, dim=1).load(PASS_128))
         fence_async_shared()
         mbarrier.arrive(full_q, count=1)
         ia, pa = ring_next(ia, pa, SLOTS_A)
         ib, pb = ring_next(ib, pb, SLOTS_B)
-        ir, pr = ring_next(ir, pr, SLOTS_R)
 
-        k = gl.full([BLOCK], EXPONENT_FLOOR, gl.float32, SCORES_ROW)
-        l = gl.zeros([BLOCK, 8], gl.float32, SUMS)
+        k = gl.full([BLOCK, 4], EXPONENT_FLOOR, gl.float32, QUADS)
+        l = gl.zeros([BLOCK, 4], gl.float32, QUADS)
         # Row r may see keys below `limit`; tiles below `unmasked` need no mask at all.
         limit = gl.full([BLOCK], 0, gl.int32, SCORES_ROW) + length
         unmasked = length // BLOCK
@@ -110,39 +117,42 @@ def scores_warpgroup(
         for n in range(lo, hi):
             token = issue_scores(
                 q_a, q_b, q_rope, q_shared, ring_a, ring_b, ring_r, full_a, full_b, full_r,
-                ia, pa, ib, pb, ir, pr, A_LAST,
+                ia, pa, ib, pb, FP8,
             )  # fmt: skip
             # Warpgroup 1 gets P(n-1) only now: its half of PV(n-1) fills the tensor cores while
             # this warpgroup is busy with softmax(n).
             mbarrier.arrive(full_p_a.index(ring_previous(ip, SLOTS_P)), count=1, pred=n > lo)
+            if RESCALE == "pow2":  # while Q K^T runs; amla has no registers to spare
+                mbarrier.wait(empty_p.index(ip), pp)
             s = warpgroup_mma_wait(0, deps=(token,))
             ia, pa = ring_next(ia, pa, SLOTS_A)
             ib, pb = ring_next(ib, pb, SLOTS_B)
-            ir, pr = ring_next(ir, pr, SLOTS_R)
             if n >= unmasked:
                 s = gl.where((n * BLOCK + col)[None, :] < limit[:, None], s, -float("inf"))
             p, factor, k, l = softmax_step(s, k, l, scale_log2, RESCALE)
-            mbarrier.wait(empty_p.index(ip), pp)
+            if RESCALE != "pow2":
+                mbarrier.wait(empty_p.index(ip), pp)
             p_ring.index(ip).store(p)
-            factors.index(ip).store(factor)
+            publish_factors(factors.index(ip), factor)
             fence_async_shared()
             mbarrier.arrive(full_p_b.index(ip), count=1)  # warpgroup 2 starts PV(n)
             ip, pp = ring_next(ip, pp, SLOTS_P)
         mbarrier.arrive(full_p_a.index(ring_previous(ip, SLOTS_P)), count=1)
 
-        total = gl.convert_layout(gl.sum(l, 1), SCORES_ROW)
+        total = sums_of_rows(l)
+        reference = of_rows(k)
         seen = total > 0.0
         mbarrier.wait(empty_out, po)
         at = first_row + row
         if splits == 1:
-            inverse.store(gl.where(seen, 1.0 / (total * o_factor(k, RESCALE)), 0.0))
-            value = gl.where(seen, (k + gl.log2(total)) * LN2, -float("inf"))
+            inverse.store(gl.where(seen, 1.0 / (total * o_factor(reference, RESCALE)), 0.0))
+            value = gl.where(seen, (reference + gl.log2(total)) * LN2, -float("inf"))
             gl.store(lse + request * num_rows + at, value, mask=row_ok)
         else:
-            inverse.store(1.0 / o_factor(k, RESCALE))
+            inverse.store(1.0 / o_factor(reference, RESCALE))
             at = ((slot + split) * num_rows + at) * 2
             gl.store(part_sums + at, total, mask=row_ok)
-            gl.store(part_sums + at + 1, k, mask=row_ok)
+            gl.store(part_sums + at + 1, reference, mask=row_ok)
         mbarrier.arrive(full_out, count=1)
         po = po ^ 1
         split = gl.where(after == request, split + 1, 0)

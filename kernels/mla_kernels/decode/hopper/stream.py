@@ -11,7 +11,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from mla_kernels.decode.hopper.gluon_compat import aggregate, tma_load
-from mla_kernels.decode.hopper.layouts import BLOCK, QUERY_TILE
+from mla_kernels.decode.hopper.layouts import BLOCK, HALF, QUERY_TILE, ROPE
+
+LATENT = gl.constexpr(2 * HALF.value)
 
 
 @gluon.jit
@@ -186,15 +188,23 @@ def load_query(q_desc, request, COL: gl.constexpr, full, tile, ok):
 def load_next(
     c, plan, q_desc, kv_desc, Q_COL: gl.constexpr, KV_COL: gl.constexpr,
     WIDTH: gl.constexpr, ring, full, slot,
+    q_rope_desc=None, kv_rope_desc=None, ring_r=None, WITH_ROPE: gl.constexpr = False,
 ):  # fmt: skip
     """Fill `slot` of a ring with the WIDTH columns of the cursor's tile that start at Q_COL in a
-    query tile and at KV_COL in a cache tile, and step on."""
+    query tile and at KV_COL in a cache tile, and step on. WITH_ROPE: the same slot of ring_r with
+    the tile's rope columns too, on the same barrier."""
     ok = c.request <= plan.last
-    mbarrier.expect(full.index(slot), BLOCK * WIDTH * 2, pred=ok)
+    COLUMNS: gl.constexpr = WIDTH + (ROPE if WITH_ROPE else 0)
+    mbarrier.expect(full.index(slot), BLOCK * COLUMNS * 2, pred=ok)
     if c.tile == c.query:
         load_query(q_desc, c.request, Q_COL, full.index(slot), ring.index(slot), ok)
+        if WITH_ROPE:
+            load_query(q_rope_desc, c.request, 0, full.index(slot), ring_r.index(slot), ok)
     else:
-        tma_load(kv_desc, [c.page * BLOCK, KV_COL], full.index(slot), ring.index(slot), pred=ok)
+        row = c.page * BLOCK
+        tma_load(kv_desc, [row, KV_COL], full.index(slot), ring.index(slot), pred=ok)
+        if WITH_ROPE:
+            tma_load(kv_rope_desc, [row, LATENT], full.index(slot), ring_r.index(slot), pred=ok)
 
     request = c.request
     tile = c.tile + 1

@@ -21,7 +21,6 @@ from mla_kernels.decode.hopper.layouts import (
     PARTIAL,
     PASS_64,
     PASS_64_ROW,
-    ROPE,
 )
 from mla_kernels.decode.hopper.softmax import rescale
 from mla_kernels.decode.hopper.stream import (
@@ -94,42 +93,44 @@ def store_segment(
 
 
 @gluon.jit
+def load_half(
+    c, plan, q_desc, q_rope_desc, kv_desc, kv_rope_desc, COL: gl.constexpr, ring, full, ring_r, slot
+):  # fmt: skip
+    """Ask for this warpgroup's columns of the cursor's tile; warpgroup 2: the rope's too."""
+    return load_next(
+        c, plan, q_desc, kv_desc, COL, COL, HALF, ring, full, slot,
+        q_rope_desc, kv_rope_desc, ring_r, COL > 0,
+    )  # fmt: skip
+
+
+@gluon.jit
 def values_warpgroup(
     out, part_acc, q_desc, q_rope_desc, kv_desc, kv_rope_desc, table, table_stride,
-    start, requests, seq_lens, ring, full, ring_r, full_r,
+    start, requests, seq_lens, ring, full, ring_r,
     p_ring, full_p, empty_p, full_q, factors, inverse, full_out, empty_out, num_rows,
-    COL: gl.constexpr, SLOTS: gl.constexpr, SLOTS_R: gl.constexpr, SLOTS_P: gl.constexpr,
+    COL: gl.constexpr, SLOTS: gl.constexpr, SLOTS_P: gl.constexpr,
     RESCALE: gl.constexpr, CHUNKED: gl.constexpr, FULL: gl.constexpr,
 ):  # fmt: skip
-    LATENT: gl.constexpr = 2 * HALF
     iv = gl.to_tensor(0)
     ip = gl.to_tensor(0)
     pp = gl.to_tensor(0)
     po = gl.to_tensor(0)
     pq = gl.to_tensor(0)
-    ir = gl.to_tensor(0)
     plan, request, lo, hi, end, split = start_segment(
         start, seq_lens, requests, table, table_stride, CHUNKED
     )
     cv = stream_start(request, lo, hi, end)
-    cr = stream_start(request, lo, hi, end)
     for i0 in range(SLOTS):
-        cv = load_next(cv, plan, q_desc, kv_desc, COL, COL, HALF, ring, full, i0)
-    if COL > 0:
-        for i1 in range(SLOTS_R):
-            cr = load_next(
-                cr, plan, q_rope_desc, kv_rope_desc, 0, LATENT, ROPE, ring_r, full_r, i1,
-            )  # fmt: skip
+        cv = load_half(
+            cv, plan, q_desc, q_rope_desc, kv_desc, kv_rope_desc, COL, ring, full, ring_r, i0,
+        )  # fmt: skip
     if request <= plan.last:  # the first query tile; the later ones are taken before an epilogue
         mbarrier.wait(full_q, pq)
         pq = pq ^ 1
-        cv = load_next(cv, plan, q_desc, kv_desc, COL, COL, HALF, ring, full, iv)
+        cv = load_half(
+            cv, plan, q_desc, q_rope_desc, kv_desc, kv_rope_desc, COL, ring, full, ring_r, iv,
+        )  # fmt: skip
         iv = ring_step(iv, SLOTS)
-        if COL > 0:
-            cr = load_next(
-                cr, plan, q_rope_desc, kv_rope_desc, 0, LATENT, ROPE, ring_r, full_r, ir,
-            )  # fmt: skip
-            ir = ring_step(ir, SLOTS_R)
     while request <= plan.last:
         length = gl.load(seq_lens + request)
         slot = gl.load(requests + request * 4 + 0)
@@ -138,33 +139,27 @@ def values_warpgroup(
         acc = gl.zeros([BLOCK, HALF], gl.float32, OUTPUT)
         for _n in range(lo, hi - 1):
             mbarrier.wait(full_p.index(ip), pp)
-            if COL > 0:  # P(n) is there, so QK(n) is done and its rope tile is free
-                cr = load_next(
-                    cr, plan, q_rope_desc, kv_rope_desc, 0, LATENT, ROPE, ring_r, full_r, ir,
-                )  # fmt: skip
-                ir = ring_step(ir, SLOTS_R)
             acc = rescale(acc, factors.index(ip), RESCALE)
             token = warpgroup_mma(p_ring.index(ip), ring.index(iv), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(token,))
             mbarrier.arrive(empty_p.index(ip), count=1)
-            cv = load_next(cv, plan, q_desc, kv_desc, COL, COL, HALF, ring, full, iv)
+            cv = load_half(
+                cv, plan, q_desc, q_rope_desc, kv_desc, kv_rope_desc, COL, ring, full, ring_r, iv,
+            )  # fmt: skip
             iv = ring_step(iv, SLOTS)
             ip, pp = ring_next(ip, pp, SLOTS_P)
 
         # The last tile is peeled: clearing its tail may not sit in a branch of the loop above.
         mbarrier.wait(full_p.index(ip), pp)
-        if COL > 0:
-            cr = load_next(
-                cr, plan, q_rope_desc, kv_rope_desc, 0, LATENT, ROPE, ring_r, full_r, ir,
-            )  # fmt: skip
-            ir = ring_step(ir, SLOTS_R)
         if hi * BLOCK > length:
             clear_rows_past(ring, iv, length - (hi - 1) * BLOCK)
         acc = rescale(acc, factors.index(ip), RESCALE)
         token = warpgroup_mma(p_ring.index(ip), ring.index(iv), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(token,))
         mbarrier.arrive(empty_p.index(ip), count=1)
-        cv = load_next(cv, plan, q_desc, kv_desc, COL, COL, HALF, ring, full, iv)
+        cv = load_half(
+            cv, plan, q_desc, q_rope_desc, kv_desc, kv_rope_desc, COL, ring, full, ring_r, iv,
+        )  # fmt: skip
         iv = ring_step(iv, SLOTS)
         ip, pp = ring_next(ip, pp, SLOTS_P)
         # The next segment's query tile, once read, or else a tile of the past leaves its memory to
@@ -172,17 +167,14 @@ def values_warpgroup(
         if after <= plan.last:
             mbarrier.wait(full_q, pq)
             pq = pq ^ 1
-            if COL > 0:
-                cr = load_next(
-                    cr, plan, q_rope_desc, kv_rope_desc, 0, LATENT, ROPE, ring_r, full_r, ir,
-                )  # fmt: skip
-                ir = ring_step(ir, SLOTS_R)
         po = store_segment(
             acc, ring.index(iv), out, part_acc, inverse, full_out, empty_out, po, request, slot,
             split, splits, num_rows, COL, FULL,
         )  # fmt: skip
         if after <= plan.last:
-            cv = load_next(cv, plan, q_desc, kv_desc, COL, COL, HALF, ring, full, iv)
+            cv = load_half(
+                cv, plan, q_desc, q_rope_desc, kv_desc, kv_rope_desc, COL, ring, full, ring_r, iv,
+            )  # fmt: skip
             iv = ring_step(iv, SLOTS)
         split = gl.where(after == request, split + 1, 0)
         request = after + 0

@@ -14,3 +14,9 @@ GATHER_SCALES = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
 
 SCALES = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 1, [1, 0]))
 SCAN = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
+
+# Eight partial row sums a row, [64, 8]: adding them up needs no shuffles.
+SUMS = gl.constexpr(
+    gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 8, 16])
+)
+SUMS_ROW = gl.constexpr(gl.SliceLayout(1, SUMS.value))

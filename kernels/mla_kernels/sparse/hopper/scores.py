@@ -22,21 +22,21 @@ from mla_kernels.decode.hopper.layouts import (
     SCORES,
     SCORES_COL,
     SCORES_ROW,
-    SUMS,
 )
 from mla_kernels.decode.hopper.softmax import (
     EXPONENT_FLOOR,
     GRID_OFFSET,
-    TAU,
-    add_row_sums,
     pow2_int,
     round_bf16,
+    unpack_bf16,
 )
 from mla_kernels.decode.hopper.stream import ring_next, ring_previous
 from mla_kernels.sparse.hopper.gather import count_tiles, program_rows, program_token
+from mla_kernels.sparse.hopper.layouts import SUMS, SUMS_ROW
 
 LN2 = gl.constexpr(numerics.LN2)
 LOG2E = gl.constexpr(numerics.LOG2E)
+TAU = gl.constexpr(numerics.TAU)
 
 
 @gluon.jit
@@ -72,6 +72,13 @@ def issue_scores(
     if FENCE:
         fence_async_shared()
     return warpgroup_mma(q_a, ring_a.index(ia).permute((1, 0)), s, is_async=True)
+
+
+@gluon.jit
+def add_row_sums(l, factor, p):
+    """l * factor plus the eight partial sums of each row of p."""
+    sums = gl.sum(gl.reshape(unpack_bf16(p), [BLOCK, 8, 8]), 1)
+    return l * gl.convert_layout(factor, SUMS_ROW)[:, None] + gl.convert_layout(sums, SUMS)
 
 
 @gluon.jit
