@@ -113,7 +113,7 @@ def stage_kernel(clocks, sink, scale_log2, loops, STAGE: gl.constexpr):
                 mbarrier.wait(taken.index(0), 1)
             s = warpgroup_mma_wait(0, deps=(token,))
             if STAGE == 1:
-                p, factor, k, l = softmax_step(s, k, l, scale_log2)
+                p, factor, k, l = softmax_step(s, k, l, scale_log2, "pow2")
                 p_ring.index(0).store(p)
                 publish_factors(factors.index(0), factor)
                 fence_async_shared()

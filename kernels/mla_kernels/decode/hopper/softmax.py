@@ -109,7 +109,7 @@ def pow2_step(t, top, k, l):
 
 
 @gluon.jit
-def softmax_step(s, k, l, scale_log2, RESCALE: gl.constexpr = "pow2"):
+def softmax_step(s, k, l, scale_log2, RESCALE: gl.constexpr):
     """(P, what O is moved by, k', l') of one tile of scores, -inf where masked; k, l and what O is
     moved by are [64, 4] QUADS, l the sums of each lane's own elements."""
     s = by_thread(s)
