@@ -36,10 +36,10 @@ def choose_decode_impl(
         if hopper_refusal is None and not contiguous:
             hopper_refusal = "it needs q and kv_cache contiguous, from a multiple of 16 bytes on"
         few = num_rows is not None and num_rows <= 16 and rescale == "pow2"
-        codes = kv_cache_dtype in (torch.float8_e4m3fn, torch.uint8)
+        codes = kv_cache_dtype == torch.float8_e4m3fn
         if hopper_refusal is None and impl == "auto" and few and codes:
-            # 128 requests of 4096 tokens: 100 us against 161 with fp8, 147 against 160 with
-            # fp8_ds_mla. With 32 rows 157 against 162 and 213 against 163: benchmarks/VERSIONS.md.
+            # One request of 131072 tokens: 37 us against 48; 128 of 4096: 99 against 96. With
+            # fp8_ds_mla 148 against 117, 32 rows of fp8 157 against 122: benchmarks/VERSIONS.md.
             hopper_refusal = "the portable kernel is faster for up to 16 rows of an fp8 cache"
     return choose_impl(
         "mla_decode", impl, device, available=AVAILABLE, hopper_refusal=hopper_refusal

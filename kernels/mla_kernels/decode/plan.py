@@ -143,7 +143,7 @@ def plan_mla_decode(
         if choice.impl == "hopper":
             from mla_kernels.decode.hopper.support import parts_for
 
-            num_parts = parts_for(num_heads * s_q, seq_lens.device)
+            num_parts = parts_for(num_heads * s_q, seq_lens.device, kv_cache_dtype, rescale)
         else:
             from mla_kernels.decode.triton.plan import parts_for as triton_parts_for
 

@@ -56,7 +56,7 @@ def test_what_goes_to_the_portable_kernel_of_an_sm_90(gpu, arguments):
         (None, torch.float8_e4m3fn, "pow2", "hopper"),
         (16, torch.float8_e4m3fn, "amla", "hopper"),
         (16, torch.bfloat16, "pow2", "hopper"),
-        (16, torch.uint8, "pow2", "triton"),
+        (16, torch.uint8, "pow2", "hopper"),
         (17, torch.uint8, "pow2", "hopper"),
     ],
 )

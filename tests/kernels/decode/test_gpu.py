@@ -56,6 +56,20 @@ def test_ragged_batches_of_fp8_caches(impl, cache, heads, s_q, deterministic):
     check(case, impl, deterministic=deterministic)
 
 
+@pytest.mark.parametrize("cache", ["fp8", "fp8_ds_mla"])
+@pytest.mark.parametrize("heads", [8, 16, 24, 32])
+def test_splits_of_few_rows_of_fp8_caches(impl, cache, heads):
+    case = decode_case(
+        [20000, 0, 1, 6401], num_heads=heads, q_std=0.5, device="cuda", **CACHES[cache]
+    )
+    check(case, impl)
+    q, *rest = case.args
+    whole, _ = mla_decode(q, *rest, **case.options, impl=impl)
+    parts = q[..., :512].contiguous(), q[..., 512:]
+    split, _ = mla_decode(parts, *rest, **case.options, impl=impl, out=case.poisoned_out())
+    assert torch.equal(split, whole)
+
+
 @pytest.mark.parametrize("scale", [2.0**-6, 0.02, 3.0])
 def test_fp8_scale_on_the_device(impl, scale):
     case = decode_case(

@@ -8,6 +8,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mla_kernels.arch import device_arch
 from mla_kernels.decode.hopper import layouts
+from mla_kernels.decode.hopper.fp8.configs import choose_config
+from mla_kernels.decode.hopper.fp8.launcher import launch_fp8
 from mla_kernels.decode.hopper.kernel import hopper_decode_kernel
 from mla_kernels.decode.hopper.support import FORMATS, parts_for
 from mla_kernels.decode.plan import MlaDecodePlan
@@ -52,12 +54,19 @@ def mla_decode_hopper(
             s_q=s_q,
             deterministic=deterministic,
             max_seq_len=block_table.shape[1] * kv_cache.shape[1],
-            num_parts=parts_for(s_q * H, seq_lens.device),
+            num_parts=parts_for(s_q * H, seq_lens.device, kv_cache.dtype, rescale),
         )
-    launch_decode(
-        q, kv_cache, block_table, seq_lens, device_plan, out, lse,
-        scale=scale, kv_scale=kv_scale, causal=causal, rescale=rescale,
-    )  # fmt: skip
+    config = choose_config(s_q * H, FORMATS[kv_cache.dtype], rescale)
+    if config is not None:
+        launch_fp8(
+            q, kv_cache, block_table, seq_lens, device_plan, out, lse, config,
+            scale=scale, kv_scale=kv_scale, causal=causal,
+        )  # fmt: skip
+    else:
+        launch_decode(
+            q, kv_cache, block_table, seq_lens, device_plan, out, lse,
+            scale=scale, kv_scale=kv_scale, causal=causal, rescale=rescale,
+        )  # fmt: skip
     launch_merge(device_plan, out, lse, device_arch(seq_lens.device))
 
 

@@ -5,6 +5,7 @@ import torch
 import triton
 
 from mla_kernels.decode.hopper import layouts
+from mla_kernels.decode.hopper.fp8.configs import choose_config
 from mla_kernels.layouts import MlaDims
 
 RESCALES = ("pow2", "amla")
@@ -28,7 +29,14 @@ def refusal(
     return None
 
 
-def parts_for(rows: int, device: torch.device) -> int:
+def parts_for(
+    rows: int,
+    device: torch.device,
+    kv_cache_dtype: torch.dtype = torch.bfloat16,
+    rescale: str = "pow2",
+) -> int:
     """Parts for which parts x row tiles fill the device, one CTA an SM."""
+    config = choose_config(rows, FORMATS[kv_cache_dtype], rescale)
+    tile = config["N"] if config else layouts.BLOCK.value
     sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return max(1, sms // triton.cdiv(rows, layouts.BLOCK.value))
+    return max(1, sms // triton.cdiv(rows, tile))

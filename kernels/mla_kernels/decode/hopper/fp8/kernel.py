@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Hopper decode kernel for fp8 caches: one CTA is N query rows times one part of the plan.
+
+    TMA ──> ring A [64 x 256 codes] ──┬──────────> WG1   O^T[  0:256, :] += V^T P^T  (loads ring A)
+    TMA ──> ring B [64 x 256 codes] ──┼─┬────────> WG2   O^T[256:512, :] += V^T P^T  (loads ring B
+    TMA ──> rope ring [64 x 64]     ──┤ │          ▲                        and the rope ring)
+                                      └─┴─> WG0 ── P^T ──┘
+                                    S^T = K Q^T, softmax
+
+Tokens, and columns of O, are wgmma's M, query rows its N: 16 or 32 rows are not padded to 64. Codes
+are wgmma's A operand, which may come from registers: a tile is written to shared memory once, as
+bytes, read twice, and becomes fp16, exactly, in the registers that the tensor cores read
+(operands.py). Neither K nor V is rounded to bf16.
+
+    barrier      arrives       waits            means
+    full_a/b     TMA           WG0, WG1 / WG2   a half tile (b: and what follows it) has landed
+    full_q       TMA           WG0              the query tile has landed
+    full_p       WG0           WG1, WG2         P^T of a step and its factors are published
+    empty_p      WG1, WG2      WG0              both have read it
+    full_out     WG0           WG1, WG2         1 / l of the segment is published
+    empty_out    WG1, WG2      WG0              both have read it
+
+A ring slot is free for its next load when its warpgroup has multiplied it: P^T of a tile exists
+only if WG0 is done with the tile.
+
+fp8_ds_mla: a group of 128 columns of a token has the scale s_g. Scores take it as a factor of four
+partial sums. For V^T P^T, P follows t + log2 max s instead of the score t, values take s_g / max s
+in fp16, and the row sum divides by max s again.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from mla_kernels.decode.hopper.fp8.operands import rows_of
+from mla_kernels.decode.hopper.fp8.scores import scores_warpgroup
+from mla_kernels.decode.hopper.fp8.values import values_warpgroup
+from mla_kernels.decode.hopper.kernel import barriers
+from mla_kernels.decode.hopper.layouts import BLOCK, SCALES, VECTOR
+from mla_kernels.decode.hopper.stream import read_start
+from mla_kernels.layouts import Fp8DsMlaLayout
+
+# The rope part of an fp8_ds_mla row, in 16-bit units.
+DS_MLA_ROPE = gl.constexpr(Fp8DsMlaLayout().rope_offset // 2)
+
+
+@gluon.jit(do_not_specialize=["table_stride", "num_rows", "num_heads", "s_q"])
+def hopper_fp8_kernel(
+    q_desc,  # latent part [B, s_q * H, 512] bf16, boxes [1, N, 64]
+    q_rope_desc,  # rope part [B, s_q * H, 64] bf16, boxes [1, N, 64]
+    kv_desc,  # the cache's rows as 16-bit units, boxes [64, 128]
+    rope_desc,  # the same, boxes [64, 32]; fp8_ds_mla: [64, 64]
+    scale_desc,  # fp8_ds_mla: the rows as fp32, boxes [64, 4]
+    kv_scale,  # fp8: value = e4m3 * kv_scale; a number or, with LOAD_SCALE, a pointer to one
+    table,  # [B, max_blocks] int32
+    seq_lens,  # [B] int32
+    parts,  # [parts, 8] int32: the plan
+    requests,  # [B, 4] int32: the plan
+    out,  # [B, s_q, H, 512] bf16
+    lse,  # [B, s_q, H] fp32
+    part_acc,  # [slots, s_q * H, 512] fp32
+    part_sums,  # [slots, s_q * H, 2] fp32: l, k
+    scale_log2,
+    table_stride,
+    num_rows,  # s_q * H
+    num_heads,
+    s_q,
+    N: gl.constexpr,  # and below: configs.py
+    STEP: gl.constexpr,
+    SLOTS: gl.constexpr,
+    SLOTS_P: gl.constexpr,
+    ADDENDS: gl.constexpr,
+    AHEAD: gl.constexpr,
+    PENDING: gl.constexpr,
+    FORMAT: gl.constexpr,  # of the cache: "fp8" or "fp8_ds_mla"
+    WORKER_REGS: gl.constexpr,
+    LOAD_SCALE: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    CHUNKED: gl.constexpr,
+):  # fmt: skip
+    GROUPED: gl.constexpr = FORMAT == "fp8_ds_mla"
+    ROPE_COL: gl.constexpr = DS_MLA_ROPE if GROUPED else 256
+    gdc_launch_dependents()
+    start = read_start(parts)
+    ring_a = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, BLOCK, 128], rows_of(128))
+    ring_b = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, BLOCK, 128], rows_of(128))
+    query = gl.allocate_shared_memory(gl.float16, [8, N, 64], rows_of(64))
+    rope_q = gl.allocate_shared_memory(gl.bfloat16, [N, 64], rows_of(64))
+    if GROUPED:
+        rope_ring = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, BLOCK, 64], rows_of(64))
+        rope_a = rope_q
+        rope_b = rope_q
+        scale_ring = gl.allocate_shared_memory(gl.float32, [SLOTS, BLOCK, 4], SCALES)
+        ratios = gl.allocate_shared_memory(gl.float16, [SLOTS_P * STEP, 4 * BLOCK], VECTOR)
+    else:
+        rope_ring = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, BLOCK, 32], rows_of(32))
+        rope_a = gl.allocate_shared_memory(gl.float16, [N, 32], rows_of(32))
+        rope_b = gl.allocate_shared_memory(gl.float16, [N, 32], rows_of(32))
+        scale_ring = rope_ring
+        ratios = rope_ring
+    p_ring = gl.allocate_shared_memory(gl.float16, [SLOTS_P * STEP, BLOCK, N], rows_of(N))
+    factors = gl.allocate_shared_memory(gl.float32, [SLOTS_P, N], VECTOR)
+    moved = gl.allocate_shared_memory(gl.int32, [SLOTS_P, 1], VECTOR)
+    highest = gl.allocate_shared_memory(gl.float32, [4], VECTOR)
+    inverse = gl.allocate_shared_memory(gl.float32, [N], VECTOR)
+    full_a = barriers(SLOTS, 1)
+    full_b = barriers(SLOTS, 1)
+    full_p = barriers(SLOTS_P, 1)
+    empty_p = barriers(SLOTS_P, 2)
+    full_q = barriers(1, 1).index(0)
+    full_out = barriers(1, 1).index(0)
+    empty_out = barriers(1, 2).index(0)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (scores_warpgroup, (
+                q_desc, q_rope_desc, kv_scale,
+                start, requests, seq_lens, table, table_stride, lse, part_sums, scale_log2,
+                query, rope_q, rope_a, rope_b, full_q,
+                ring_a, ring_b, rope_ring, scale_ring, ratios,
+                full_a, full_b, p_ring, factors, moved, highest,
+                full_p, empty_p, inverse, full_out, empty_out,
+                num_rows, num_heads, s_q,
+                N, STEP, SLOTS, SLOTS_P, ADDENDS, AHEAD, GROUPED, LOAD_SCALE, CAUSAL, CHUNKED,
+            )),
+            (values_warpgroup, (
+                out, part_acc, kv_desc, rope_desc, scale_desc, table, table_stride,
+                start, requests, seq_lens,
+                ring_a, rope_ring, scale_ring, full_a, p_ring, factors, moved, ratios,
+                full_p, empty_p, inverse, full_out, empty_out, num_rows,
+                0, ROPE_COL, N, STEP, SLOTS, SLOTS_P, PENDING, GROUPED, CHUNKED,
+            )),
+            (values_warpgroup, (
+                out, part_acc, kv_desc, rope_desc, scale_desc, table, table_stride,
+                start, requests, seq_lens,
+                ring_b, rope_ring, scale_ring, full_b, p_ring, factors, moved, ratios,
+                full_p, empty_p, inverse, full_out, empty_out, num_rows,
+                128, ROPE_COL, N, STEP, SLOTS, SLOTS_P, PENDING, GROUPED, CHUNKED,
+            )),
+        ],
+        [4, 4],
+        [WORKER_REGS, WORKER_REGS],
+    )  # fmt: skip

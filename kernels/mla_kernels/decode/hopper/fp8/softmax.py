@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pieces of the softmax over tokens, which lie on the first axis of a tile of scores."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from mla_kernels.decode.hopper.layouts import BLOCK, SCALES_READ
+
+
+@gluon.jit
+def round_f16(x):
+    return gl.inline_asm_elementwise(
+        "cvt.rn.f16x2.f32 $0, $2, $1;",
+        "=r,r,r",
+        [x],
+        dtype=gl.float16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@gluon.jit
+def pair_sums(x):
+    """[64, N] -> [4, 8, N]: a thread's two rows added."""
+    return gl.sum(gl.reshape(x, [4, 2, 8, x.shape[1]]), 1)
+
+
+@gluon.jit
+def log2(x):
+    """Of normal numbers, to 2^-22."""
+    return gl.inline_asm_elementwise(
+        "lg2.approx.ftz.f32 $0, $1;",
+        "=f,f",
+        [x],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def store_ratios(scales, inverse, target):
+    """Each group's scale of a token over its largest, as fp16, [4 * 64]."""
+    left = gl.join(scales[0] * inverse, scales[1] * inverse)
+    right = gl.join(scales[2] * inverse, scales[3] * inverse)
+    ratio = gl.permute(gl.join(left, right), (2, 1, 0))  # [group // 2, group % 2, token]
+    target.store(gl.reshape(ratio, [4 * BLOCK]).to(gl.float16))
+
+
+@gluon.jit
+def load_scale(scales, g: gl.constexpr, L: gl.constexpr):
+    """fp32 [64]: the scale of group g of each token."""
+    scales = scales._reinterpret(gl.float32, [BLOCK, 4], SCALES_READ)
+    return gl.max(scales.slice(g, 1, dim=1).load(L.parent), 1)
+
+
+@gluon.jit
+def pair_max(x):
+    return gl.max(gl.reshape(x, [4, 2, 8, x.shape[1]]), 1)
+
+
+@gluon.jit
+def along_pairs(x, L: gl.constexpr):
+    """[N] to broadcast over [4, 8, N]."""
+    x = gl.convert_layout(x, gl.SliceLayout(0, gl.SliceLayout(0, L)), assert_trivial=True)
+    return gl.expand_dims(gl.expand_dims(x, 0), 0)
