@@ -48,6 +48,7 @@ def markdown(report: dict[str, Any]) -> str:
         "",
         f"`{report['command']}`",
         "",
+        *([report["note"], ""] if "note" in report else []),
         f"Microseconds: {MODES[report['mode']].note}.",
         "`floor`: the larger of FLOP over the GEMM rate and bytes over the read rate, both of this",
         "run. `best peer`: the faster of FlashMLA and FlashAttention-3; above 1 ours is faster.",

@@ -134,6 +134,7 @@ def test_the_builder_checks_every_step(monkeypatch):
     builder = object.__new__(metadata.MlaMetadataBuilder)
     layer = SimpleNamespace(kv_cache=torch.zeros(BLOCKS, BLOCK, 576))
     builder._step_check = StepCheck(layer, BLOCK)
+    builder._most_s_q, builder._extend_tokens, builder.reorder_batch_threshold = 1, 0, 1
     parent = metadata.MLACommonMetadataBuilder
     monkeypatch.setattr(parent, "build", Common.build)
     with pytest.raises(ValueError, match=r"request 0 .*position 4 is written to slot"):
