@@ -180,8 +180,8 @@ def by_request(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """[T, H, columns] as [B, T / B, H, columns], without copying."""
     if isinstance(q, tuple):
-        return q[0].unflatten(0, (B, -1)), q[1].unflatten(0, (B, -1))
-    return q.unflatten(0, (B, -1))
+        return q[0].view(B, -1, *q[0].shape[1:]), q[1].view(B, -1, *q[1].shape[1:])
+    return q.view(B, -1, *q.shape[1:])
 
 
 def tokens_of(

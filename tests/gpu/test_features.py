@@ -59,6 +59,12 @@ def test_prompts_are_chunked_and_prefixes_hit(engines):
     assert [o["cached"] for o in scenario(result, "prefix")["outputs"]] == [1024] * 4
 
 
+def test_ends_of_prompts_join_the_decode_tokens(engines):
+    # 63 and 70 tokens behind 1024 cached ones, with 128 heads.
+    assert done(engines("CUSTOM 128"), "prefix")["extend_steps"] > 0
+    assert done(engines("batch-invariant"), "together")["extend_steps"] == 0
+
+
 def test_drafts_are_verified_inside_the_kernel(engines):
     calls = done(engines("mtp"), "plain")
     plain = done(engines("CUSTOM 16"), "plain")
