@@ -15,12 +15,15 @@ def dense_checkpoint(tmp_path_factory):
     return make_demo_model("v3", folder, overrides={"first_k_dense_replace": 4})
 
 
-def test_speculation_on_a_smaller_latent_and_larger_blocks(run_engine, scenarios, oracle, tmp_path):
+@pytest.mark.parametrize("extend", ["0", "32"])
+def test_speculation_on_a_smaller_latent_and_larger_blocks(
+    run_engine, scenarios, oracle, tmp_path, extend
+):
     checkpoint = make_demo_model("v2-lite", tmp_path / "m", overrides={"kv_lora_rank": 256})
     result = run_engine(
         {"alone": scenarios["plain"][3:], "together": scenarios["plain"]},
         model=checkpoint,
-        env={"MLA_BACKEND_CHECK": "1"},
+        env={"MLA_BACKEND_CHECK": "1", "MLA_BACKEND_EXTEND_TOKENS": extend},
         block_size=128,
         speculative_config={
             "method": "ngram",
@@ -36,6 +39,10 @@ def test_speculation_on_a_smaller_latent_and_larger_blocks(run_engine, scenarios
         assert differences.max() < 1e-4
     # Drafts were verified in the decode kernel, not as prefills.
     assert result["scenarios"]["alone"]["query_lens"] == [1, 4]
+    # Some requests of a step have drafts and some have none.
+    together = result["scenarios"]["together"]
+    mixed = together["after"]["extend_steps"] - together["before"]["extend_steps"]
+    assert (mixed > 0) == (extend != "0")
 
 
 @pytest.mark.parametrize("kv_cache_dtype, row_bytes", [("fp8", 576), ("fp8_ds_mla", 656)])
