@@ -4,9 +4,10 @@
     python benchmarks/extends.py [--heads 128 16] [--layers 6] [--contexts 2048 8192 32768]
 
 This backend as it chooses (absorbed form for short ends), with every end in expanded form
-(MLA_BACKEND_EXTEND_TOKENS=0), and vLLM's own backends, engines side by side that take turns. The
-two forms must agree: the same first token, or one whose logprob is within TOLERANCE. Writes
-extends.json and extends.md to results/h200 beside this file.
+(MLA_BACKEND_EXTEND_TOKENS=0), and on a GPU vLLM's own backends, engines side by side that take
+turns. The two forms must agree: first tokens' logprobs within TOLERANCE. Without a GPU the model is
+two layers of DeepSeek-V2-Lite. Writes extends.json and extends.md to results/h200 or cpu beside
+this file.
 """
 
 import argparse
@@ -19,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from machine import describe_machine
+from machine import describe_machine, nvidia_smi
 from serve_cases import MODEL, dense_overrides
 from step_driver import Engine, all_ask
 
@@ -31,37 +32,50 @@ ENGINES = {
     "FLASHMLA": ("FLASHMLA", {}),
     "FLASH_ATTN_MLA": ("FLASH_ATTN_MLA", {}),
 }
+OURS = ("absorbed", "expanded")
+CPU_MODEL = MODEL.with_name("deepseek-v2-lite")  # of 16 heads
 TOLERANCE = 0.1  # nats: bf16 rounds the two forms differently
 Row = dict[str, Any]
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    gpu = bool(nvidia_smi("name"))
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--heads", nargs="+", type=int, default=[128, 16])
-    parser.add_argument("--layers", type=int, default=6, help="dense, of DeepSeek-V3's width")
-    parser.add_argument("--contexts", nargs="+", type=int, default=[2048, 8192, 32768])
-    parser.add_argument("--new", nargs="+", type=int, default=[8, 32, 64, 128])
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--heads", nargs="+", type=int, default=[128, 16] if gpu else [16])
+    parser.add_argument("--layers", type=int, default=6 if gpu else 2, help="dense ones")
+    contexts = [2048, 8192, 32768] if gpu else [512, 2048, 4096]
+    parser.add_argument("--contexts", nargs="+", type=int, default=contexts)
+    new = [8, 32, 64, 128] if gpu else [4, 16, 32]
+    parser.add_argument("--new", nargs="+", type=int, default=new)
+    parser.add_argument("--repeats", type=int, default=9 if gpu else 5)
     parser.add_argument("--time-limit", type=float, default=3600, help="seconds; then it stops")
-    default = Path(__file__).parent / "results" / "h200"
+    default = Path(__file__).parent / "results" / ("h200" if gpu else "cpu")
     parser.add_argument("--results", type=Path, default=default)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    args.engines = list(ENGINES if gpu else OURS)
+    args.gpu = gpu
+    return args
 
 
 def engine_options(args: argparse.Namespace, heads: int) -> Row:
     """Keywords of vllm.LLM, the same for every engine."""
-    return {
-        "model": str(MODEL),
+    options: Row = {
+        "model": str(MODEL if args.gpu else CPU_MODEL),
         "dtype": "bfloat16",
         "block_size": 64,
         "max_model_len": max(args.contexts) + max(args.new) + 64,
         "max_num_seqs": 8,
         "max_num_batched_tokens": 8192,
+        "seed": 0,
+    }
+    if not args.gpu:
+        layers = {"num_hidden_layers": args.layers, "first_k_dense_replace": args.layers}
+        return options | {"enforce_eager": True, "hf_overrides": layers}
+    return options | {
         "kv_cache_memory_bytes": 6 << 30,
         "gpu_memory_utilization": 0.2,
         "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
         "hf_overrides": dense_overrides(args.layers, heads),
-        "seed": 0,
     }
 
 
@@ -76,8 +90,10 @@ def measure(args: argparse.Namespace, heads: int, deadline: float) -> list[Row]:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         engines = {}
-        for name, (backend, env) in ENGINES.items():
+        for name in args.engines:
+            backend, env = ENGINES[name]
             options = engine_options(args, heads)
+            env = {"VLLM_CPU_KVCACHE_SPACE": "1", **env}
             engine = Engine(backend, options, Path(folder) / f"{name}.log", WORKER, env)
             stack.callback(engine.kill)
             engines[name] = engine
@@ -110,6 +126,9 @@ def measure(args: argparse.Namespace, heads: int, deadline: float) -> list[Row]:
 def markdown(result: Row) -> str:
     """The page for a result."""
     machine = ", ".join(f"{k} {v}" for k, v in result["machine"].items())
+    of = "DeepSeek-V3's width" if "gpu" in result["machine"] else "DeepSeek-V2-Lite"
+    engines = result["engines"]
+    peers = [name for name in engines if name not in OURS]
     lines = [
         "# First token behind a cached prefix",
         "",
@@ -118,13 +137,13 @@ def markdown(result: Row) -> str:
         f"`{result['command']}`",
         "",
         f"Milliseconds from a request to its first token, alone in the engine: {result['layers']} "
-        "dense layers of DeepSeek-V3's width, random weights, bf16. `context` tokens are in the "
-        "prefix cache, `new` are not. `absorbed`: this backend, which takes ends of at most twice "
-        "the heads (and 128) in absorbed form; `expanded`: with MLA_BACKEND_EXTEND_TOKENS=0.",
+        f"dense layers of {of}, random weights, bf16. `context` tokens are in the prefix cache, "
+        "`new` are not. `absorbed`: this backend, which takes ends of at most twice the heads (and "
+        "128) in absorbed form; `expanded`: with MLA_BACKEND_EXTEND_TOKENS=0.",
         "",
-        f"| heads | context | new | {' | '.join(ENGINES)} | expanded / absorbed "
-        "| best peer / absorbed |",
-        "|---" * (5 + len(ENGINES)) + "|",
+        f"| heads | context | new | {' | '.join(engines)} | expanded / absorbed |"
+        + (" best peer / absorbed |" if peers else ""),
+        "|---" * (4 + len(engines) + bool(peers)) + "|",
     ]
     for row in result["rows"]:
         cells = [row["heads"], row["context"], row["new"]]
@@ -132,9 +151,10 @@ def markdown(result: Row) -> str:
             lines.append(f"| {' | '.join(map(str, cells))} | {row['not_run']} |")
             continue
         ms = row["ms"]
-        peer = min(v for k, v in ms.items() if k not in ("absorbed", "expanded"))
-        cells += [f"{ms[name]:.2f}" for name in ENGINES]
-        cells += [f"{ms['expanded'] / ms['absorbed']:.2f}", f"{peer / ms['absorbed']:.2f}"]
+        cells += [f"{ms[name]:.2f}" for name in engines]
+        cells.append(f"{ms['expanded'] / ms['absorbed']:.2f}")
+        if peers:
+            cells.append(f"{min(ms[name] for name in peers) / ms['absorbed']:.2f}")
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join([*lines, ""])
 
@@ -150,6 +170,7 @@ def main(argv: list[str] | None = None) -> None:
         "machine": describe_machine(),
         "command": " ".join(words),
         "layers": args.layers,
+        "engines": args.engines,
         "rows": [],
     }
     for heads in args.heads:

@@ -74,7 +74,7 @@ ENV_VARS: dict[str, EnvVar] = {
             _auto_or_count(512),
             "The end of a prompt whose rest is cached attends in absorbed form, like decode "
             "tokens, if it has at most so many tokens. `auto`: twice the heads of a rank, at most "
-            "128; `0`, or `auto` on a CPU or in batch-invariant mode: never.",
+            "128; `0`, or `auto` in batch-invariant mode: never.",
         ),
         EnvVar(
             "MLA_BACKEND_CHECK",

@@ -16,7 +16,6 @@ import torch
 from mla_kernels.indexer.rows import token_rows
 
 from mla_backend import envs
-from mla_backend.attention import support
 from mla_backend.attention.kernel import DecodeKernel
 
 MOST_TOKENS = 128
@@ -29,14 +28,14 @@ CONTEXT_PER_TOKEN = 4
 def longest_extend(kernel: DecodeKernel, num_heads: int) -> int:
     """New tokens up to which a prompt's end attends in absorbed form; 0 = none does.
 
-    By MLA_BACKEND_EXTEND_TOKENS. By itself only on a GPU, and not in batch-invariant mode, where
-    the form must not depend on what else is in a step. Below 64 heads a row leaves its tile of 64
-    partly empty, so fewer tokens pay.
+    By MLA_BACKEND_EXTEND_TOKENS. By itself not in batch-invariant mode, where the form must not
+    depend on what else is in a step. With few heads a row leaves its tile of 64 partly empty, or
+    on a CPU multiplies thin matrices, so fewer tokens pay.
     """
     asked: int | None = envs.get("MLA_BACKEND_EXTEND_TOKENS")
     if asked is not None:
         return asked
-    if kernel.deterministic or kernel.impl not in support.GPU_IMPLS:
+    if kernel.deterministic:
         return 0
     return min(MOST_TOKENS, 2 * num_heads)
 
