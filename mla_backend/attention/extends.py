@@ -53,6 +53,12 @@ def pays(query_lens: np.ndarray, contexts: np.ndarray, most_s_q: int, longest: i
     return bool(0 < new <= MOST_ROWS and cached >= CONTEXT_PER_TOKEN * new)
 
 
+def most_rows(max_requests: int, most_s_q: int) -> int:
+    """Rows of a step at most: every request may be one of drafts that stands alone, and beside
+    them there are the rows that `pays` lets in."""
+    return max_requests * most_s_q + MOST_ROWS
+
+
 def equal_run(query_lens: np.ndarray, most_s_q: int) -> int:
     """Leading requests that the kernel takes together, several tokens each; 0 if they have one
     token, as the rows that follow do."""
@@ -86,7 +92,10 @@ class ExtendRows:
 
         query_start_loc [B + 1], seq_lens [B] (the new tokens included) and block_table
         [B, max_blocks] are those of the requests, int32 on the device. No sync, no allocation.
+        ValueError for more tokens than there is room for.
         """
+        if stop > len(self._lengths):
+            raise ValueError(f"Expected at most {len(self._lengths)} decode tokens, got {stop}")
         request_ids, lengths = self._request_ids[:stop], self._lengths[:stop]
         token_rows(query_start_loc, seq_lens, request_ids=request_ids, lengths=lengths)
         tables = self._tables[: stop - start, : block_table.shape[1]]

@@ -95,7 +95,7 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MlaMetadata]):
             # vLLM then hands over requests of up to so many new tokens, of any mix of lengths.
             self.query_len_support = QueryLenSupport.VARLEN  # type: ignore[misc]
             self.reorder_batch_threshold = self._extend_tokens
-            max_rows = max(max_requests * self._most_s_q, max_requests + extends.MOST_ROWS)
+            max_rows = extends.most_rows(max_requests, self._most_s_q)
             self._rows = extends.ExtendRows(max_rows, max_blocks, self.device)
         self._plans = StepPlans(
             layer.impl.decode_kernel,

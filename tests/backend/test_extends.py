@@ -68,6 +68,21 @@ def test_rows_of_tokens():
     assert got_table.tolist() == [[3, 4, 5]] * 3 + [[6, 7, 8]] * 5
 
 
+def test_every_step_that_pays_has_room():
+    """Requests of which some have drafts, the first not like the others: all of them are rows."""
+    max_requests, most_s_q, longest = 8, 4, 128
+    query_lens = np.array([4, 1, 4, 4, 128, 128, 128, 128])
+    assert extends.pays(query_lens, np.full(8, 9000), most_s_q, longest)
+    T = int(query_lens.sum())
+    rows = extends.ExtendRows(extends.most_rows(max_requests, most_s_q), 2, torch.device("cpu"))
+    starts = torch.tensor([0, *query_lens]).cumsum(0).int()
+    lengths = torch.full((8,), 9128, dtype=torch.int32)
+    table = torch.zeros(8, 2, dtype=torch.int32)
+    assert len(rows.fill(starts, lengths, table, 0, T)[1]) == T
+    with pytest.raises(ValueError, match=f"at most {8 * 4 + 512} decode tokens, got {T + 20}"):
+        rows.fill(starts, lengths, table, 0, T + 20)
+
+
 def common(query_lens, seq_lens):
     return SimpleNamespace(
         max_query_len=max(query_lens),
