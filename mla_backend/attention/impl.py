@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from mla_kernels import mla_decode
 from mla_kernels.cache.rows import rows_as_float
+from mla_kernels.decode.query import Query, first_part, tokens_of
 from mla_kernels.layouts import MlaDims
 from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.attention.mla_attention import MLACommonImpl
@@ -69,7 +70,7 @@ class MlaImpl(CacheWrites, MLACommonImpl[MlaMetadata]):
 
     def forward_mqa(
         self,
-        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        q: Query,
         kv_c_and_k_pe_cache: torch.Tensor,
         attn_metadata: MlaMetadata,
         layer: Any,
@@ -83,7 +84,7 @@ class MlaImpl(CacheWrites, MLACommonImpl[MlaMetadata]):
             lay_out_absorbed_weights(layer)
         decode = attn_metadata.decode
         assert decode is not None
-        latent = q[0] if isinstance(q, tuple) else q
+        latent = first_part(q)
         T, H, _ = latent.shape
         STATS.forward_mqa_calls += 1
         STATS.forward_mqa_tokens += T
@@ -94,13 +95,13 @@ class MlaImpl(CacheWrites, MLACommonImpl[MlaMetadata]):
         out = latent.new_empty(T, H, self.kv_lora_rank)
         lse = latent.new_empty(T, H, dtype=torch.float32)
         n = decode.tokens
-        self._decode(tokens_of(q, 0, n), cache, kv_scale, decode, out[:n], lse[:n])
-        self._decode(tokens_of(q, n, T), cache, kv_scale, decode.rest, out[n:], lse[n:])
+        self._decode(tokens_of(q, slice(0, n)), cache, kv_scale, decode, out[:n], lse[:n])
+        self._decode(tokens_of(q, slice(n, T)), cache, kv_scale, decode.rest, out[n:], lse[n:])
         return out, lse
 
     def _decode(
         self,
-        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        q: Query,
         cache: torch.Tensor,
         kv_scale: float | torch.Tensor | None,
         decode: MlaDecodeMetadata,
@@ -175,22 +176,11 @@ class MlaImpl(CacheWrites, MLACommonImpl[MlaMetadata]):
         return self._concat_k_nope_k_pe(k_nope, rope[:, None]), v
 
 
-def by_request(
-    q: torch.Tensor | tuple[torch.Tensor, torch.Tensor], B: int
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+def by_request(q: Query, B: int) -> Query:
     """[T, H, columns] as [B, T / B, H, columns], without copying."""
     if isinstance(q, tuple):
         return q[0].view(B, -1, *q[0].shape[1:]), q[1].view(B, -1, *q[1].shape[1:])
     return q.view(B, -1, *q.shape[1:])
-
-
-def tokens_of(
-    q: torch.Tensor | tuple[torch.Tensor, torch.Tensor], start: int, stop: int
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Tokens `start` to `stop` - 1 of q, or of both its parts."""
-    if isinstance(q, tuple):
-        return q[0][start:stop], q[1][start:stop]
-    return q[start:stop]
 
 
 def _most_rows(num_heads: int) -> int | None:

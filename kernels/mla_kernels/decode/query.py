@@ -52,7 +52,7 @@ def both_parts(q: Query, kv_lora_rank: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def tokens_of(q: Query, part: slice) -> Query:
-    """Some tokens of q [T, H, columns]."""
+    """Some tokens of q [T, H, columns], or of both its parts."""
     return q[part] if isinstance(q, torch.Tensor) else (q[0][part], q[1][part])
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from mla_kernels import mla_sparse_attention, positions_to_slots
+from mla_kernels.decode.query import Query, first_part
 from mla_kernels.layouts import MlaDims
 from vllm.config import get_current_vllm_config
 from vllm.platforms import current_platform
@@ -94,7 +95,7 @@ class SparseMlaImpl(CacheWrites, MLAAttentionImpl[SparseMetadata]):
 
     def forward_mqa(
         self,
-        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        q: Query,
         kv_c_and_k_pe_cache: torch.Tensor,
         attn_metadata: SparseMetadata,
         layer: Any,
@@ -105,7 +106,7 @@ class SparseMlaImpl(CacheWrites, MLAAttentionImpl[SparseMetadata]):
         """
         if self._on_cpu:
             lay_out_absorbed_weights(layer)
-        T = len(q[0] if isinstance(q, tuple) else q)
+        T = len(first_part(q))
         STATS.forward_mqa_calls += 1
         STATS.forward_mqa_tokens += T
         rows = attn_metadata.rows
