@@ -136,6 +136,7 @@ def markdown(result: Row) -> str:
         "",
         f"`{result['command']}`",
         "",
+        *([result["note"], ""] if "note" in result else []),
         f"Milliseconds from a request to its first token, alone in the engine: {result['layers']} "
         f"dense layers of {of}, random weights, bf16. `context` tokens are in the prefix cache, "
         "`new` are not. `absorbed`: this backend, which takes ends of at most twice the heads (and "

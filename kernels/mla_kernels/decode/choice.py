@@ -38,8 +38,8 @@ def choose_decode_impl(
         few = num_rows is not None and num_rows <= 16 and rescale == "pow2"
         codes = kv_cache_dtype == torch.float8_e4m3fn
         if hopper_refusal is None and impl == "auto" and few and codes:
-            # One request of 131072 tokens: 37 us against 48; 128 of 4096: 99 against 96. With
-            # fp8_ds_mla 148 against 117, 32 rows of fp8 157 against 122: benchmarks/VERSIONS.md.
+            # 128 requests of 4096 tokens: 101 us both, one of 131072: 37 against 48. With
+            # fp8_ds_mla 150 against 113, 32 rows of fp8 161 against 126: benchmarks/VERSIONS.md.
             hopper_refusal = "the portable kernel is faster for up to 16 rows of an fp8 cache"
     return choose_impl(
         "mla_decode", impl, device, available=AVAILABLE, hopper_refusal=hopper_refusal
