@@ -120,17 +120,17 @@ def values_warpgroup(
         start, seq_lens, requests, table, table_stride, CHUNKED
     )
     cv = stream_start(request, lo, hi, end)
-    for i0 in range(SLOTS):
+    # The last of the first loads goes where the first query tile was; later ones are taken before
+    # an epilogue.
+    for i0 in range(SLOTS + 1):
+        if (i0 == SLOTS) & (request <= plan.last):
+            mbarrier.wait(full_q, pq)
         cv = load_half(
-            cv, plan, q_desc, q_rope_desc, kv_desc, kv_rope_desc, COL, ring, full, ring_r, i0,
+            cv, plan, q_desc, q_rope_desc, kv_desc, kv_rope_desc, COL, ring, full, ring_r,
+            gl.where(i0 == SLOTS, 0, i0),
         )  # fmt: skip
-    if request <= plan.last:  # the first query tile; the later ones are taken before an epilogue
-        mbarrier.wait(full_q, pq)
-        pq = pq ^ 1
-        cv = load_half(
-            cv, plan, q_desc, q_rope_desc, kv_desc, kv_rope_desc, COL, ring, full, ring_r, iv,
-        )  # fmt: skip
-        iv = ring_step(iv, SLOTS)
+    iv = iv + 1
+    pq = pq ^ 1
     while request <= plan.last:
         length = gl.load(seq_lens + request)
         slot = gl.load(requests + request * 4 + 0)
