@@ -4,9 +4,9 @@
 from typing import Any
 
 import torch
-from mla_kernels import mla_decode
 from mla_kernels.cache.rows import rows_as_float
 from mla_kernels.decode.query import Query, first_part, tokens_of
+from mla_kernels.decode.tokens import mla_decode_tokens
 from mla_kernels.layouts import MlaDims
 from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.attention.mla_attention import MLACommonImpl
@@ -90,8 +90,7 @@ class MlaImpl(CacheWrites, MLACommonImpl[MlaMetadata]):
         STATS.forward_mqa_tokens += T
         cache, kv_scale = kv_c_and_k_pe_cache, self._kv_scale(layer._k_scale)
         if decode.rest is None:
-            out, lse = self._decode(q, cache, kv_scale, decode)
-            return out.view(T, H, -1), lse.view(T, H)
+            return self._decode(q, cache, kv_scale, decode)
         out = latent.new_empty(T, H, self.kv_lora_rank)
         lse = latent.new_empty(T, H, dtype=torch.float32)
         n = decode.tokens
@@ -108,10 +107,10 @@ class MlaImpl(CacheWrites, MLACommonImpl[MlaMetadata]):
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`mla_decode` of the tokens of one launch, B requests of as many new tokens each."""
-        B = decode.block_table.shape[0]
-        return mla_decode(
-            by_request(q, B),
+        """Attention of the tokens of one launch, B requests of as many new tokens each."""
+        assert decode.plan is not None
+        return mla_decode_tokens(
+            q,
             cache,
             decode.block_table,
             decode.seq_lens,
@@ -121,8 +120,8 @@ class MlaImpl(CacheWrites, MLACommonImpl[MlaMetadata]):
             rescale=self.decode_kernel.rescale,
             impl=self.decode_kernel.impl,
             plan=decode.plan,
-            out=None if out is None else out.unflatten(0, (B, -1)),
-            lse=None if lse is None else lse.unflatten(0, (B, -1)),
+            out=out,
+            lse=lse,
             deterministic=self.decode_kernel.deterministic,
         )
 
@@ -174,13 +173,6 @@ class MlaImpl(CacheWrites, MLACommonImpl[MlaMetadata]):
         kv = self.kv_b_proj(latent.contiguous())[0].view(rows.shape[0], self.num_heads, -1)
         k_nope, v = kv.split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
         return self._concat_k_nope_k_pe(k_nope, rope[:, None]), v
-
-
-def by_request(q: Query, B: int) -> Query:
-    """[T, H, columns] as [B, T / B, H, columns], without copying."""
-    if isinstance(q, tuple):
-        return q[0].view(B, -1, *q[0].shape[1:]), q[1].view(B, -1, *q[1].shape[1:])
-    return q.view(B, -1, *q.shape[1:])
 
 
 def _most_rows(num_heads: int) -> int | None:

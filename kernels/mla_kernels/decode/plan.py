@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +12,7 @@ from mla_kernels import checks
 from mla_kernels.decode.choice import choose_decode_impl
 from mla_kernels.decode.rescale import RESCALES
 from mla_kernels.layouts import BLOCK_SIZE, MlaDims
+from mla_kernels.triton_common.record import Recordings
 
 if TYPE_CHECKING:
     from mla_kernels.decode.triton.plan import DevicePlan
@@ -23,13 +24,17 @@ _CACHE_DTYPES = (*checks.FLOAT_DTYPES, torch.float8_e4m3fn, torch.uint8)
 
 @dataclass(frozen=True)
 class MlaDecodePlan:
-    """What the layers of one step share. `device_plan` is None where no kernel needs one (CPU)."""
+    """What the layers of one step share. `device_plan` is None where no kernel needs one (CPU);
+    `recordings` are of the calls of `mla_decode` that were given this plan."""
 
     num_requests: int
     s_q: int
     num_heads: int
     deterministic: bool
     device_plan: DevicePlan | None = None
+    recordings: Recordings = field(
+        default_factory=Recordings, init=False, repr=False, compare=False
+    )
 
     def update(self, seq_lens: torch.Tensor) -> None:
         """Plan for new lengths [num_requests] int32 in place: one small kernel, no allocation, no

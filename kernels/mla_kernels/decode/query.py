@@ -36,6 +36,19 @@ def first_part(q: Query) -> torch.Tensor:
     return q if isinstance(q, torch.Tensor) else q[0]
 
 
+def results_for(
+    q: Query, kv_lora_rank: int, out: torch.Tensor | None, lse: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out [..., H, kv_lora_rank] and lse [..., H] of q: the given ones, or new ones."""
+    first = first_part(q)
+    rows = first.shape[:-1]
+    if out is None:
+        out = first.new_empty((*rows, kv_lora_rank))
+    if lse is None:
+        lse = first.new_empty(rows, dtype=torch.float32)
+    return out, lse
+
+
 def joined(q: Query) -> torch.Tensor:
     """q as one contiguous tensor [..., H, Dk] where it came in parts."""
     if isinstance(q, torch.Tensor):
@@ -68,6 +81,11 @@ def row_parts(q: Query, kv_lora_rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         if rows[0] is not None and rows[1] is not None:
             return rows[0], rows[1]
     return both_parts(joined(q).flatten(1, 2), kv_lora_rank)
+
+
+def rows_fit(q: Query) -> bool:
+    """Whether `row_parts` takes q as it is."""
+    return isinstance(q, torch.Tensor) or all(_rows(part) is not None for part in q)
 
 
 def token_parts(q: Query, kv_lora_rank: int) -> tuple[torch.Tensor, torch.Tensor]:

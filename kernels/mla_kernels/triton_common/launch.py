@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from triton.runtime.jit import JITFunction
 
+from mla_kernels.triton_common.record import recording
+
 # What Triton compiled, by kernel and kind of arguments, with the values of the parameters behind
 # the positional ones.
 _READY: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
@@ -30,23 +32,40 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **named: Any) -> None
            launch_pdl)
 
     Argument lists are told apart at least as finely as Triton's specialisation does; the first of a
-    kind goes through Triton.
+    kind goes through Triton. A recording that is going on (record.py) takes note.
     """
+    record = recording()
     if not isinstance(kernel, JITFunction) or torch.version.hip is not None:
         kernel[grid](*args, **named)  # the interpreter; on AMD Triton looks at more of a tensor
+        if record is not None:
+            record.spoil()
         return
+    if record is None:
+        _launch(kernel, grid, args, named)
+        return
+    with torch._C.DisableTorchFunction():
+        compiled, rest, device = _launch(kernel, grid, args, named)
+        record.note(compiled, grid, (*args, *rest), device)
+
+
+def _launch(
+    kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[Any, tuple[Any, ...], int]:
+    """Launch; the compiled kernel, the parameters behind `args` and the device."""
     device = torch.cuda.current_device()
     key = (id(kernel), device, *map(_kind, args), *named, *named.values())
     ready = _READY.get(key)
     if ready is None:
         compiled = kernel[grid](*args, **named)
         behind = list(kernel.signature.parameters.values())[len(args) :]
-        _READY[key] = (compiled, tuple(named.get(p.name, p.default) for p in behind))
+        rest = tuple(named.get(p.name, p.default) for p in behind)
+        _READY[key] = (compiled, rest)
         layouts = [x.layout for x in args if hasattr(x, "layout") and hasattr(x, "block_shape")]
         _ALIVE.update({id(x): x for x in (kernel, *layouts)})
-        return
+        return compiled, rest, device
     compiled, rest = ready
     compiled[grid + (1,) * (3 - len(grid))](*args, *rest)
+    return compiled, rest, device
 
 
 def _tensor(x: torch.Tensor) -> Any:

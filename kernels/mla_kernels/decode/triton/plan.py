@@ -50,6 +50,11 @@ class DevicePlan:
     sums: torch.Tensor
     outgrown: torch.Tensor
 
+    @property
+    def buffers(self) -> tuple[torch.Tensor, ...]:
+        """What kernels read and write."""
+        return self.parts, self.requests, self.acc, self.sums, self.outgrown
+
     def update(self, seq_lens: torch.Tensor) -> None:
         """Plan for new lengths in place: one small kernel, no allocation, no sync."""
         # The decode kernel leaves zeros, but an engine that slept has lost the buffers' contents.

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mla_decode` for the layers of an engine, whose queries are rows of tokens."""
+
+from typing import Any
+
+import torch
+
+from mla_kernels.decode.api import mla_decode, operands_of
+from mla_kernels.decode.plan import MlaDecodePlan
+from mla_kernels.decode.query import Query, first_part, results_for
+from mla_kernels.triton_common.record import kind
+
+
+def mla_decode_tokens(
+    q: Query,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    plan: MlaDecodePlan,
+    kv_lora_rank: int = 512,
+    kv_scale: float | torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`mla_decode` of q [T, H, Dk], or its parts: of each of B requests T / B tokens, in order.
+
+    Returns out [T, H, kv_lora_rank] and lse [T, H]; the other arguments and the errors are those of
+    `mla_decode`. A view takes as long as a fifth of a call that is replayed, and this one makes
+    none.
+    """
+    modes = tuple(map(kind, options.values()))
+    tensors = kind(q), kind(kv_cache), kind(block_table), kind(seq_lens), kind(out), kind(lse)
+    key = tensors, kind(kv_lora_rank), kind(kv_scale), *options, *modes
+    replay = plan.recordings.find(key)
+    if replay is not None:
+        out, lse = results_for(q, kv_lora_rank, out, lse)
+        replay(operands_of(q, kv_cache, block_table, seq_lens, kv_scale, out, lse, plan))
+        return out, lse
+    B = seq_lens.shape[0]
+    T = first_part(q).shape[0]
+    if B == 0 or T % B:
+        raise ValueError(f"Expected the tokens of {B} requests, as many of each, got {T}")
+    out, lse = results_for(q, kv_lora_rank, out, lse)
+
+    def call() -> None:
+        mla_decode(
+            by_request(q, B),
+            kv_cache,
+            block_table,
+            seq_lens,
+            plan=plan,
+            kv_lora_rank=kv_lora_rank,
+            kv_scale=kv_scale,
+            out=out.unflatten(0, (B, -1)),
+            lse=lse.unflatten(0, (B, -1)),
+            **options,
+        )
+
+    if plan.device_plan is None:
+        call()
+    else:
+        operands = operands_of(q, kv_cache, block_table, seq_lens, kv_scale, out, lse, plan)
+        plan.recordings.record(key, operands, call)
+    return out, lse
+
+
+def by_request(q: Query, B: int) -> Query:
+    """[T, H, columns] as [B, T / B, H, columns], without copying."""
+    if isinstance(q, tuple):
+        return q[0].unflatten(0, (B, -1)), q[1].unflatten(0, (B, -1))
+    return q.unflatten(0, (B, -1))

@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is recorded of a call, what is not, and with what a replay calls the compiled kernel."""
+
+import copy
+import inspect
+import types
+
+import pytest
+import torch
+from mla_kernels.triton_common import direct, record
+from mla_kernels.triton_common import launch as module
+from mla_kernels.triton_common.record import Recordings, kind, rows_kind
+from triton.runtime.jit import JITFunction
+
+STREAM = 4711
+HEADER = 13  # what Triton's launcher takes before the kernel's own arguments
+META = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [64], "fp4_padded": False}
+
+
+class Compiled:
+    """Stands in for a compiled kernel; `direct` are the calls of its C function."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self, boxes=False, scratch=0):
+        self.direct = []
+
+        def launcher(*args):
+            self.direct.append(args)
+
+        tensordesc_indices, tensordesc_meta = {0}, [META]
+
+        def inner(*args):
+            launcher(*args, tensordesc_indices, tensordesc_meta)
+
+        self.run = types.SimpleNamespace(
+            launch=inner if boxes else self.direct.append,
+            global_scratch_size=scratch,
+            profile_scratch_size=0,
+            launch_cooperative_grid=False,
+            launch_pdl=True,
+        )
+        if not boxes:
+            self.run.launch = _Builtin(self.direct)
+
+    def __getitem__(self, grid):
+        return lambda *args: None
+
+
+class _Builtin:
+    """Not a Python function, as the C function is not."""
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    def __call__(self, *args):
+        self.calls.append(args)
+
+
+class Kernel(JITFunction):
+    def __init__(self, compiled):
+        def kernel(x, y, n, BLOCK=64):
+            pass
+
+        self.signature = inspect.signature(kernel)
+        self.compiled = compiled
+
+    def __getitem__(self, grid):
+        return lambda *args, **named: self.compiled
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch):
+    """A device whose driver notes what it is asked to encode."""
+    encoded = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda d: STREAM, raising=False)
+    monkeypatch.setattr(module, "_READY", {})
+
+    def make(arg, meta):
+        encoded.append(arg.base.data_ptr())
+        return [("box", arg.base.data_ptr()), *arg.shape, *arg.strides]
+
+    monkeypatch.setattr(direct.driver, "make_tensordesc_arg", make)
+    return encoded
+
+
+def box_of(x):
+    shape, strides = x.shape, x.stride()
+    return types.SimpleNamespace(
+        base=x, shape=shape, strides=strides, padding="zero", block_shape=[64], layout=META
+    )
+
+
+def double(kernel, x, y):
+    """A call with two launches: the whole x and a part of it that starts later."""
+    rows = x.view(-1, 8)
+    module.launch(kernel, (rows.shape[0],), x, y, 3)
+    module.launch(kernel, (2, 2), rows[1:].flatten(), y, 3, BLOCK=32)
+
+
+def test_a_replay_is_the_call_at_other_addresses():
+    store, compiled = Recordings(), Compiled()
+    kernel = Kernel(compiled)
+    for i in range(3):
+        x, y = torch.zeros(64), torch.zeros(3)
+        replay = store.find("key")
+        if replay is None:
+            assert i == 0
+            store.record("key", [x, y], lambda x=x, y=y: double(kernel, x, y), note="seen")
+            continue
+        assert replay.note == "seen"
+        compiled.direct.clear()
+        replay([x, y])
+        one, two = compiled.direct
+        assert one[:3] == (8, 1, 1) and two[:3] == (2, 2, 1)
+        assert one[3:HEADER] == (
+            STREAM, "function", False, True, None, None, "metadata", None, None, None
+        )  # fmt: skip
+        assert one[HEADER:] == (x.data_ptr(), y.data_ptr(), 3, 64)
+        assert two[HEADER:] == (x.data_ptr() + 32, y.data_ptr(), 3, 32)
+        replay([x, y], (5, 1, 1))
+        assert compiled.direct[2][:3] == (5, 1, 1)
+
+
+def test_boxes_are_encoded_once_an_address(gpu):
+    store, compiled = Recordings(), Compiled(boxes=True)
+    kernel = Kernel(compiled)
+    x, y = torch.zeros(4, 16), torch.zeros(3)
+
+    def call():
+        module.launch(kernel, (1,), box_of(x[:, 8:]), y, 3)
+
+    store.record("key", [x, y], call)
+    gpu.clear()
+    others = [torch.zeros(4, 16), torch.zeros(4, 16)]
+    for other in [*others, *others]:
+        store.find("key")([other, y])
+        at = other.data_ptr() + 32
+        args = compiled.direct[-1][HEADER:]
+        assert args == (("box", at), 4, 8, 16, 1, y.data_ptr(), 3, 64)
+    assert gpu == [other.data_ptr() + 32 for other in others]
+
+
+def test_the_boxes_of_an_argument_are_bounded(gpu, monkeypatch):
+    monkeypatch.setattr(direct, "_MOST_BOXES", 2)
+    boxes = direct._Boxes(box_of(torch.zeros(4, 8)), META)
+    for address in range(16, 160, 16):
+        assert boxes[address] == ("box", address)
+        assert len(boxes) <= 2
+
+
+class Interpreted:
+    def __getitem__(self, grid):
+        return lambda *args, **named: None
+
+
+UNFIT = {
+    "a tensor of its own": lambda k, x, y: module.launch(k, (1,), torch.zeros(4), y, 3),
+    "a copy": lambda k, x, y: module.launch(k, (1,), x.view(8, 8).T.flatten(), y, 3),
+    "rows by index": lambda k, x, y: module.launch(k, (1,), x[torch.tensor([1])], y, 3),
+    "work of torch": lambda k, x, y: (y.fill_(1), module.launch(k, (1,), x, y, 3)),
+    "work on its own": lambda k, x, y: (torch.ones(2).neg(), module.launch(k, (1,), x, y, 3)),
+    "the interpreter": lambda k, x, y: module.launch(Interpreted(), (1,), x, y, 3),
+    "no launch": lambda k, x, y: None,
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_what_a_replay_would_leave_out_is_not_replayed(name):
+    store, kernel, calls = Recordings(), Kernel(Compiled()), []
+    x, y = torch.zeros(64), torch.zeros(3)
+    for _ in range(2):
+        assert store.find("key") is None
+        store.record("key", [x, y], lambda: calls.append(UNFIT[name](kernel, x, y)))
+    assert len(calls) == 2 and record.recording() is None
+
+
+def test_one_tensor_in_two_roles_is_not_replayed():
+    store, kernel = Recordings(), Kernel(Compiled())
+    x = torch.zeros(64)
+    store.record("key", [x, x], lambda: module.launch(kernel, (1,), x, x, 3))
+    assert store.find("key") is None
+
+
+def test_a_launcher_of_another_triton_is_not_called(monkeypatch):
+    x = torch.zeros(64)
+    for compiled in (Compiled(scratch=8), Compiled()):
+        store, kernel = Recordings(), Kernel(compiled)
+        store.record("key", [x], lambda k=kernel: module.launch(k, (1,), x, 2, 3))
+        assert store.find("key") is None
+        monkeypatch.setattr(direct.driver, "_BASE_ARGS_FORMAT", "iiiKKpOOOOO")
+
+
+def test_not_on_another_device_nor_past_a_profiler(monkeypatch):
+    store, kernel = Recordings(), Kernel(Compiled())
+    x = torch.zeros(64)
+    store.record("key", [x], lambda: module.launch(kernel, (1,), x, 2, 3))
+    assert store.find("key") is not None
+    hooks = direct.knobs.runtime.launch_enter_hook
+    hooks.add(print)
+    try:
+        assert store.find("key") is None
+    finally:
+        hooks.remove(print)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert store.find("key") is None
+
+
+def test_a_recording_within_another_is_part_of_it():
+    store, inner, compiled = Recordings(), Recordings(), Compiled()
+    kernel = Kernel(compiled)
+    x, y = torch.zeros(64), torch.zeros(3)
+
+    def call():
+        inner.record("inner", [x], lambda: module.launch(kernel, (1,), x, y, 3))
+
+    store.record("key", [x, y], call)
+    assert inner.find("inner") is None
+    store.find("key")([y, x])
+    assert compiled.direct[0][HEADER:] == (y.data_ptr(), x.data_ptr(), 3, 64)
+
+
+def test_nothing_is_replayed_within_a_recording():
+    """It would be missing in what is recorded."""
+    store, kernel = Recordings(), Kernel(Compiled())
+    x = torch.zeros(64)
+
+    def call():
+        module.launch(kernel, (1,), x, 2, 3)
+        assert store.find("before") is None
+
+    store.record("before", [x], lambda: module.launch(kernel, (1,), x, 2, 3))
+    assert store.find("before") is not None
+    store.record("key", [x], call)
+
+
+def test_an_error_leaves_nothing_behind():
+    store = Recordings()
+
+    def call():
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        store.record("key", [torch.zeros(1)], call)
+    assert record.recording() is None and store.find("key") is None
+
+
+def test_copies_of_recordings_are_empty():
+    """Their owner's tensors may be copies too, of other shapes by then."""
+    store, kernel = Recordings(), Kernel(Compiled())
+    x = torch.zeros(64)
+    store.record("key", [x], lambda: module.launch(kernel, (1,), x, 2, 3))
+    assert store.find("key") is not None
+    assert copy.deepcopy(store).find("key") is None
+    assert copy.copy(store).find("key") is None
+
+
+def test_recordings_are_bounded():
+    store, kernel = Recordings(most=2), Kernel(Compiled())
+    x = torch.zeros(64)
+    for key in range(5):
+        store.record(key, [x], lambda: module.launch(kernel, (1,), x, 2, 3))
+        assert store.find(key) is not None
+        assert sum(store.find(k) is not None for k in range(5)) <= 2
+
+
+def test_kinds():
+    x = torch.zeros(8, 16)
+    others = [
+        x[:4],
+        x[:, :8],
+        x.T.contiguous().T,
+        x.half(),
+        x.to("meta"),
+        torch.zeros(8 * 16 + 1)[1:].view(8, 16),
+        torch.nn.Parameter(x),
+        None,
+        1,
+        1.0,
+        True,
+        512,
+        512.0,
+        (x, x),
+    ]
+    kinds = [kind(x), *map(kind, others)]
+    assert len(set(kinds)) == len(kinds)
+    assert kind(x) == kind(torch.ones(8, 16))
+    assert rows_kind(x) == rows_kind(x[:4]) != rows_kind(x[:, :8])
+    assert rows_kind(3) == kind(3)
+
+
+def test_what_cannot_be_a_key_is_not_found():
+    assert Recordings().find((kind([1]),)) is None

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of a kind that was seen before: replayed, with the addresses of the new tensors."""
+
+import pytest
+import torch
+from mla_kernels import (
+    mla_decode,
+    mla_sparse_attention,
+    mla_sparse_workspace,
+    plan_mla_decode,
+    write_kv_cache,
+)
+from mla_kernels.cache import api as cache_api
+from mla_kernels.cache.torch_impl import write_kv_cache_torch
+from mla_kernels.sparse import api as sparse_api
+from mla_kernels.testing.cases import decode_case
+from mla_kernels.triton_common.direct import Replay
+from mla_kernels.triton_common.record import Recordings
+from triton import knobs
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+CACHES = {
+    "bf16": {},
+    "fp8": {"cache_dtype": torch.float8_e4m3fn, "kv_scale": 0.02},
+    "fp8_ds_mla": {"cache_dtype": torch.uint8},
+}
+
+
+@pytest.fixture
+def replays(monkeypatch):
+    """Grows by one with each replay; nothing is recorded yet."""
+    seen, call = [], Replay.__call__
+
+    def counted(self, *args):
+        seen.append(self)
+        call(self, *args)
+
+    monkeypatch.setattr(Replay, "__call__", counted)
+    monkeypatch.setattr(cache_api, "_RECORDINGS", Recordings())
+    monkeypatch.setattr(sparse_api, "_RECORDINGS", Recordings())
+    return seen
+
+
+@pytest.fixture(params=["hopper", "triton"])
+def impl(request):
+    if request.param == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs sm_90")
+    return request.param
+
+
+def cases(heads, s_q, cache):
+    """Three batches of one shape: other lengths, tokens, pages and addresses."""
+    lengths = [[0, 70, 1, 3000], [3000, 1, 70, 0], [1, 3000, 0, 70]]
+    shared = {"num_heads": heads, "s_q": s_q, "q_std": 0.5, "device": "cuda", **CACHES[cache]}
+    return [decode_case(of, seed=7 * i, **shared) for i, of in enumerate(lengths)]
+
+
+def query_of(case, form):
+    if form == "whole":
+        return case.q
+    latent, rope = case.q[..., :512], case.q[..., 512:]
+    if form == "by head":
+        flat = latent.flatten(0, 1).transpose(0, 1).contiguous().transpose(0, 1)
+        return flat.unflatten(0, latent.shape[:2]), rope
+    return latent.contiguous(), rope
+
+
+def decode(case, q, plan, **options):
+    out = case.poisoned_out()
+    lse = out.new_full(out.shape[:3], torch.nan, dtype=torch.float32)
+    rest = case.kv_cache, case.block_table, case.seq_lens
+    return mla_decode(q, *rest, plan=plan, out=out, lse=lse, **case.options, **options)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize(("heads", "s_q"), [(128, 1), (128, 2), (16, 1), (8, 2), (6, 5)])
+@pytest.mark.parametrize("form", ["whole", "parts", "by head"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_decode(impl, cache, heads, s_q, form, deterministic, replays):
+    options = {"impl": impl, "deterministic": deterministic}
+    shape = {"num_heads": heads, "s_q": s_q, "deterministic": deterministic, "max_seq_len": 4096}
+    batches = cases(heads, s_q, cache)
+    of = {"impl": impl, "kv_cache_dtype": batches[0].kv_cache.dtype}
+    plan = plan_mla_decode(batches[0].seq_lens, **shape, **of)
+    for i, case in enumerate(batches):
+        if cache == "fp8":
+            case.options["kv_scale"] = torch.tensor([0.02], device="cuda")
+        alone = plan_mla_decode(case.seq_lens, **shape, **of)
+        want, want_lse = decode(case, query_of(case, form), alone, **options)
+        plan.update(case.seq_lens)
+        before = len(replays)
+        got, lse = decode(case, query_of(case, form), plan, **options)
+        assert len(replays) - before == (i > 0)
+        assert torch.equal(got, want) and torch.equal(lse, want_lse)
+
+
+def test_what_changes_the_launch_is_recorded_anew(replays):
+    """Of one plan: strides, alignment, table width, scales and modes."""
+    case = cases(128, 1, "bf16")[0]
+    plan = plan_mla_decode(case.seq_lens, num_heads=128, s_q=1)
+    wide = torch.nn.functional.pad(case.block_table, (0, 5))
+    odd = torch.empty(case.q.numel() + 1, dtype=case.q.dtype, device="cuda")[1:].view_as(case.q)
+    odd.copy_(case.q)
+    latent, rope = query_of(case, "by head")
+    calls = [
+        ({}, {}),
+        ({"block_table": wide}, {}),
+        ({"q": (latent, rope)}, {}),
+        ({"q": (latent.contiguous(), rope)}, {}),
+        ({"q": odd, "impl": "auto"}, {}),
+        ({}, {"scale": 0.01}),
+        ({}, {"rescale": "amla"}),
+        ({"impl": "triton"}, {}),
+    ]
+    for n in range(2):
+        for change, options in calls:
+            args = {"q": case.q, "kv_cache": case.kv_cache, "block_table": case.block_table}
+            call = args | {"seq_lens": case.seq_lens} | change
+            out, lse = mla_decode(
+                **call, **case.options | options, plan=plan, out=case.poisoned_out()
+            )
+            fresh = plan_mla_decode(case.seq_lens, num_heads=128, s_q=1)
+            want, want_lse = mla_decode(**call, **case.options | options, plan=fresh)
+            assert torch.equal(out, want) and torch.equal(lse, want_lse)
+        assert len(replays) == n * len(calls)
+
+
+def test_bad_arguments_after_a_good_call(replays):
+    case = cases(128, 1, "bf16")[0]
+    plan = plan_mla_decode(case.seq_lens, num_heads=128, s_q=1)
+    call = {"q": case.q, "kv_cache": case.kv_cache, "block_table": case.block_table}
+    call |= {"seq_lens": case.seq_lens, "plan": plan, **case.options}
+    for _ in range(2):
+        mla_decode(**call)
+    before = len(replays)
+    for bad, words in [
+        ({"seq_lens": case.seq_lens[:3]}, "seq_lens of shape"),
+        ({"seq_lens": case.seq_lens.cpu()}, "seq_lens on cuda"),
+        ({"seq_lens": case.seq_lens.long()}, "int32"),
+        ({"block_table": case.block_table.T.contiguous().T}, "contiguous last dimension"),
+        ({"kv_cache": case.kv_cache.half()}, "one dtype"),
+        ({"kv_lora_rank": 512.0}, "kv_lora_rank"),
+        ({"scale": float("nan")}, "finite softmax scale"),
+        ({"scale": [1.0]}, "finite softmax scale"),
+        ({"kv_scale": 1.0}, "kv_scale=None"),
+        ({"deterministic": True}, "deterministic=True"),
+        ({"impl": "cuda"}, "Expected impl"),
+        ({"rescale": []}, "Expected rescale"),
+        ({"out": case.poisoned_out().float()}, "out.dtype"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            mla_decode(**call | bad)
+    assert len(replays) == before
+
+
+def test_a_profiler_sees_every_launch(replays):
+    case = cases(128, 1, "bf16")[0]
+    plan = plan_mla_decode(case.seq_lens, num_heads=128, s_q=1)
+    for _ in range(2):
+        decode(case, case.q, plan)
+    names = []
+    hook = lambda meta: names.append(meta.get()["name"])  # noqa: E731
+    knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        decode(case, case.q, plan)
+    finally:
+        knobs.runtime.launch_enter_hook.remove(hook)
+    assert names == ["hopper_decode_kernel", "merge_kernel"] or len(names) == 2
+    assert len(replays) == 1
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_cache_write(cache, replays):
+    """Any number of tokens is one kind; another stride is another."""
+    dtype = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "fp8_ds_mla": torch.uint8}[cache]
+    width = 656 if cache == "fp8_ds_mla" else 576
+    scale = torch.tensor([0.5], device="cuda") if cache == "fp8" else None
+    for i, (tokens, padded) in enumerate([(1, 1), (77, 80), (5, 5), (300, 300)]):
+        pages = torch.zeros(8, 64, width, dtype=torch.uint8, device="cuda")
+        pages = pages.to(dtype) if dtype != torch.uint8 else pages
+        want = pages.clone()
+        rows = torch.randn(padded, 576, device="cuda").bfloat16()
+        latent, rope = rows[:, :512].contiguous(), rows[:, 512:]
+        slots = torch.randperm(512, device="cuda")[:tokens]
+        slots[tokens // 2] = -1
+        write_kv_cache(latent, rope, pages, slots, kv_scale=scale)
+        write_kv_cache_torch(latent, rope, want, slots, kv_scale=scale)
+        assert torch.equal(pages.view(torch.uint8), want.view(torch.uint8))
+        assert len(replays) == i
+        write_kv_cache(latent, rope, pages, slots[:0], kv_scale=scale)
+        with pytest.raises(ValueError, match="length of slot_mapping"):
+            write_kv_cache(latent, rope, pages, slots.repeat(81), kv_scale=scale)
+        with pytest.raises(ValueError, match="k_pe of shape"):
+            write_kv_cache(latent, rope[1:], pages, slots, kv_scale=scale)
+        assert torch.equal(pages.view(torch.uint8), want.view(torch.uint8))
+
+
+@pytest.mark.parametrize("heads", [8, 128])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_sparse(heads, deterministic, tokens, replays):
+    workspace = mla_sparse_workspace(tokens, heads, 512, device=torch.device("cuda"))
+    for i in range(3):
+        g = torch.Generator("cuda").manual_seed(i)
+        q = torch.randn(tokens, heads, 576, generator=g, device="cuda").bfloat16()
+        pages = torch.randn(16, 64, 576, generator=g, device="cuda").bfloat16()
+        slots = torch.randint(0, 1024, (tokens, 512), generator=g, device="cuda").int()
+        options = {"scale": 0.05, "deterministic": deterministic}
+        out = q.new_full((tokens, heads, 512), torch.nan)
+        replays.clear()
+        got, lse = mla_sparse_attention(q, pages, slots, workspace=workspace, out=out, **options)
+        assert len(replays) == (i > 0)
+        want, want_lse = mla_sparse_attention(q, pages, slots, **options)
+        assert torch.equal(got, want) and torch.equal(lse, want_lse)
