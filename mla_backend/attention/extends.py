@@ -5,14 +5,16 @@ A chunk of a prompt attends in expanded form: its whole context is read and mult
 2 * 512 * 256 FLOP a head and cached token however few the new tokens are. In absorbed form there is
 nothing to expand, but a new token costs 2 * (576 + 512) instead of 2 * (192 + 128) a head and
 cached token. Below 171 new tokens the absorbed form is cheaper: what is left of a prompt when its
-prefix was cached or its chunks did not come out even. Each such token is a row of its own to the
-decode kernel, with its request's block table and the length that it may see.
+prefix was cached or its chunks did not come out even. To the decode kernel such an end is requests
+of a few new tokens, its pieces, each with the block table of the prompt and the length that its
+last token may see.
 """
 
 from typing import Any
 
 import numpy as np
 import torch
+from mla_kernels.decode.plan import MAX_S_Q as MOST_S_Q
 from mla_kernels.indexer.rows import token_rows
 
 from mla_backend import envs
@@ -21,8 +23,21 @@ from mla_backend.attention.kernel import DecodeKernel
 MOST_TOKENS = 128
 # Rows of a step that are not its decode requests'.
 MOST_ROWS = 512
+# Query rows of a program of the Hopper kernel.
+TILE_ROWS = 64
 # Cached tokens per new one, from which expanding costs more than starting on a row of its own.
 CONTEXT_PER_TOKEN = 4
+
+
+def longest_piece(kernel: DecodeKernel, num_heads: int) -> int:
+    """New tokens of a prompt's end that the kernel takes as one request, at most.
+
+    Torch multiplies more rows at a time; the Hopper kernel fills its tile of 64 rows. Others take a
+    token at a time, as do those with enough heads.
+    """
+    if kernel.impl == "torch":
+        return MOST_S_Q
+    return max(1, min(MOST_S_Q, TILE_ROWS // num_heads)) if kernel.impl == "hopper" else 1
 
 
 def longest_extend(kernel: DecodeKernel, num_heads: int) -> int:
@@ -61,7 +76,7 @@ def most_rows(max_requests: int, most_s_q: int) -> int:
 
 def equal_run(query_lens: np.ndarray, most_s_q: int) -> int:
     """Leading requests that the kernel takes together, several tokens each; 0 if they have one
-    token, as the rows that follow do."""
+    token, as pieces of what follows may."""
     s_q = query_lens[0]
     if not 1 < s_q <= most_s_q:
         return 0
@@ -69,16 +84,39 @@ def equal_run(query_lens: np.ndarray, most_s_q: int) -> int:
     return int(others.argmax()) if others.any() else len(query_lens)
 
 
+def pieces(query_lens: np.ndarray, longest: int, taken: set[int] | None) -> list[tuple[int, int]]:
+    """(number, tokens of each) of the pieces that requests of query_lens [B] tokens are cut into,
+    by launch and in the order of the tokens; a launch takes pieces of one length.
+
+    taken  lengths that another launch of the step has: a plan of each length is all that there is,
+           so a step whose launches would need two has pieces of one token. None: no such bound
+    """
+    launches: list[tuple[int, int]] = []
+    for length in query_lens.tolist():
+        # What is left over first: behind decode tokens it is often one of them.
+        for number, s_q in ((1, length % longest), (length // longest, longest)):
+            if not number or not s_q:
+                continue
+            if launches and launches[-1][1] == s_q:
+                number += launches.pop()[0]
+            launches.append((number, s_q))
+    lengths = [s_q for _, s_q in launches]
+    if taken is not None and (len({*lengths}) < len(lengths) or taken & {*lengths}):
+        return [(int(query_lens.sum()), 1)]
+    return launches
+
+
 class ExtendRows:
-    """Block tables and lengths of a step's tokens, in buffers made at start-up."""
+    """Block tables and lengths of the pieces of a step, in buffers made at start-up."""
 
     def __init__(self, max_rows: int, max_blocks: int, device: torch.device) -> None:
         self._request_ids = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self._visible = torch.zeros_like(self._request_ids)
         self._lengths = torch.zeros_like(self._request_ids)
         self._tables = torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=device)
         starts = torch.tensor([0, 1], dtype=torch.int32, device=device)
         # Compiles the kernel now, not in the first step.
-        self.fill(starts, starts[:1], self._tables[1:2], 0, 1)
+        self.fill(starts, starts[:1], self._tables[1:2], 0, [(1, 1)])
 
     def fill(
         self,
@@ -86,21 +124,31 @@ class ExtendRows:
         seq_lens: torch.Tensor,
         block_table: torch.Tensor,
         start: int,
-        stop: int,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of tokens `start` to `stop` - 1: block_table [rows, max_blocks] and seq_lens [rows].
+        launches: list[tuple[int, int]],
+    ) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
+        """Of each launch of `pieces`, from token `start` on: block_table [number, max_blocks],
+        seq_lens [number] and its tokens.
 
         query_start_loc [B + 1], seq_lens [B] (the new tokens included) and block_table
         [B, max_blocks] are those of the requests, int32 on the device. No sync, no allocation.
         ValueError for more tokens than there is room for.
         """
-        if stop > len(self._lengths):
-            raise ValueError(f"Expected at most {len(self._lengths)} decode tokens, got {stop}")
-        request_ids, lengths = self._request_ids[:stop], self._lengths[:stop]
-        token_rows(query_start_loc, seq_lens, request_ids=request_ids, lengths=lengths)
-        tables = self._tables[: stop - start, : block_table.shape[1]]
-        torch.index_select(block_table, 0, request_ids[start:], out=tables)
-        return tables, lengths[start:]
+        stop = start + sum(number * s_q for number, s_q in launches)
+        if stop > len(self._visible):
+            raise ValueError(f"Expected at most {len(self._visible)} decode tokens, got {stop}")
+        request_ids, visible = self._request_ids[:stop], self._visible[:stop]
+        token_rows(query_start_loc, seq_lens, request_ids=request_ids, lengths=visible)
+        filled, row = [], 0
+        for number, s_q in launches:
+            last = slice(start + s_q - 1, start + number * s_q, s_q)
+            tables = self._tables[row : row + number, : block_table.shape[1]]
+            torch.index_select(block_table, 0, request_ids[last], out=tables)
+            lengths = visible[last]
+            if s_q > 1:
+                lengths = self._lengths[row : row + number].copy_(lengths)
+            filled.append((tables, lengths, number * s_q))
+            start, row = start + number * s_q, row + number
+        return filled
 
 
 def host_lengths(common: Any) -> tuple[np.ndarray, np.ndarray]:

@@ -77,7 +77,7 @@ class MlaImpl(CacheWrites, MLACommonImpl[MlaMetadata]):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Absorbed attention of q [T, H, Dk], or its latent and rope parts.
 
-        The T tokens are those of one launch or two (`MlaDecodeMetadata.rest`). Returns out
+        The T tokens are those of one launch or more (`MlaDecodeMetadata.rest`). Returns out
         [T, H, kv_lora_rank] and lse [T, H], fp32, natural log.
         """
         if self._on_cpu:
@@ -93,9 +93,11 @@ class MlaImpl(CacheWrites, MLACommonImpl[MlaMetadata]):
             return self._decode(q, cache, kv_scale, decode)
         out = latent.new_empty(T, H, self.kv_lora_rank)
         lse = latent.new_empty(T, H, dtype=torch.float32)
-        n = decode.tokens
-        self._decode(tokens_of(q, slice(0, n)), cache, kv_scale, decode, out[:n], lse[:n])
-        self._decode(tokens_of(q, slice(n, T)), cache, kv_scale, decode.rest, out[n:], lse[n:])
+        start, launch = 0, decode
+        while launch is not None:
+            part = slice(start, start + launch.tokens)
+            self._decode(tokens_of(q, part), cache, kv_scale, launch, out[part], lse[part])
+            start, launch = part.stop, launch.rest
         return out, lse
 
     def _decode(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computed once per step, shared by all layers: the decode plan and the prefill tiles."""
 
+import itertools
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -31,8 +32,8 @@ logger = init_logger("vllm.mla_backend")
 class MlaDecodeMetadata(MLACommonDecodeMetadata):
     """`block_table` [B, max_blocks], `seq_lens` [B] and the kernel's plan for them.
 
-    They are of the first `tokens` tokens, B requests of as many new tokens each; `rest` describes
-    the others of the step, if there are any, in the same way.
+    They are of the first `tokens` tokens, B requests (or pieces of some) of as many new tokens
+    each; `rest` describes the others of the step, if there are any, in the same way.
     """
 
     plan: MlaDecodePlan | None = None
@@ -87,7 +88,7 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MlaMetadata]):
         max_blocks = compat.block_table_width(
             vllm_config.model_config.max_model_len, support.BLOCK_SIZE
         )
-        self._extend_tokens = 0
+        self._extend_tokens, self._longest_piece = 0, 1
         if self.dcp_world_size == 1:
             self._extend_tokens = extends.longest_extend(layer.impl.decode_kernel, heads)
         max_rows = 0
@@ -96,6 +97,7 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MlaMetadata]):
             self.query_len_support = QueryLenSupport.VARLEN  # type: ignore[misc]
             self.reorder_batch_threshold = self._extend_tokens
             max_rows = extends.most_rows(max_requests, self._most_s_q)
+            self._longest_piece = extends.longest_piece(layer.impl.decode_kernel, heads)
             self._rows = extends.ExtendRows(max_rows, max_blocks, self.device)
         self._plans = StepPlans(
             layer.impl.decode_kernel,
@@ -105,24 +107,23 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MlaMetadata]):
             self.device,
             max_rows,
         )
-        self._plans.reserve(self._most_s_q)
+        most_s_q = max(self._most_s_q, self._longest_piece)
+        self._plans.reserve(most_s_q)
         if layer.impl.decode_kernel.impl in support.GPU_IMPLS:
             logger.info_once(
                 "mla-backend decodes with %s: up to %d requests of 1 to %d new tokens, %d MiB of "
                 "workspace.",
                 layer.impl.decode_kernel.impl,
                 max_requests,
-                self._most_s_q,
+                most_s_q,
                 self._plans.workspace_bytes >> 20,
             )
             warm_up(
                 layer,
                 self._plans,
                 num_heads=heads,
-                max_requests=max_requests,
-                max_s_q=self._most_s_q,
+                max_s_q=most_s_q,
                 max_blocks=max_blocks,
-                max_rows=max_rows,
             )
 
     @classmethod
@@ -161,17 +162,23 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MlaMetadata]):
         STATS.extend_steps += 1
         requests = extends.equal_run(query_lens, self._most_s_q)
         tokens = requests * int(query_lens[0])
-        rest = launch(
-            *self._rows.fill(
-                query_start_loc_device, seq_lens_device, block_table_tensor, tokens, T
+        taken = {int(query_lens[0])} if requests else set()
+        rest = self._rows.fill(
+            query_start_loc_device,
+            seq_lens_device,
+            block_table_tensor,
+            tokens,
+            extends.pieces(
+                query_lens[requests:], self._longest_piece, None if self._on_cpu else taken
             ),
-            T - tokens,
         )
-        if not requests:
-            return rest
-        first = launch(block_table_tensor[:requests], seq_lens_device[:requests], tokens)
-        first.rest = rest
-        return first
+        launches = [launch(*piece) for piece in rest]
+        if requests:
+            first = launch(block_table_tensor[:requests], seq_lens_device[:requests], tokens)
+            launches.insert(0, first)
+        for before, after in itertools.pairwise(launches):
+            before.rest = after
+        return launches[0]
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False

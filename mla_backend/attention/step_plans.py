@@ -23,12 +23,12 @@ class StepPlans:
         device: torch.device,
         max_rows: int = 0,
     ) -> None:
-        """num_heads: of q as the kernel sees it, so the gathered ones under DCP. max_rows: requests
-        of one new token, where tokens of longer ones are counted as such (extends.py)."""
+        """num_heads: of q as the kernel sees it, so the gathered ones under DCP. max_rows: of one
+        new token each, where prompts' ends are cut into requests of few tokens (extends.py)."""
         self._kernel = kernel
         self._num_heads = num_heads
         self._max_requests = max_requests
-        self._max_rows = max(max_rows, max_requests)
+        self._max_rows = max_rows
         self._max_seq_len = max_seq_len
         self._device = device
         self._largest: dict[int, MlaDecodePlan] = {}  # by s_q
@@ -41,9 +41,13 @@ class StepPlans:
         for s_q in range(max_s_q, 0, -1):
             self._reserved(s_q)
 
+    def most_requests(self, s_q: int) -> int:
+        """Requests of s_q new tokens in a step, at most."""
+        return max(self._max_requests, self._max_rows // s_q)
+
     def _reserved(self, s_q: int) -> MlaDecodePlan:
         if s_q not in self._largest:
-            most = self._max_rows if s_q == 1 else self._max_requests
+            most = self.most_requests(s_q)
             seq_lens = torch.zeros(most, dtype=torch.int32, device=self._device)
             lender = self._largest[max(self._largest)] if self._largest else None
             self._largest[s_q] = self._kernel.plan(

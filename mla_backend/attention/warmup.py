@@ -30,15 +30,12 @@ def warm_up(
     plans: StepPlans,
     *,
     num_heads: int,
-    max_requests: int,
     max_s_q: int,
     max_blocks: int,
-    max_rows: int = 0,
 ) -> None:
     """Write no token (slot -1) and decode empty requests (length 0) of every shape.
 
-    `layer` is an MLA layer of vLLM with our impl; max_blocks is the width of the block table;
-    max_rows: requests of one new token, if there can be more of these.
+    `layer` is an MLA layer of vLLM with our impl; max_blocks is the width of the block table.
     """
     impl = layer.impl
     kernel = impl.decode_kernel
@@ -57,11 +54,11 @@ def warm_up(
     impl.do_kv_cache_update(
         new(1, latent), new(1, 1, rope), cache, nowhere, impl.kv_cache_dtype, layer._k_scale
     )
-    max_rows = max(max_rows, max_requests)
-    table = torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=device)
-    lengths = torch.zeros(max_rows, dtype=torch.int32, device=device)
+    most = plans.most_requests(1)
+    table = torch.zeros(most, max_blocks, dtype=torch.int32, device=device)
+    lengths = torch.zeros(most, dtype=torch.int32, device=device)
     for s_q in range(1, max_s_q + 1):
-        largest = max_rows if s_q == 1 else max_requests
+        largest = plans.most_requests(s_q)
         q_latent = new(num_heads, largest * s_q, latent).transpose(0, 1)
         q_rope = new(largest * s_q, num_heads, rope)
         for B in batch_sizes(largest):

@@ -58,14 +58,65 @@ def test_requests_that_stay_together(query_lens, expected):
     assert extends.equal_run(np.array(query_lens), most_s_q=4) == expected
 
 
+@pytest.mark.parametrize(
+    "query_lens, longest, expected",
+    [
+        ([64], 4, [(16, 4)]),
+        ([57], 4, [(1, 1), (14, 4)]),
+        ([1, 1, 57], 4, [(3, 1), (14, 4)]),  # what is left over joins the decode tokens
+        ([1, 1, 59], 4, [(2, 1), (1, 3), (14, 4)]),
+        ([1, 57, 64], 4, [(2, 1), (30, 4)]),
+        ([3], 8, [(1, 3)]),
+        ([5, 9], 1, [(14, 1)]),
+    ],
+)
+def test_pieces(query_lens, longest, expected):
+    for taken in (set(), None):
+        assert extends.pieces(np.array(query_lens), longest, taken) == expected
+
+
+def test_one_launch_of_a_length_where_there_is_one_plan():
+    lengths = np.array([13, 13])
+    assert extends.pieces(lengths, 8, None) == [(1, 5), (1, 8), (1, 5), (1, 8)]
+    assert extends.pieces(lengths, 8, set()) == [(26, 1)]
+    assert extends.pieces(np.array([8]), 4, {2}) == [(2, 4)]
+    assert extends.pieces(np.array([8]), 4, {4}) == [(8, 1)]
+
+
+@pytest.mark.parametrize(
+    "impl, heads, expected",
+    [("torch", 16, 8), ("hopper", 128, 1), ("hopper", 16, 4), ("hopper", 4, 8), ("triton", 16, 1)],
+)
+def test_the_longest_piece(impl, heads, expected):
+    assert extends.longest_piece(kernel(impl), heads) == expected
+
+
 def test_rows_of_tokens():
     rows = extends.ExtendRows(10, 4, torch.device("cpu"))
     starts = torch.tensor([0, 1, 4, 9], dtype=torch.int32)
     lengths = torch.tensor([70, 3, 100], dtype=torch.int32)
     table = torch.arange(9, dtype=torch.int32).view(3, 3)
-    got_table, got_lengths = rows.fill(starts, lengths, table, 1, 9)
-    assert got_lengths.tolist() == [1, 2, 3, 96, 97, 98, 99, 100]
+    ((got_table, got_lengths, tokens),) = rows.fill(starts, lengths, table, 1, [(8, 1)])
+    assert got_lengths.tolist() == [1, 2, 3, 96, 97, 98, 99, 100] and tokens == 8
     assert got_table.tolist() == [[3, 4, 5]] * 3 + [[6, 7, 8]] * 5
+    one, two, again = rows.fill(starts, lengths, table, 1, [(1, 1), (1, 2), (5, 1)])
+    assert one[0].tolist() == two[0].tolist() == [[3, 4, 5]]
+    assert one[1].tolist() == [1] and two[1].tolist() == [3]
+    assert again[0].tolist() == [[6, 7, 8]] * 5
+    assert again[1].tolist() == [96, 97, 98, 99, 100]
+
+
+def test_pieces_see_what_their_last_token_sees():
+    """The kernel lets the tokens before it see less, by one each."""
+    rows = extends.ExtendRows(20, 4, torch.device("cpu"))
+    starts = torch.tensor([0, 2, 15], dtype=torch.int32)
+    lengths = torch.tensor([70, 100], dtype=torch.int32)
+    table = torch.arange(6, dtype=torch.int32).view(2, 3)
+    launches = extends.pieces(np.array([13]), 4, set())
+    short, long = rows.fill(starts, lengths, table, 2, launches)
+    assert short[1].tolist() == [88] and short[2] == 1
+    assert long[1].tolist() == [92, 96, 100] and long[2] == 12
+    assert long[1].is_contiguous() and long[0].tolist() == [[3, 4, 5]] * 3
 
 
 def test_every_step_that_pays_has_room():
@@ -78,9 +129,9 @@ def test_every_step_that_pays_has_room():
     starts = torch.tensor([0, *query_lens]).cumsum(0).int()
     lengths = torch.full((8,), 9128, dtype=torch.int32)
     table = torch.zeros(8, 2, dtype=torch.int32)
-    assert len(rows.fill(starts, lengths, table, 0, T)[1]) == T
+    assert rows.fill(starts, lengths, table, 0, [(T, 1)])[0][2] == T
     with pytest.raises(ValueError, match=f"at most {8 * 4 + 512} decode tokens, got {T + 20}"):
-        rows.fill(starts, lengths, table, 0, T + 20)
+        rows.fill(starts, lengths, table, 0, [(T + 20, 1)])
 
 
 def common(query_lens, seq_lens):

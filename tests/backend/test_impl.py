@@ -64,16 +64,18 @@ def make_builder(impl):
     from mla_backend.attention.step_plans import StepPlans
 
     builder = object.__new__(MlaMetadataBuilder)
-    builder._most_s_q = 8
+    builder._most_s_q, builder._longest_piece, builder._on_cpu = 8, 1, True
     builder._plans = StepPlans(impl.decode_kernel, H, 16, 4096, torch.device("cpu"), 64)
     builder._rows = ExtendRows(64, 8, torch.device("cpu"))
     return builder
 
 
-def build_decode(impl, table, seq_lens, query_lens):
+def build_decode(impl, table, seq_lens, query_lens, longest_piece=1):
     """A step's decode metadata, as vLLM asks for it."""
     starts = torch.tensor([0, *query_lens]).cumsum(0).int()
-    return make_builder(impl)._build_decode(
+    builder = make_builder(impl)
+    builder._longest_piece = longest_piece
+    return builder._build_decode(
         block_table_tensor=table,
         seq_lens_device=seq_lens,
         max_seq_len=int(seq_lens.max()),
@@ -174,11 +176,20 @@ def test_decode(vllm_config, rank, dtype, kv_cache_dtype, tolerance, s_q):
 
 
 def run_decode(
-    impl, cache, table, seq_lens, written, query_lens, kv_cache_dtype, tolerance, k_scale
+    impl,
+    cache,
+    table,
+    seq_lens,
+    written,
+    query_lens,
+    kv_cache_dtype,
+    tolerance,
+    k_scale,
+    longest_piece=1,
 ):
     """One layer's decode of a step, checked; its metadata."""
     rank, dtype, T = impl.kv_lora_rank, written[0].dtype, sum(query_lens)
-    decode = build_decode(impl, table, seq_lens, query_lens)
+    decode = build_decode(impl, table, seq_lens, query_lens, longest_piece)
     q = torch.randn(T, H, rank + ROPE, generator=torch.Generator().manual_seed(2)).to(dtype)
     metadata = types.SimpleNamespace(decode=decode)
     layer = types.SimpleNamespace(_k_scale=k_scale)
@@ -194,17 +205,24 @@ def run_decode(
 
 @pytest.mark.parametrize("kv_cache_dtype, tolerance", [("auto", 1e-5), ("fp8", 1e-5)])
 @pytest.mark.parametrize(
-    "query_lens, launches",
+    "query_lens, longest_piece, launches",
     [
-        ([1, 1, 1, 1, 9], [13]),  # a prompt's end behind decode tokens: rows alike
-        ([1, 1, 7, 30, 2], [41]),
-        ([4, 4, 4, 1, 20], [12, 21]),  # drafted requests stay together
-        ([4, 1, 4, 4, 4], [4, 13]),
-        ([20, 5, 1, 3, 9], [38]),
-        ([8, 8, 8, 8, 8], [40]),  # nothing to flatten
+        ([1, 1, 1, 1, 9], 1, [13]),  # a prompt's end behind decode tokens: rows alike
+        ([1, 1, 7, 30, 2], 1, [41]),
+        ([4, 4, 4, 1, 20], 1, [12, 21]),  # drafted requests stay together
+        ([4, 1, 4, 4, 4], 1, [4, 13]),
+        ([20, 5, 1, 3, 9], 1, [38]),
+        ([8, 8, 8, 8, 8], 1, [40]),  # nothing to flatten
+        ([1, 1, 1, 1, 9], 4, [5, 8]),  # the ninth as another decode token
+        ([1, 1, 7, 30, 2], 8, [2, 7, 6, 24, 2]),
+        ([4, 4, 4, 1, 20], 4, [12, 1, 20]),
+        ([20, 5, 1, 3, 9], 8, [4, 16, 5, 1, 3, 1, 8]),
+        ([5, 13, 8, 9, 16], 8, [10, 16, 1, 24]),
     ],
 )
-def test_decode_of_mixed_lengths(vllm_config, query_lens, launches, kv_cache_dtype, tolerance):
+def test_decode_of_mixed_lengths(
+    vllm_config, query_lens, longest_piece, launches, kv_cache_dtype, tolerance
+):
     impl = make_impl(512, torch.float32, kv_cache_dtype)
     k_scale = torch.tensor(0.5)
     cache, table, seq_lens, written = make_cache(
@@ -213,9 +231,22 @@ def test_decode_of_mixed_lengths(vllm_config, query_lens, launches, kv_cache_dty
     if kv_cache_dtype == "fp8":
         cache = cache.view(torch.float8_e4m3fn)
     decode = run_decode(
-        impl, cache, table, seq_lens, written, query_lens, kv_cache_dtype, tolerance, k_scale
+        impl,
+        cache,
+        table,
+        seq_lens,
+        written,
+        query_lens,
+        kv_cache_dtype,
+        tolerance,
+        k_scale,
+        longest_piece,
     )
-    assert [d.tokens for d in (decode, decode.rest) if d is not None] == launches
+    tokens = []
+    while decode is not None:
+        tokens.append(decode.tokens)
+        decode = decode.rest
+    assert tokens == launches
 
 
 @pytest.mark.parametrize("rank, dtype, kv_cache_dtype, tolerance", CASES)

@@ -64,11 +64,11 @@ def test_a_step_gets_the_plan_of_its_shape_with_its_lengths(plans):
     assert len(kernel.made) == 3
 
 
-def test_requests_of_one_token_may_be_more():
+def test_requests_of_few_tokens_may_be_more():
     from mla_backend.attention.step_plans import StepPlans
 
     kernel = Kernel()
     made = StepPlans(kernel, 16, 8, 4096, torch.device("cpu"), max_rows=20)
     made.reserve(2)
-    assert [(p.requests, p.s_q) for p in kernel.made] == [(8, 2), (20, 1)]
+    assert [(p.requests, p.s_q) for p in kernel.made] == [(10, 2), (20, 1)]
     assert made.for_step(torch.zeros(20, dtype=torch.int32), 1).requests == 20

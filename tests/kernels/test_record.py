@@ -76,6 +76,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda d: STREAM, raising=False)
     monkeypatch.setattr(module, "_READY", {})
+    monkeypatch.setattr(direct, "_FORMS", {})
 
     def make(arg, meta):
         encoded.append(arg.base.data_ptr())
@@ -140,6 +141,22 @@ def test_boxes_are_encoded_once_an_address(gpu):
         args = compiled.direct[-1][HEADER:]
         assert args == (("box", at), 4, 8, 16, 1, y.data_ptr(), 3, 64)
     assert gpu == [other.data_ptr() + 32 for other in others]
+
+
+def test_boxes_of_another_form_are_others(gpu):
+    x = torch.zeros(4, 16)
+    forms = [
+        (box_of(x), META),
+        (box_of(x[:3]), META),
+        (box_of(x.view(8, 8)), META),
+        (box_of(x[:, :8]), META),
+        (box_of(x), META | {"block_size": [32]}),
+        (box_of(x), META | {"swizzle": 1}),
+        (types.SimpleNamespace(**vars(box_of(x)) | {"padding": "nan"}), META),
+    ]
+    found = [direct._boxes_of(*form) for form in forms]
+    assert len(set(map(id, found))) == len(forms)
+    assert direct._boxes_of(box_of(torch.ones(4, 16)), dict(META)) is found[0]
 
 
 def test_the_boxes_of_an_argument_are_bounded(gpu, monkeypatch):

@@ -179,7 +179,7 @@ def test_cache_write(cache, replays):
     dtype = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "fp8_ds_mla": torch.uint8}[cache]
     width = 656 if cache == "fp8_ds_mla" else 576
     scale = torch.tensor([0.5], device="cuda") if cache == "fp8" else None
-    for i, (tokens, padded) in enumerate([(1, 1), (77, 80), (5, 5), (300, 300)]):
+    for i, (tokens, padded) in enumerate([(3, 4), (77, 80), (5, 5), (300, 300)]):
         pages = torch.zeros(8, 64, width, dtype=torch.uint8, device="cuda")
         pages = pages.to(dtype) if dtype != torch.uint8 else pages
         want = pages.clone()

@@ -45,9 +45,11 @@ def write_kv_cache(
     if isinstance(kv_scale, torch.Tensor):
         operands.append(kv_scale)
     replay = _RECORDINGS.find(key)
-    if replay is not None and len(kv_c) == len(k_pe) >= len(slot_mapping) > 0:
-        replay(operands, (len(slot_mapping), 1, 1))
-        return
+    if replay is not None:
+        tokens = slot_mapping.shape[0]
+        if kv_c.shape[0] == k_pe.shape[0] >= tokens > 0:
+            replay(operands, (tokens, 1, 1))
+            return
     checks.check_shape("kv_c", kv_c, ("T", "kv_lora_rank"))
     checks.check_dtype("kv_c", kv_c, checks.FLOAT_DTYPES)
     T = kv_c.shape[0]

@@ -21,8 +21,8 @@ from triton.backends.nvidia import driver
 _FORM = "iiiKKppOOOOOO"
 _STREAM = 3
 _CLOSURE = {"launcher", "tensordesc_indices", "tensordesc_meta"}
-# Encoded descriptors of one argument; far more than an engine has layers.
-_MOST_BOXES = 1024
+# Encoded descriptors of one form: more than an engine has layers. And how many forms.
+_MOST_BOXES, _MOST_FORMS = 256, 2048
 
 # Which operand of a call a tensor is, and how many bytes into it it starts; None: none.
 Find = Callable[[torch.Tensor], tuple[int, int] | None]
@@ -87,7 +87,7 @@ class Replay:
 
 
 class _Boxes(dict[int, Any]):
-    """Encoded TMA descriptors by address: of one shape, strides, box and layout."""
+    """Encoded TMA descriptors of one form (shape, strides, box, layout), by address."""
 
     def __init__(self, descriptor: Any, meta: Any) -> None:
         self._meta = meta
@@ -105,6 +105,19 @@ class _Boxes(dict[int, Any]):
             self.clear()
         self[address] = encoded = self.arguments(address)[0]
         return encoded
+
+
+_FORMS: dict[Any, _Boxes] = {}
+
+
+def _boxes_of(descriptor: Any, meta: Any) -> _Boxes:
+    """Those of the descriptor's form, which all launches share: layers have caches of one form."""
+    form = (*descriptor.shape, *descriptor.strides, descriptor.padding, repr(meta))
+    if form not in _FORMS:
+        if len(_FORMS) >= _MOST_FORMS:
+            _FORMS.clear()  # launches keep theirs
+        _FORMS[form] = _Boxes(descriptor, meta)
+    return _FORMS[form]
 
 
 def prepare(
@@ -135,7 +148,7 @@ def prepare(
             found, meta = find(arg.base), metas.pop(0)
             if found is None or meta is None:
                 return None
-            encoded = _Boxes(arg, meta)
+            encoded = _boxes_of(arg, meta)
             boxes.append((len(values), *found, encoded))
             values += encoded.arguments(arg.base.data_ptr())
         else:
@@ -152,7 +165,8 @@ def _launcher(compiled: Any) -> tuple[Callable[..., None], Sequence[Any]] | None
         return None
     if not inspect.isfunction(run.launch):
         return run.launch, ()
-    closure = inspect.getclosurevars(run.launch).nonlocals  # expands descriptors
+    names, cells = run.launch.__code__.co_freevars, run.launch.__closure__ or ()
+    closure = {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
     if set(closure) != _CLOSURE:
         return None
     return closure["launcher"], closure["tensordesc_meta"]
