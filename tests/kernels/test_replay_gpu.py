@@ -8,10 +8,13 @@ from mla_kernels import (
     mla_sparse_attention,
     mla_sparse_workspace,
     plan_mla_decode,
+    positions_to_slots,
     write_kv_cache,
 )
 from mla_kernels.cache import api as cache_api
 from mla_kernels.cache.torch_impl import write_kv_cache_torch
+from mla_kernels.decode.tokens import mla_decode_tokens
+from mla_kernels.indexer import slots as slots_api
 from mla_kernels.sparse import api as sparse_api
 from mla_kernels.testing.cases import decode_case
 from mla_kernels.triton_common.direct import Replay
@@ -42,6 +45,7 @@ def replays(monkeypatch):
     monkeypatch.setattr(Replay, "__call__", counted)
     monkeypatch.setattr(cache_api, "_RECORDINGS", Recordings())
     monkeypatch.setattr(sparse_api, "_RECORDINGS", Recordings())
+    monkeypatch.setattr(slots_api, "_RECORDINGS", Recordings())
     return seen
 
 
@@ -96,6 +100,28 @@ def test_decode(impl, cache, heads, s_q, form, deterministic, replays):
         got, lse = decode(case, query_of(case, form), plan, **options)
         assert len(replays) - before == (i > 0)
         assert torch.equal(got, want) and torch.equal(lse, want_lse)
+
+
+@pytest.mark.parametrize(("heads", "s_q"), [(128, 1), (16, 4)])
+@pytest.mark.parametrize("by_head", [False, True])
+def test_rows_of_tokens(impl, heads, s_q, by_head, replays):
+    """q [T, H, ...] as a layer has it. Parts that have to be joined are replayed one call later."""
+    options = {"impl": impl, "num_heads": heads, "s_q": s_q, "max_seq_len": 4096}
+    batches = cases(heads, s_q, "bf16")
+    plan = plan_mla_decode(batches[0].seq_lens, **options)
+    joins = impl == "triton" or (by_head and s_q > 1)
+    for i, case in enumerate(batches):
+        want, want_lse = decode(case, case.q, plan_mla_decode(case.seq_lens, **options), impl=impl)
+        latent, rope = case.q.flatten(0, 1).split([512, 64], -1)
+        if by_head:
+            latent = latent.transpose(0, 1).contiguous().transpose(0, 1)
+        plan.update(case.seq_lens)
+        before = len(replays)
+        got, lse = mla_decode_tokens(
+            (latent, rope), *case.args[1:], plan=plan, impl=impl, **case.options
+        )
+        assert len(replays) - before == (i > joins)
+        assert torch.equal(got, want.flatten(0, 1)) and torch.equal(lse, want_lse.flatten(0, 1))
 
 
 def test_what_changes_the_launch_is_recorded_anew(replays):
@@ -216,3 +242,15 @@ def test_sparse(heads, deterministic, tokens, replays):
         assert len(replays) == (i > 0)
         want, want_lse = mla_sparse_attention(q, pages, slots, **options)
         assert torch.equal(got, want) and torch.equal(lse, want_lse)
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_slots(ragged, replays):
+    for i in range(3):
+        g = torch.Generator("cuda").manual_seed(i)
+        positions = torch.randint(-1, 200, (6, 100), generator=g, device="cuda").int()
+        table = torch.randint(0, 50, (3, 4), generator=g, device="cuda").int()
+        ids = torch.randint(-1, 3, (6,), generator=g, device="cuda").int() if ragged else None
+        got = positions_to_slots(positions, table, request_ids=ids)
+        assert len(replays) == i
+        assert torch.equal(got, positions_to_slots(positions, table, request_ids=ids, impl="torch"))

@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public function `positions_to_slots`: where selected tokens lie in the cache."""
 
+import functools
+
 import torch
 
 from mla_kernels import checks
 from mla_kernels.dispatch import choose_impl
 from mla_kernels.indexer.rows import check_request_ids
 from mla_kernels.layouts import BLOCK_SIZE
+from mla_kernels.triton_common.record import Recordings, kind
+
+_RECORDINGS = Recordings(512)
 
 AVAILABLE = ("triton", "torch", "reference")
 
@@ -29,6 +34,15 @@ def positions_to_slots(
     -1 for none, for padding rows and for positions past the table. ValueError for arguments that do
     not fit.
     """
+    key = kind(positions), kind(block_table), kind(request_ids), kind(block_size), impl
+    replay = _RECORDINGS.find(key)
+    operands = [positions, block_table]
+    if request_ids is not None:
+        operands.append(request_ids)
+    if replay is not None:
+        slots = torch.empty_like(positions, memory_format=torch.contiguous_format)
+        replay([*operands, slots])
+        return slots
     checks.check_shape("positions", positions, ("T", "K"))
     checks.check_shape("block_table", block_table, ("B", "max_blocks"))
     T, B = positions.shape[0], block_table.shape[0]
@@ -47,7 +61,11 @@ def positions_to_slots(
     if choice.impl == "triton":
         from mla_kernels.indexer.triton.row_launchers import launch_positions_to_slots
 
-        return launch_positions_to_slots(positions, block_table, request_ids, block_size)
+        slots = torch.empty_like(positions, memory_format=torch.contiguous_format)
+        args = (positions, block_table, request_ids, block_size, slots)
+        launch = functools.partial(launch_positions_to_slots, *args)
+        _RECORDINGS.record(key, [*operands, slots], launch)
+        return slots
     # The torch form is its own definition.
     if block_table.shape[1] == 0 or B == 0:
         return torch.full_like(positions, -1)

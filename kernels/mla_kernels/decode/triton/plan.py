@@ -2,7 +2,7 @@
 """The device side of `plan_mla_decode`: buffers of a fixed size, filled by the plan kernel."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import triton
@@ -37,6 +37,7 @@ class DevicePlan:
     parts     [num_parts, 8] int32, requests [B, 4] int32: plan_kernel.py
     acc       [slots, rows, kv_lora_rank] fp32, sums [slots, rows, 2] fp32: the partials (O; l, k)
               of split requests
+    buffers   all of these
     """
 
     rows: int
@@ -49,11 +50,11 @@ class DevicePlan:
     acc: torch.Tensor
     sums: torch.Tensor
     outgrown: torch.Tensor
+    buffers: tuple[torch.Tensor, ...] = field(init=False, repr=False, compare=False)
 
-    @property
-    def buffers(self) -> tuple[torch.Tensor, ...]:
-        """What kernels read and write."""
-        return self.parts, self.requests, self.acc, self.sums, self.outgrown
+    def __post_init__(self) -> None:
+        tensors = {id(x): x for x in vars(self).values() if isinstance(x, torch.Tensor)}
+        object.__setattr__(self, "buffers", tuple(tensors.values()))
 
     def update(self, seq_lens: torch.Tensor) -> None:
         """Plan for new lengths in place: one small kernel, no allocation, no sync."""

@@ -130,9 +130,10 @@ def launch_positions_to_slots(
     block_table: torch.Tensor,
     request_ids: torch.Tensor | None,
     block_size: int,
-) -> torch.Tensor:
+    out: torch.Tensor,
+) -> None:
+    """`positions_to_slots` into a contiguous out."""
     T, K = positions.shape
-    out = torch.empty((T, K), dtype=torch.int32, device=positions.device)
     if out.numel():
         launch(
             positions_to_slots_kernel,
@@ -150,4 +151,3 @@ def launch_positions_to_slots(
             BLOCK=SLOTS_BLOCK,
             RAGGED=request_ids is not None,
         )
-    return out
