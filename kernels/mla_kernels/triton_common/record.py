@@ -130,11 +130,13 @@ class Recording(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        if func in _READS:
+            return result
         if func in _VIEWS:
             for view in result if isinstance(result, (tuple, list)) else (result,):
                 self._follow(args[0], view)
-        elif func not in _READS:
+        else:
             self.spoil()
         return result
 
