@@ -108,9 +108,8 @@ def test_a_replay_is_the_call_at_other_addresses():
         replay = store.find("key")
         if replay is None:
             assert i == 0
-            store.record("key", [x, y], lambda x=x, y=y: double(kernel, x, y), note="seen")
+            store.record("key", [x, y], lambda x=x, y=y: double(kernel, x, y))
             continue
-        assert replay.note == "seen"
         compiled.direct.clear()
         replay([x, y])
         one, two = compiled.direct
@@ -122,6 +121,32 @@ def test_a_replay_is_the_call_at_other_addresses():
         assert two[HEADER:] == (x.data_ptr() + 32, y.data_ptr(), 3, 32)
         replay([x, y], (5, 1, 1))
         assert compiled.direct[2][:3] == (5, 1, 1)
+
+
+def test_every_replay_has_temporaries_of_its_own(monkeypatch):
+    store, compiled = Recordings(), Compiled()
+    kernel = Kernel(compiled)
+    x = torch.zeros(64)
+
+    def call():
+        halves = torch.empty(2, 16).split([1, 1])
+        module.launch(kernel, (1,), x, halves[1], 3)
+        module.launch(kernel, (1,), x.new_empty(5, dtype=torch.int32), halves[0], 3)
+
+    store.record("key", [x], call)
+    made, new = [], torch.empty_strided
+
+    def noted(*args, **options):
+        made.append(new(*args, **options))
+        return made[-1]
+
+    monkeypatch.setattr(torch, "empty_strided", noted)
+    store.find("key")([x])
+    one, two = ([*args[HEADER:]] for args in compiled.direct)
+    assert one[:2] == [x.data_ptr(), made[0].data_ptr() + 64]
+    assert two[:2] == [made[1].data_ptr(), made[0].data_ptr()]
+    assert made[0].shape == (2, 16) and made[0].dtype == torch.float32
+    assert made[1].shape == (5,) and made[1].dtype == torch.int32
 
 
 def test_boxes_are_encoded_once_an_address(gpu):

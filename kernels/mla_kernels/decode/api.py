@@ -9,16 +9,13 @@ import torch
 from mla_kernels import checks
 from mla_kernels.decode.choice import AVAILABLE, choose_decode_impl
 from mla_kernels.decode.plan import MAX_HEADS, MAX_S_Q, MlaDecodePlan
-from mla_kernels.decode.query import Query, check_query, first_part, joined, results_for, rows_fit
+from mla_kernels.decode.query import Query, check_query, first_part, joined, results_for
 from mla_kernels.decode.reference import mla_decode_reference
 from mla_kernels.decode.rescale import RESCALES
 from mla_kernels.decode.torch_impl import mla_decode_torch
 from mla_kernels.dispatch import Choice
 from mla_kernels.layouts import MlaDims
 from mla_kernels.triton_common.record import kind
-
-# Of a recorded call: its launches are given q as one tensor, whatever it came as.
-JOINED = "joined"
 
 __all__ = ["AVAILABLE", "MAX_HEADS", "MAX_S_Q", "mla_decode"]
 
@@ -75,7 +72,6 @@ def mla_decode(
         key = *tensors, *mode, rescale, impl
         replay = plan.recordings.find(key)
         if replay is not None:
-            q = joined(q) if replay.note == JOINED else q
             out, lse = results_for(q, kv_lora_rank, out, lse)
             replay(operands_of(q, kv_cache, block_table, seq_lens, kv_scale, out, lse, plan))
             return out, lse
@@ -96,9 +92,6 @@ def mla_decode(
     ).impl
     if validate or chosen == "reference":
         checks.check_contents(block_table, seq_lens, kv_cache.shape[0], kv_cache.shape[1])
-    note = None
-    if chosen != "hopper" or not rows_fit(q):
-        q, note = joined(q), JOINED
     options: dict[str, Any] = {
         "scale": scale,
         "kv_lora_rank": kv_lora_rank,
@@ -108,8 +101,7 @@ def mla_decode(
         "deterministic": deterministic,
     }
     if chosen in ("torch", "reference"):
-        assert isinstance(q, torch.Tensor)
-        return _by_torch(chosen, q, kv_cache, block_table, seq_lens, out, lse, **options)
+        return _by_torch(chosen, joined(q), kv_cache, block_table, seq_lens, out, lse, **options)
     out, lse = results_for(q, kv_lora_rank, out, lse)
     if seq_lens.shape[0] == 0:
         return out, lse
@@ -119,7 +111,7 @@ def mla_decode(
         launch()
     else:
         operands = operands_of(q, kv_cache, block_table, seq_lens, kv_scale, out, lse, plan)
-        plan.recordings.record(key, operands, launch, note)
+        plan.recordings.record(key, operands, launch)
     return out, lse
 
 
@@ -150,7 +142,7 @@ def _by_kernel(
     kv_lora_rank: int,
     **options: Any,
 ) -> None:
-    """Launch the kernels of "hopper" or, with a q that is one tensor, of "triton"."""
+    """Launch the kernels of "hopper" or "triton"."""
     if chosen == "hopper":
         from mla_kernels.decode.hopper.launcher import mla_decode_hopper
 
@@ -158,8 +150,9 @@ def _by_kernel(
         return
     from mla_kernels.decode.triton.launcher import mla_decode_triton
 
-    assert isinstance(q, torch.Tensor)
-    mla_decode_triton(q, kv_cache, block_table, seq_lens, kv_lora_rank=kv_lora_rank, **options)
+    mla_decode_triton(
+        joined(q), kv_cache, block_table, seq_lens, kv_lora_rank=kv_lora_rank, **options
+    )
 
 
 def _by_torch(

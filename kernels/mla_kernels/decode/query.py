@@ -83,11 +83,6 @@ def row_parts(q: Query, kv_lora_rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return both_parts(joined(q).flatten(1, 2), kv_lora_rank)
 
 
-def rows_fit(q: Query) -> bool:
-    """Whether `row_parts` takes q as it is."""
-    return isinstance(q, torch.Tensor) or all(_rows(part) is not None for part in q)
-
-
 def token_parts(q: Query, kv_lora_rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """row_parts of q [T, H, columns]."""
     if isinstance(q, torch.Tensor):

@@ -56,15 +56,15 @@ class DirectLaunch:
 
 
 class Replay:
-    """The launches of a call on `device`, for operands at other addresses.
+    """The launches of a call on `device`, for operands at other addresses."""
 
-    note  what the caller wants to know besides
-    """
-
-    def __init__(self, launches: list[DirectLaunch], device: int, note: Any) -> None:
+    def __init__(
+        self, launches: list[DirectLaunch], temporaries: Iterable[torch.Tensor], device: int
+    ) -> None:
+        """temporaries: count as operands behind those of the call, each replay has its own."""
         self._launches = launches
+        self._like = [(x.shape, x.stride(), x.dtype, x.device) for x in temporaries]
         self._device = device
-        self.note = note
 
     def ready(self) -> bool:
         """Whether this is the current device and nobody (a profiler) wants to see launches through
@@ -81,6 +81,11 @@ class Replay:
         grid  another than the recorded one, where it alone depends on a size that is not in the key
         """
         addresses = [x.data_ptr() for x in operands]
+        temporaries = [
+            torch.empty_strided(shape, strides, dtype=dtype, device=device)
+            for shape, strides, dtype, device in self._like
+        ]
+        addresses += [x.data_ptr() for x in temporaries]
         stream = torch._C._cuda_getCurrentRawStream(self._device)
         for launch in self._launches:
             launch(addresses, stream, grid)

@@ -5,7 +5,8 @@ Between its arguments and its launches a function checks shapes, chooses kernels
 views and TMA descriptors: on the host, for longer than the kernels of a short step run. All of it
 follows from what `kind` keeps of each argument, so the first call of a kind is recorded and the
 others are replayed with the addresses of their tensors. What cannot be followed (a launch with a
-tensor that is no operand's, any operation of torch but a view) is never replayed.
+tensor that is no operand's, any operation of torch but a view or the allocation of a temporary) is
+never replayed.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ _VIEWS = {
     Tensor.unsqueeze,
     Tensor.__getitem__,
 }
+_TEMPORARIES = {torch.empty, Tensor.new_empty}
 
 
 def kind(x: Any) -> Any:
@@ -84,13 +86,8 @@ class Recordings:
             return None
         return replay
 
-    def record(
-        self, key: Any, operands: Sequence[Tensor], call: Callable[[], None], note: Any = None
-    ) -> None:
-        """Do `call` and remember what it launched; what it uses of tensors are the operands.
-
-        note  comes back as that of the replay
-        """
+    def record(self, key: Any, operands: Sequence[Tensor], call: Callable[[], None]) -> None:
+        """Do `call` and remember what it launched; what it uses of tensors are the operands."""
         if key in self._found or recording() is not None:
             call()  # cannot be replayed, or is part of what is being recorded
             return
@@ -99,20 +96,22 @@ class Recordings:
             call()
         if len(self._found) >= self._most:
             self._found.clear()
-        self._found[key] = new.replay(note)
+        self._found[key] = new.replay()
 
     def __reduce__(self) -> Any:
         return Recordings, (self._most,)
 
 
 class Recording(TorchFunctionMode):
-    """While entered, follows the operands through views and notes what `launch` launches."""
+    """While entered, follows operands and temporaries through views and notes what `launch`
+    launches."""
 
     def __init__(self, operands: Sequence[Tensor]) -> None:
         self._operands = operands
         # Operand and offset in bytes, by the id of a tensor that is kept alive.
         self._found = {id(x): (i, 0) for i, x in enumerate(operands)}
         self._alive: list[Tensor] = []
+        self._temporaries: list[Tensor] = []
         self._launches: list[DirectLaunch] = []
         self._device: int | None = None
         # Of one tensor in two roles it is not known which a launch means.
@@ -136,6 +135,9 @@ class Recording(TorchFunctionMode):
         if func in _VIEWS:
             for view in result if isinstance(result, (tuple, list)) else (result,):
                 self._follow(args[0], view)
+        elif func in _TEMPORARIES and type(result) is Tensor:
+            self._found[id(result)] = len(self._operands) + len(self._temporaries), 0
+            self._temporaries.append(result)
         else:
             self.spoil()
         return result
@@ -168,13 +170,13 @@ class Recording(TorchFunctionMode):
         else:
             self._launches.append(launch)
 
-    def replay(self, note: Any) -> Replay | None:
+    def replay(self) -> Replay | None:
         """What was recorded; None if it cannot be replayed."""
         if not self._usable or self._device is None:
             return None
         from mla_kernels.triton_common.direct import Replay
 
-        return Replay(self._launches, self._device, note)
+        return Replay(self._launches, self._temporaries, self._device)
 
 
 def recording() -> Recording | None:
