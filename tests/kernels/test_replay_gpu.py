@@ -194,7 +194,7 @@ def test_a_profiler_sees_every_launch(replays):
         decode(case, case.q, plan)
     finally:
         knobs.runtime.launch_enter_hook.remove(hook)
-    assert names == ["hopper_decode_kernel", "merge_kernel"] or len(names) == 2
+    assert len(names) == 2 and names[1] == "merge_kernel"
     assert len(replays) == 1
 
 
