@@ -6,7 +6,6 @@ import torch
 from mla_kernels import exact_topk, exact_topk_workspace
 from mla_kernels.topk import plan
 from mla_kernels.topk.triton import spread_launcher
-from mla_kernels.topk.triton.launcher import exact_topk_triton
 
 INF, NAN = float("inf"), float("nan")
 IMPLS = ["reference", "torch", "triton"]
@@ -132,31 +131,6 @@ def test_shared_rows_of_one_length(shared_rows, device):
     check(rows_of("normal", 2, n, torch.Generator().manual_seed(9)), 30, "triton", device)
 
 
-def first_digits(scores, lengths, multiple):
-    """State of shared rows in which the first digits are counted."""
-    state = torch.zeros(len(scores), plan.SPREAD_WORDS, dtype=torch.int32)
-    for t, row in enumerate(scores):
-        n = int(lengths[t])
-        bits = row[:n].view(torch.int32).long() & 0xFFFFFFFF
-        keys = torch.where(row[:n] < 0, 0xFFFFFFFF - bits, bits | 0x80000000)
-        padded = torch.zeros(max(-(-n // multiple), 1) * multiple, dtype=torch.int64)
-        padded[:n] = torch.where(row[:n] > -INF, keys, 0)
-        digits = (0xFFFFFFFF - padded) >> 21
-        state[t, : plan.SPREAD_DIGITS] = torch.bincount(digits, minlength=plan.SPREAD_DIGITS)
-    return state
-
-
-@pytest.mark.parametrize("kind", ["normal", "zeros", "inf and nan", "all masked"])
-def test_the_first_digits_may_be_counted_before(shared_rows, kind, device):
-    n, k = (40000, 2048) if device == "cuda" else (500, 100)
-    lengths = torch.tensor([n, 0, n // 2, 65], dtype=torch.int32)
-    scores = rows_of(kind, 4, n, torch.Generator().manual_seed(8))
-    state = first_digits(scores, lengths, 64).to(device).flatten()
-    moved = scores.to(device), lengths.to(device)
-    got = exact_topk_triton(moved[0], k, lengths=moved[1], workspace=state, counted=64)
-    assert torch.equal(got.cpu(), stable_sort_topk(scores, k, lengths))
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="rows too long for the interpreter")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("n", "k"), [(40000, 2048), (40001, 2048), (140000, 100), (300001, 2048)])
@@ -235,6 +209,12 @@ def test_when_rows_are_shared():
     assert plan.spread_chunk(64, 131072, 132) is None
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     assert spread_launcher.chunk_of_rows(1, 16384, 2048, device) is None  # one program holds it
+
+
+@pytest.mark.parametrize("chunk", plan.SPREAD_CHUNKS)
+def test_no_more_threads_than_keys(chunk):
+    """A program with more would count some keys twice."""
+    assert 32 * spread_launcher.spread_warps(chunk) <= chunk
 
 
 @pytest.mark.parametrize("how", ["short_levels", "shared_rows"])

@@ -32,11 +32,8 @@ def exact_topk_triton(
     out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
     levels_ready: bool = False,
-    counted: int | None = None,
 ) -> torch.Tensor:
-    """See `exact_topk`. With `levels_ready` the workspace already holds the upper levels; with
-    `counted`, of rows shared by programs, the counts of the first digit (see `launch_spread`).
-    """
+    """See `exact_topk`. With `levels_ready` the workspace already holds the upper levels."""
     T, width = scores.shape
     if out is None:
         out = torch.empty((T, k), dtype=torch.int32, device=scores.device)
@@ -51,9 +48,7 @@ def exact_topk_triton(
             workspace = exact_topk_workspace(T, width, scores.device)
         chunk = spread_launcher.chunk_of_rows(T, width, k, scores.device)
         if chunk is not None:
-            spread_launcher.launch_spread(
-                scores, k, lengths, out, workspace, chunk, pdl=pdl, counted=counted
-            )
+            spread_launcher.launch_spread(scores, k, lengths, out, workspace, chunk, pdl=pdl)
             return out
         level1, level2 = level_views(workspace, T, width)
         if not levels_ready:

@@ -84,7 +84,6 @@ def _spread(arch: Arch, chunk: int) -> KernelSpec:
             chunk,
             0,
             OUTPUT.value,
-            chunk,
             has_lengths=True,
             pdl=pdl,
             ptx=True,

@@ -105,7 +105,6 @@ def spread_topk_kernel(
     K: tl.constexpr,
     K_POW2: tl.constexpr,
     CHUNK: tl.constexpr,
-    COUNTED: tl.constexpr,
     PARTS: tl.constexpr,
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
@@ -116,7 +115,6 @@ def spread_topk_kernel(
 ):
     """Program (part, row) holds CHUNK keys. All that are not past a row's end must be resident at
     once, or a launch each takes the steps FIRST..LAST, of which those before FIRST are read back.
-    The first digit is counted of keys up to the next multiple of COUNTED.
     """
     part = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -124,8 +122,6 @@ def spread_topk_kernel(
     parts = tl.maximum(tl.cdiv(n, CHUNK), 1)
     if part >= parts:
         return
-    if PDL and FIRST > 0:
-        gdc_wait()  # for the scores
     i = part * CHUNK + tl.arange(0, CHUNK)
     # Not by way of the L1: this may run before the wait that would make the L1 forget.
     scores = tl.load(
@@ -138,7 +134,7 @@ def spread_topk_kernel(
     counters = 0
     if PTX:
         counters = ptx.wide_counters(FIRST)
-    if PDL and FIRST == 0:
+    if PDL:
         gdc_wait()  # for the zeroes
     state_ptr += row * WORDS
     bins = tl.arange(0, ROWS)[:, None] * (DIGITS // ROWS) + tl.arange(0, DIGITS // ROWS)[None, :]
@@ -149,7 +145,7 @@ def spread_topk_kernel(
     shift = lo + FIRST_SHIFT
     wanted = n * 0 + K
     # Those past the end count, too: as keys that cannot be selected.
-    expected = tl.maximum(tl.cdiv(n, COUNTED), 1) * COUNTED
+    expected = parts * CHUNK
     step = n * 0
     searching = n >= 0
     while searching:

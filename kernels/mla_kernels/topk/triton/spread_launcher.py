@@ -48,18 +48,14 @@ def launch_spread(
     chunk: int,
     *,
     pdl: bool,
-    counted: int | None = None,
 ) -> None:
-    """See `exact_topk`. `counted`: the first digits are counted in the state, those of keys up to
-    the next multiple of `counted`."""
+    """See `exact_topk`."""
     T, width = scores.shape
     state = state_view(workspace, T)
-    if counted is None:
-        clear_state(state, pdl=pdl)
-    begin = 0 if counted is None else 1
-    steps = [(begin, OUTPUT.value)]
+    clear_state(state, pdl=pdl)
+    steps = [(0, OUTPUT.value)]
     if INTERPRET:  # one program after the other: a launch a step
-        steps = [(step, step) for step in range(begin, OUTPUT.value + 1)]
+        steps = [(step, step) for step in range(OUTPUT.value + 1)]
     for first, last in steps:
         launch(
             spread_topk_kernel,
@@ -77,7 +73,6 @@ def launch_spread(
                 chunk,
                 first,
                 last,
-                counted or chunk,
                 has_lengths=lengths is not None,
                 pdl=pdl,
                 ptx=not INTERPRET,
@@ -115,7 +110,6 @@ def spread_constants(
     chunk: int,
     first: int,
     last: int,
-    counted: int,
     *,
     has_lengths: bool,
     pdl: bool,
@@ -129,7 +123,6 @@ def spread_constants(
         "K": k,
         "K_POW2": next_power_of_2(k),
         "CHUNK": chunk,
-        "COUNTED": counted,
         "PARTS": parts,
         "FIRST": first,
         "LAST": last,
@@ -141,6 +134,8 @@ def spread_constants(
 
 
 def spread_warps(chunk: int) -> int:
+    if chunk == 2048:  # measured: 0.6 to 1.9 us less than with 4; 4096 keys gain nothing by it
+        return 16
     return min(max(chunk // 512, 4), 16)
 
 
