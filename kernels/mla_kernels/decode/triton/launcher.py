@@ -12,6 +12,7 @@ from mla_kernels.decode.plan import MlaDecodePlan
 from mla_kernels.decode.rescale import scale_to_log2
 from mla_kernels.decode.triton.few_rows.launcher import fits, launch_few_rows
 from mla_kernels.decode.triton.few_rows.tiles import choose_few_rows
+from mla_kernels.decode.triton.hopper.launcher import launch_many_rows, takes_many_rows
 from mla_kernels.decode.triton.kernel import mla_decode_kernel
 from mla_kernels.decode.triton.merge import launch_merge
 from mla_kernels.decode.triton.plan import DevicePlan, arch_of, build_plan, parts_for
@@ -62,7 +63,11 @@ def mla_decode_triton(
         few_rows = choose_few_rows(
             tile_rows(s_q * H, arch), dims, kv_format, arch, rescale, kv_cache.shape[1], q.dtype
         )
-    if few_rows is not None:
+    if not INTERPRET and takes_many_rows(q, kv_cache, dims, arch, rescale):
+        launch_many_rows(
+            q, kv_cache, block_table, seq_lens, device_plan, out, lse, scale=scale, causal=causal,
+        )  # fmt: skip
+    elif few_rows is not None:
         launch_few_rows(
             q, kv_cache, block_table, seq_lens, device_plan, out, lse, few_rows,
             scale=scale, kv_scale=kv_scale, causal=causal, dims=dims,

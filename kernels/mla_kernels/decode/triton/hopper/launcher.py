@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launching the many-rows kernel. Arguments are checked by `mla_kernels.decode.api`."""
+
+import torch
+
+from mla_kernels.arch import Arch
+from mla_kernels.decode.hopper import layouts
+from mla_kernels.decode.hopper.launcher import cache_descriptors, query_descriptors
+from mla_kernels.decode.rescale import scale_to_log2
+from mla_kernels.decode.triton.hopper.kernel import many_rows_kernel
+from mla_kernels.decode.triton.plan import DevicePlan
+from mla_kernels.decode.triton.tiles import tile_rows
+from mla_kernels.layouts import MlaDims
+from mla_kernels.triton_common.launch import launch
+
+
+def takes_many_rows(
+    q: torch.Tensor, kv_cache: torch.Tensor, dims: MlaDims, arch: Arch, rescale: str
+) -> bool:
+    """Whether this kernel serves a batch. Up to 16 rows one with smaller tiles is faster."""
+    return (
+        arch.sm == 90
+        and tile_rows(q.shape[1] * q.shape[2], arch) > 16
+        and rescale == "pow2"
+        and dims == MlaDims(512, 64)
+        and kv_cache.dtype in (torch.bfloat16, torch.float16)
+        and kv_cache.shape[1] == layouts.BLOCK.value
+        and all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in (q, kv_cache))
+    )
+
+
+def launch_many_rows(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    plan: DevicePlan,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    scale: float,
+    causal: bool,
+) -> None:
+    """One program a tile of 64 query rows and part of the plan; splits are left to the merge."""
+    _, s_q, H, _ = q.shape
+    rows = s_q * H
+    launch(
+        many_rows_kernel,
+        (-(-rows // layouts.BLOCK.value), plan.parts.shape[0]),
+        *query_descriptors(q, out.shape[-1]),
+        *cache_descriptors(kv_cache, "bf16")[:2],
+        block_table,
+        seq_lens,
+        plan.parts,
+        plan.requests,
+        out,
+        lse,
+        plan.acc,
+        plan.sums,
+        scale_to_log2(scale),
+        block_table.stride(0),
+        rows,
+        H,
+        s_q,
+        CAUSAL=causal and s_q > 1,
+        CHUNKED=plan.chunk > 0,
+        LOADER_REGS=24,
+        num_warps=8,
+    )

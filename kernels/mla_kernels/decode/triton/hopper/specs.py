@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The specialisations of the many-rows kernel that are compiled offline."""
+
+from mla_kernels.arch import Arch
+from mla_kernels.decode.hopper.specs import POINTERS, descriptors
+from mla_kernels.decode.triton.hopper.kernel import many_rows_kernel
+from mla_kernels.offline.spec import KernelSpec
+
+
+def specialisations(arch: Arch) -> list[KernelSpec]:
+    if arch.sm != 90:
+        return []
+    scalars = {"scale_log2": "fp32"} | dict.fromkeys(
+        ("table_stride", "num_rows", "num_heads", "s_q"), "i32"
+    )
+    boxes = {name: x for name, x in descriptors("bf16").items() if name != "scale_desc"}
+    return [
+        KernelSpec(
+            name=f"decode_many_rows/{dtype}/pow2{'_causal' if causal else ''}"
+            f"{'_chunked' if chunked else ''}",
+            fn=many_rows_kernel,
+            signature={
+                name: x.replace("bf16", dtype) for name, x in (boxes | POINTERS | scalars).items()
+            },
+            constexprs={"CAUSAL": causal, "CHUNKED": chunked, "LOADER_REGS": 24},
+            aligned=tuple(POINTERS),
+            options={"num_warps": 8},
+            tensor_core="native",
+            quick=dtype == "bf16" and not causal and not chunked,
+        )
+        for dtype in ("bf16", "fp16")
+        for causal in (False, True)
+        for chunked in (False, True)
+    ]
