@@ -67,7 +67,8 @@ def choose_tile(
 
 
 def _hopper_tile(m: int, dims: MlaDims, kv_format: str, rescale: str) -> Tile:
-    """Measured on an H200: benchmarks/VERSIONS.md."""
+    """Measured on an H200: benchmarks/VERSIONS.md. What decode/triton/hopper takes (16-bit caches,
+    more than 16 rows, pages of 64 tokens) does not come here."""
     if m == 16 and kv_format == "float":
         return Tile(16, 64, warps=8, stages=5)
     if m == 16:

@@ -13,6 +13,9 @@ from mla_kernels.decode.triton.tiles import tile_rows
 from mla_kernels.layouts import MlaDims
 from mla_kernels.triton_common.launch import launch
 
+# The least that a warp may have: the eight others get 240.
+LOADER_REGS = 24
+
 
 def takes_many_rows(
     q: torch.Tensor, kv_cache: torch.Tensor, dims: MlaDims, arch: Arch, rescale: str
@@ -64,6 +67,6 @@ def launch_many_rows(
         s_q,
         CAUSAL=causal and s_q > 1,
         CHUNKED=plan.chunk > 0,
-        LOADER_REGS=24,
+        LOADER_REGS=LOADER_REGS,
         num_warps=8,
     )

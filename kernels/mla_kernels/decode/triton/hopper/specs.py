@@ -4,6 +4,7 @@
 from mla_kernels.arch import Arch
 from mla_kernels.decode.hopper.specs import POINTERS, descriptors
 from mla_kernels.decode.triton.hopper.kernel import many_rows_kernel
+from mla_kernels.decode.triton.hopper.launcher import LOADER_REGS
 from mla_kernels.offline.spec import KernelSpec
 
 
@@ -22,7 +23,7 @@ def specialisations(arch: Arch) -> list[KernelSpec]:
             signature={
                 name: x.replace("bf16", dtype) for name, x in (boxes | POINTERS | scalars).items()
             },
-            constexprs={"CAUSAL": causal, "CHUNKED": chunked, "LOADER_REGS": 24},
+            constexprs={"CAUSAL": causal, "CHUNKED": chunked, "LOADER_REGS": LOADER_REGS},
             aligned=tuple(POINTERS),
             options={"num_warps": 8},
             tensor_core="native",
