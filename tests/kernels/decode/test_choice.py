@@ -67,6 +67,28 @@ def test_few_rows_of_fp8_go_to_the_portable_kernel(gpu, num_rows, cache, rescale
     assert choice.choose_decode_impl("hopper", GPU, **known).impl == "hopper"
 
 
+@pytest.mark.parametrize(
+    ("rows", "kv_format", "rescale", "tile"),
+    [
+        (1, "fp8", "pow2", 16),
+        (17, "fp8", "pow2", 32),
+        (33, "fp8", "pow2", 64),
+        (1024, "fp8", "pow2", 64),
+        (16, "fp8_ds_mla", "pow2", 16),
+        (32, "fp8_ds_mla", "pow2", 32),
+        (33, "fp8_ds_mla", "pow2", None),
+        (16, "fp8", "amla", None),
+        (16, "bf16", "pow2", None),
+    ],
+)
+def test_query_rows_of_an_fp8_program(rows, kv_format, rescale, tile):
+    pytest.importorskip("triton")
+    from mla_kernels.decode.hopper.fp8.configs import choose_config
+
+    config = choose_config(rows, kv_format, rescale)
+    assert (config and config["N"]) == tile
+
+
 @pytest.mark.parametrize("strided", [None, "q", "kv_cache", "start"])
 def test_views_are_told_from_dense_tensors(strided, monkeypatch):
     seen = {}

@@ -57,8 +57,8 @@ def test_ragged_batches_of_fp8_caches(impl, cache, heads, s_q, deterministic):
 
 
 @pytest.mark.parametrize("cache", ["fp8", "fp8_ds_mla"])
-@pytest.mark.parametrize("heads", [8, 16, 24, 32])
-def test_splits_of_few_rows_of_fp8_caches(impl, cache, heads):
+@pytest.mark.parametrize("heads", [8, 16, 24, 32, 48, 64, 128])
+def test_splits_of_fp8_caches(impl, cache, heads):
     case = decode_case(
         [20000, 0, 1, 6401], num_heads=heads, q_std=0.5, device="cuda", **CACHES[cache]
     )
@@ -70,10 +70,27 @@ def test_splits_of_few_rows_of_fp8_caches(impl, cache, heads):
     assert torch.equal(split, whole)
 
 
-@pytest.mark.parametrize("scale", [2.0**-6, 0.02, 3.0])
-def test_fp8_scale_on_the_device(impl, scale):
+@pytest.mark.parametrize("cache", ["fp8", "fp8_ds_mla"])
+@pytest.mark.parametrize("heads", [16, 32, 64])
+def test_references_that_move_in_every_tile_of_fp8_caches(impl, cache, heads):
+    """Scores grow from tile to tile, so that some row's reference moves in each: two warpgroups
+    that take tiles in turn must agree on all of them."""
+    lengths = [64 * 9, 64 * 4 + 1, 130]
+    tokens = random_tokens(lengths, MlaDims(), std=0.2, device="cuda")
+    for rows in tokens:
+        rows *= (1 + torch.arange(len(rows), device="cuda") // 64)[:, None]
     case = decode_case(
-        LENGTHS, num_heads=32, k_std=scale * 20, q_std=0.05 / scale, device="cuda",
+        lengths, tokens=tokens, num_heads=heads, q_std=20.0, device="cuda", **CACHES[cache]
+    )
+    check(case, impl)
+    check(case, impl, deterministic=True)
+
+
+@pytest.mark.parametrize("heads", [32, 64])
+@pytest.mark.parametrize("scale", [2.0**-6, 0.02, 3.0])
+def test_fp8_scale_on_the_device(impl, heads, scale):
+    case = decode_case(
+        LENGTHS, num_heads=heads, k_std=scale * 20, q_std=0.05 / scale, device="cuda",
         cache_dtype=torch.float8_e4m3fn, kv_scale=scale,
     )  # fmt: skip
     check(case, impl)

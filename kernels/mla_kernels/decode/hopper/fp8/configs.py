@@ -1,31 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which batches the fp8 kernel takes, and its sizes for them.
 
-N            query rows of a program, wgmma's N
-STEP         tiles of 64 tokens between two softmax steps
-SLOTS        tiles of the rings
-SLOTS_P      steps of P^T
-ADDENDS      sums that a tile's scores are spread over
-AHEAD        products of the scores under way while the next operands are made
-PENDING      the same for the values
-WORKER_REGS  registers of a value warpgroup's thread
+N           query rows of a program, wgmma's N
+SLOTS       tiles of the rings
+ADDENDS     sums that a tile's scores are spread over
+AHEAD       products of the scores under way while the next operands are made
+PENDING     the same for the values
+VALUE_REGS  registers of a value warpgroup's thread
+SCORE_REGS  registers of a scores warpgroup's thread
 """
 
 from typing import Any
 
-_16 = {"N": 16, "STEP": 2, "SLOTS": 5, "SLOTS_P": 2, "ADDENDS": 2, "AHEAD": 8, "PENDING": 4}
-_16 |= {"WORKER_REGS": 144}
-_32 = _16 | {"N": 32, "SLOTS": 4, "ADDENDS": 1, "AHEAD": 4, "PENDING": 0, "WORKER_REGS": 136}
-# fp8_ds_mla with 32 rows: one or two registers spill in the loop of some modes.
+_16 = {"N": 16, "SLOTS": 5, "ADDENDS": 2, "AHEAD": 4, "PENDING": 4}
+_16 |= {"VALUE_REGS": 128, "SCORE_REGS": 128}
+_32 = _16 | {"N": 32, "ADDENDS": 1, "PENDING": 0}
+_64 = _32 | {"N": 64, "SLOTS": 3, "AHEAD": 2, "PENDING": 1, "VALUE_REGS": 168, "SCORE_REGS": 88}
 CONFIGS: dict[str, dict[int, dict[str, Any]]] = {
-    "fp8": {16: _16, 32: _32},
-    "fp8_ds_mla": {16: _16 | {"STEP": 1, "SLOTS": 4, "PENDING": 0, "WORKER_REGS": 136}},
+    "fp8": {16: _16, 32: _32, 64: _64},
+    "fp8_ds_mla": {16: _16 | {"SLOTS": 4}, 32: _32 | {"SLOTS": 4}},
 }
 
 
 def choose_config(rows: int, kv_format: str, rescale: str) -> dict[str, Any] | None:
     """The sizes for requests of `rows` query rows; None where the kernel of decode/hopper/kernel.py
-    is taken: with 64 rows this one is slower (benchmarks/VERSIONS.md)."""
-    if rescale != "pow2" or rows > 32:
+    is taken: bf16, "amla", and more than 32 rows of fp8_ds_mla, which are slower here
+    (benchmarks/VERSIONS.md)."""
+    if rescale != "pow2":
         return None
-    return CONFIGS.get(kv_format, {}).get(16 if rows <= 16 else 32)
+    sizes = CONFIGS.get(kv_format, {})
+    return sizes.get(16 if rows <= 16 else 32 if rows <= 32 else 64)

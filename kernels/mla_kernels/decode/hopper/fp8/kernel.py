@@ -3,9 +3,9 @@
 
     TMA ──> ring A [64 x 256 codes] ──┬──────────> WG1   O^T[  0:256, :] += V^T P^T  (loads ring A)
     TMA ──> ring B [64 x 256 codes] ──┼─┬────────> WG2   O^T[256:512, :] += V^T P^T  (loads ring B
-    TMA ──> rope ring [64 x 64]     ──┤ │          ▲                        and the rope ring)
-                                      └─┴─> WG0 ── P^T ──┘
-                                    S^T = K Q^T, softmax
+    TMA ──> rope ring [64 x 64]     ──┤ │            ▲                      and the rope ring)
+                                      ├─┴─> WG0  P^T ┤   of even tiles: S^T = K Q^T, softmax
+                                      └───> WG3  P^T ┘   of odd tiles
 
 Tokens, and columns of O, are wgmma's M, query rows its N: 16 or 32 rows are not padded to 64. Codes
 are wgmma's A operand, which may come from registers: a tile is written to shared memory once, as
@@ -13,19 +13,23 @@ bytes, read twice, and becomes fp16, exactly, in the registers that the tensor c
 (operands.py). Neither K nor V is rounded to bf16.
 
     barrier      arrives       waits            means
-    full_a/b     TMA           WG0, WG1 / WG2   a half tile (b: and what follows it) has landed
+    full_a/b     TMA           WG0 or 3; WG1/2  a half tile (b: and what follows it) has landed
     full_q       TMA           WG0              the query tile has landed
-    full_p       WG0           WG1, WG2         P^T of a step and its factors are published
-    empty_p      WG1, WG2      WG0              both have read it
+    ready_q      WG0           WG3              it is converted, and the references are reset
+    decided      WG0 / WG3     WG3 / WG0        a tile's references are final
+    full_p       WG0 / WG3     WG1, WG2         P^T of a tile and its factors are published
+    empty_p      WG1, WG2      WG0 / WG3        both have read it
+    full_sums    WG3           WG0              its row sums of the segment
     full_out     WG0           WG1, WG2         1 / l of the segment is published
     empty_out    WG1, WG2      WG0              both have read it
 
 A ring slot is free for its next load when its warpgroup has multiplied it: P^T of a tile exists
-only if WG0 is done with the tile.
+only if its scores are done. P^T has two slots, one for WG0's tiles and one for WG3's.
 
-fp8_ds_mla: a group of 128 columns of a token has the scale s_g. Scores take it as a factor of four
-partial sums. For V^T P^T, P follows t + log2 max s instead of the score t, values take s_g / max s
-in fp16, and the row sum divides by max s again.
+fp8_ds_mla: a group of 128 columns of a token has the scale s_g. Keys and values are s_g / max s
+times their codes, in fp16; scores take max s as a factor at the end, and the rope columns, which
+are bf16, 1 / max s before. P follows t + log2 max s instead of the score t, and the row sum divides
+by max s again.
 """
 
 from triton.experimental import gluon
@@ -34,7 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from mla_kernels.decode.hopper.fp8.operands import rows_of
-from mla_kernels.decode.hopper.fp8.scores import scores_warpgroup
+from mla_kernels.decode.hopper.fp8.scores import ONE, scores_warpgroup
 from mla_kernels.decode.hopper.fp8.values import values_warpgroup
 from mla_kernels.decode.hopper.kernel import barriers
 from mla_kernels.decode.hopper.layouts import BLOCK, SCALES, VECTOR
@@ -67,14 +71,13 @@ def hopper_fp8_kernel(
     num_heads,
     s_q,
     N: gl.constexpr,  # and below: configs.py
-    STEP: gl.constexpr,
     SLOTS: gl.constexpr,
-    SLOTS_P: gl.constexpr,
     ADDENDS: gl.constexpr,
     AHEAD: gl.constexpr,
     PENDING: gl.constexpr,
     FORMAT: gl.constexpr,  # of the cache: "fp8" or "fp8_ds_mla"
-    WORKER_REGS: gl.constexpr,
+    VALUE_REGS: gl.constexpr,
+    SCORE_REGS: gl.constexpr,
     LOAD_SCALE: gl.constexpr,
     CAUSAL: gl.constexpr,
     CHUNKED: gl.constexpr,
@@ -89,26 +92,34 @@ def hopper_fp8_kernel(
     rope_q = gl.allocate_shared_memory(gl.bfloat16, [N, 64], rows_of(64))
     if GROUPED:
         rope_ring = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, BLOCK, 64], rows_of(64))
-        rope_a = rope_q
-        rope_b = rope_q
         scale_ring = gl.allocate_shared_memory(gl.float32, [SLOTS, BLOCK, 4], SCALES)
-        ratios = gl.allocate_shared_memory(gl.float16, [SLOTS_P * STEP, 4 * BLOCK], VECTOR)
+        ratios = gl.allocate_shared_memory(gl.float16, [2, 4 * BLOCK], VECTOR)
     else:
         rope_ring = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, BLOCK, 32], rows_of(32))
-        rope_a = gl.allocate_shared_memory(gl.float16, [N, 32], rows_of(32))
-        rope_b = gl.allocate_shared_memory(gl.float16, [N, 32], rows_of(32))
         scale_ring = rope_ring
         ratios = rope_ring
-    p_ring = gl.allocate_shared_memory(gl.float16, [SLOTS_P * STEP, BLOCK, N], rows_of(N))
-    factors = gl.allocate_shared_memory(gl.float32, [SLOTS_P, N], VECTOR)
-    moved = gl.allocate_shared_memory(gl.int32, [SLOTS_P, 1], VECTOR)
-    highest = gl.allocate_shared_memory(gl.float32, [4], VECTOR)
+    p_ring = gl.allocate_shared_memory(gl.float16, [2, BLOCK, N], rows_of(N))
+    bases = gl.allocate_shared_memory(gl.float32, [N], VECTOR)
+    factors = gl.allocate_shared_memory(gl.float32, [2, N], VECTOR)
+    moved = gl.allocate_shared_memory(gl.int32, [2, 1], VECTOR)
+    highest_0 = gl.allocate_shared_memory(gl.float32, [4], VECTOR)
+    highest_1 = gl.allocate_shared_memory(gl.float32, [4], VECTOR)
+    row_scales = gl.allocate_shared_memory(gl.float32, [1], VECTOR)
+    sums = gl.allocate_shared_memory(gl.float32, [N], VECTOR)
     inverse = gl.allocate_shared_memory(gl.float32, [N], VECTOR)
+    limits = gl.allocate_shared_memory(gl.int32, [N], VECTOR)
+    zeros = gl.allocate_shared_memory(gl.int32, [1], VECTOR)
+    zeros.store(gl.full([1], 0, gl.int32, ONE))
+    for j in gl.static_range(2):  # read before the first tile has written its own
+        moved.index(j).store(gl.full([1], 0, gl.int32, ONE))
     full_a = barriers(SLOTS, 1)
     full_b = barriers(SLOTS, 1)
-    full_p = barriers(SLOTS_P, 1)
-    empty_p = barriers(SLOTS_P, 2)
+    full_p = barriers(2, 1)
+    empty_p = barriers(2, 2)
+    decided = barriers(2, 1)
     full_q = barriers(1, 1).index(0)
+    ready_q = barriers(1, 1).index(0)
+    full_sums = barriers(1, 1).index(0)
     full_out = barriers(1, 1).index(0)
     empty_out = barriers(1, 2).index(0)
     fence_async_shared()
@@ -117,28 +128,38 @@ def hopper_fp8_kernel(
             (scores_warpgroup, (
                 q_desc, q_rope_desc, kv_scale,
                 start, requests, seq_lens, table, table_stride, lse, part_sums, scale_log2,
-                query, rope_q, rope_a, rope_b, full_q,
+                query, rope_q, full_q, ready_q, row_scales,
                 ring_a, ring_b, rope_ring, scale_ring, ratios,
-                full_a, full_b, p_ring, factors, moved, highest,
-                full_p, empty_p, inverse, full_out, empty_out,
+                full_a, full_b, p_ring, bases, factors, moved, highest_0, decided,
+                full_p, empty_p, sums, limits, zeros, full_sums, inverse, full_out, empty_out,
                 num_rows, num_heads, s_q,
-                N, STEP, SLOTS, SLOTS_P, ADDENDS, AHEAD, GROUPED, LOAD_SCALE, CAUSAL, CHUNKED,
+                0, N, SLOTS, ADDENDS, AHEAD, GROUPED, LOAD_SCALE, CAUSAL, CHUNKED,
             )),
             (values_warpgroup, (
                 out, part_acc, kv_desc, rope_desc, scale_desc, table, table_stride,
                 start, requests, seq_lens,
                 ring_a, rope_ring, scale_ring, full_a, p_ring, factors, moved, ratios,
                 full_p, empty_p, inverse, full_out, empty_out, num_rows,
-                0, ROPE_COL, N, STEP, SLOTS, SLOTS_P, PENDING, GROUPED, CHUNKED,
+                0, ROPE_COL, N, SLOTS, PENDING, GROUPED, CHUNKED,
             )),
             (values_warpgroup, (
                 out, part_acc, kv_desc, rope_desc, scale_desc, table, table_stride,
                 start, requests, seq_lens,
                 ring_b, rope_ring, scale_ring, full_b, p_ring, factors, moved, ratios,
                 full_p, empty_p, inverse, full_out, empty_out, num_rows,
-                128, ROPE_COL, N, STEP, SLOTS, SLOTS_P, PENDING, GROUPED, CHUNKED,
+                128, ROPE_COL, N, SLOTS, PENDING, GROUPED, CHUNKED,
+            )),
+            (scores_warpgroup, (
+                q_desc, q_rope_desc, kv_scale,
+                start, requests, seq_lens, table, table_stride, lse, part_sums, scale_log2,
+                query, rope_q, full_q, ready_q, row_scales,
+                ring_a, ring_b, rope_ring, scale_ring, ratios,
+                full_a, full_b, p_ring, bases, factors, moved, highest_1, decided,
+                full_p, empty_p, sums, limits, zeros, full_sums, inverse, full_out, empty_out,
+                num_rows, num_heads, s_q,
+                1, N, SLOTS, ADDENDS, AHEAD, GROUPED, LOAD_SCALE, CAUSAL, CHUNKED,
             )),
         ],
-        [4, 4],
-        [WORKER_REGS, WORKER_REGS],
+        [4, 4, 4],
+        [VALUE_REGS, VALUE_REGS, SCORE_REGS],
     )  # fmt: skip

@@ -49,9 +49,9 @@ def key_units(ring_a, ring_b, rope_ring, slot, c: gl.constexpr, OPERAND: gl.cons
 
 
 @gluon.jit
-def scaled(values, ratio):
-    """fp16 values [units, tokens] times a factor of each token, two at a time."""
-    values, ratio = gl.broadcast(values, gl.expand_dims(ratio, 0))
+def scaled(values, ratio, AXIS: gl.constexpr):
+    """fp16 values times a factor of each token, two at a time; AXIS: the one that ratio lacks."""
+    values, ratio = gl.broadcast(values, gl.expand_dims(ratio, AXIS))
     return gl.inline_asm_elementwise(
         "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [values, ratio],
         dtype=gl.float16, is_pure=True, pack=2,
@@ -60,8 +60,13 @@ def scaled(values, ratio):
 
 @gluon.jit
 def value_units(tile, c: gl.constexpr, OPERAND: gl.constexpr):
-    """[units, CHUNK] of the c-th tokens: a column's codes of two of them, then the next's."""
-    units = tile.slice(c * CHUNK, CHUNK, dim=0).permute((1, 0)).load(OPERAND)
+    """[units, CHUNK] of the c-th tokens."""
+    return tile.slice(c * CHUNK, CHUNK, dim=0).permute((1, 0)).load(OPERAND)
+
+
+@gluon.jit
+def by_column(units):
+    """value_units as a column's codes of two tokens, then the next's."""
     return gl.inline_asm_elementwise(
         BY_COLUMN, "=r,r", [units], dtype=gl.bfloat16, is_pure=True, pack=2
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both products of a step, asynchronous: K Q^T and V^T P^T, with A operands from codes."""
+"""Both products of a tile, asynchronous: K Q^T and V^T P^T, with A operands from codes."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -13,95 +13,75 @@ from mla_kernels.decode.hopper.fp8.operands import (
     HIGH_TO_F16,
     LOW_TO_F16,
     accumulator,
+    by_column,
     halves,
     key_units,
+    rows_of,
     scaled,
     value_units,
 )
 
 
 @gluon.jit
-def step_scores(
-    ring_a, ring_b, rope_ring, slots, query, rope_a, rope_b,
-    N: gl.constexpr, STEP: gl.constexpr, ADDENDS: gl.constexpr, AHEAD: gl.constexpr,
+def tile_scores(
+    ring_a, ring_b, rope_ring, slot, query, zero, rope_q, scales, inverse,
+    N: gl.constexpr, ADDENDS: gl.constexpr, AHEAD: gl.constexpr, GROUPED: gl.constexpr,
 ):  # fmt: skip
-    """S^T [64, N] of STEP tiles, each as ADDENDS: products of few heads take longer to follow one
-    another in one sum than side by side. AHEAD of them are under way while operands are made."""
+    """S^T [64, N], as ADDENDS: products of few heads take longer to follow one another in one sum
+    than side by side. AHEAD of them are under way while operands are made. GROUPED: S^T times
+    `inverse`, keys take their group's scale times that.
+
+    zero    0, read from shared memory: what is computed with it, the query's descriptors, is not
+            kept in registers from tile to tile"""
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator(N), 2)
-    zero = gl.zeros([64, N], gl.float32, accumulator(N))
-    sums = ()
-    units = ()
-    for t in gl.static_range(STEP):
-        for _a in gl.static_range(ADDENDS):
-            sums = sums + (zero,)  # type: ignore  # noqa: RUF005
-        units = units + (key_units(ring_a, ring_b, rope_ring, slots[t], 0, OPERAND),)  # type: ignore  # noqa: RUF005
-    for c in gl.static_range(18):
+    CHUNKS: gl.constexpr = 16 if GROUPED else 18
+    s = gl.zeros([64, N], gl.float32, accumulator(N))
+    s_b = s
+    units = key_units(ring_a, ring_b, rope_ring, slot, 0, OPERAND)
+    if GROUPED:
+        s = warpgroup_mma(
+            rope_ring.index(slot), rope_q.permute((1, 0)), s, use_acc=False, is_async=True
+        )
+        s = warpgroup_mma_wait(0, deps=(s,))
+        s = s * inverse[:, None]
+    for c in gl.static_range(CHUNKS):
         if c < 16:
-            b_a = query.index(c // 4 * 2).slice(c % 4 * 16, 16, dim=1).permute((1, 0))
-            b_b = query.index(c // 4 * 2 + 1).slice(c % 4 * 16, 16, dim=1).permute((1, 0))
+            b_a = query.index(zero + c // 4 * 2).slice(c % 4 * 16, 16, dim=1).permute((1, 0))
+            b_b = query.index(zero + c // 4 * 2 + 1).slice(c % 4 * 16, 16, dim=1).permute((1, 0))
         else:
-            b_a = rope_a.slice(c * 16 - 256, 16, dim=1).permute((1, 0))
-            b_b = rope_b.slice(c * 16 - 256, 16, dim=1).permute((1, 0))
-        later = ()
-        added = ()
-        for t in gl.static_range(STEP):
-            if c < 17:
-                later = later + (key_units(ring_a, ring_b, rope_ring, slots[t], c + 1, OPERAND),)  # type: ignore  # noqa: RUF005
-            keys = halves(units[t], LOW_TO_F16)
-            s = warpgroup_mma(keys, b_a, sums[t * ADDENDS], use_acc=c > 0, is_async=True)
-            keys = halves(units[t], HIGH_TO_F16)
-            if ADDENDS == 1:
-                added = added + (warpgroup_mma(keys, b_b, s, is_async=True),)  # type: ignore  # noqa: RUF005
-            else:
-                s_b = warpgroup_mma(keys, b_b, sums[2 * t + 1], use_acc=c > 0, is_async=True)
-                added = added + (s, s_b)  # type: ignore  # noqa: RUF005
-        if STEP * ADDENDS == 1:
-            sums = (warpgroup_mma_wait(0 if c == 17 else AHEAD, deps=added),)  # type: ignore
+            rope = rope_q._reinterpret(gl.float16, [N, 64], rows_of(64))
+            b_a = rope.slice(c * 16 - 256, 16, dim=1).permute((1, 0))
+            b_b = rope.slice(c * 16 - 224, 16, dim=1).permute((1, 0))
+        later = units
+        if c + 1 < CHUNKS:
+            later = key_units(ring_a, ring_b, rope_ring, slot, c + 1, OPERAND)
+        keys = halves(units, LOW_TO_F16)
+        if GROUPED:
+            ratio = (scales[c // 4] * inverse).to(gl.float16)
+            ratio = gl.convert_layout(ratio, gl.SliceLayout(1, OPERAND), assert_trivial=True)
+            keys = scaled(keys, ratio, 1)
+        s = warpgroup_mma(keys, b_a, s, use_acc=GROUPED or c > 0, is_async=True)
+        keys = halves(units, HIGH_TO_F16)
+        if GROUPED:
+            keys = scaled(keys, ratio, 1)
+        if ADDENDS == 1:
+            s = warpgroup_mma(keys, b_b, s, is_async=True)
+            s = warpgroup_mma_wait(0 if c + 1 == CHUNKS else AHEAD, deps=(s,))
         else:
-            sums = warpgroup_mma_wait(0 if c == 17 else AHEAD, deps=added)
+            s_b = warpgroup_mma(keys, b_b, s_b, use_acc=c > 0, is_async=True)
+            s, s_b = warpgroup_mma_wait(0 if c + 1 == CHUNKS else AHEAD, deps=(s, s_b))
         units = later
-    return sums
+    if ADDENDS == 2:
+        s = s + s_b
+    return s
 
 
 @gluon.jit
-def group_scores(units, q_a, q_b, N: gl.constexpr, AHEAD: gl.constexpr):
-    """Scores of one group of 128 columns without its scale, not waited for."""
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator(N), 2)
-    s = gl.zeros([64, N], gl.float32, accumulator(N))
-    units = units.load(OPERAND)
-    keys = halves(units, LOW_TO_F16)
-    s = warpgroup_mma(keys, q_a.permute((1, 0)), s, use_acc=False, is_async=True)
-    s = warpgroup_mma_wait(AHEAD, deps=(s,))
-    keys = halves(units, HIGH_TO_F16)
-    return warpgroup_mma(keys, q_b.permute((1, 0)), s, is_async=True)
-
-
-@gluon.jit
-def grouped_tile_scores(
-    ring_a, ring_b, rope_ring, slot, query, rope_q, scales,
-    N: gl.constexpr,
-):  # fmt: skip
-    """S^T [64, N] of one tile of an fp8_ds_mla cache: a group is added while the next is
-    multiplied."""
-    s = gl.zeros([64, N], gl.float32, accumulator(N))
-    s = warpgroup_mma(
-        rope_ring.index(slot), rope_q.permute((1, 0)), s, use_acc=False, is_async=True
-    )
-    last = group_scores(
-        ring_a.index(slot).slice(0, 64, dim=1),
-        query.index(0), query.index(1), N, 2,
-    )  # fmt: skip
-    for c in gl.static_range(1, 4):
-        ring = ring_a if c < 2 else ring_b
-        part = group_scores(
-            ring.index(slot).slice(c % 2 * 64, 64, dim=1),
-            query.index(2 * c), query.index(2 * c + 1), N, 2,
-        )  # fmt: skip
-        s, last, part = warpgroup_mma_wait(2, deps=(s, last, part))
-        s = gl.fma(last, scales[c - 1][:, None] + gl.zeros_like(last), s)
-        last = part
-    last = warpgroup_mma_wait(0, deps=(last,))
-    return gl.fma(last, scales[3][:, None] + gl.zeros_like(last), s)
+def value_operand(units, ratio, ASM: gl.constexpr, GROUPED: gl.constexpr):
+    values = halves(units, ASM)
+    if GROUPED:
+        values = scaled(values, ratio, 0)
+    return values
 
 
 @gluon.jit
@@ -110,33 +90,34 @@ def add_values(
     GROUP: gl.constexpr, N: gl.constexpr, PENDING: gl.constexpr, GROUPED: gl.constexpr,
 ):  # fmt: skip
     """O^T [64 units, N] of the even and of the odd columns of one group, and of the next, plus
-    V^T P^T of one tile. GROUPED: values take their group's factor of a token."""
+    V^T P^T of one tile. PENDING products are under way while an operand is made. GROUPED: values
+    take their group's factor of a token."""
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator(N), 2)
-    for c in gl.static_range(64 // CHUNK):
-        weights = p.slice(c * CHUNK, CHUNK, dim=0)
-        units = value_units(tile.slice(0, 64, dim=1), c, OPERAND)
-        a = halves(units, LOW_TO_F16)
-        b = halves(units, HIGH_TO_F16)
+    STEPS: gl.constexpr = 64 // CHUNK * 2
+    units = value_units(tile.slice(0, 64, dim=1), 0, OPERAND)
+    for c in gl.static_range(STEPS):
+        weights = p.slice(c // 2 * CHUNK, CHUNK, dim=0)
+        later = units
+        if c + 1 < STEPS:
+            later = value_units(tile.slice((c + 1) % 2 * 64, 64, dim=1), (c + 1) // 2, OPERAND)
+        units = by_column(units)
+        ratio = units
         if GROUPED:
-            part = ratios.index(slot).slice(GROUP * 64 + c * CHUNK, CHUNK)
+            part = ratios.index(slot).slice((GROUP + c % 2) * 64 + c // 2 * CHUNK, CHUNK)
             ratio = part.load(gl.SliceLayout(0, OPERAND))
-            a = scaled(a, ratio)
-            b = scaled(b, ratio)
-        o_a = warpgroup_mma(a, weights, o_a, is_async=True)
-        o_b = warpgroup_mma(b, weights, o_b, is_async=True)
-        if PENDING < 4:
-            o_a, o_b = warpgroup_mma_wait(PENDING, deps=(o_a, o_b))
-        units = value_units(tile.slice(64, 64, dim=1), c, OPERAND)
-        a = halves(units, LOW_TO_F16)
-        b = halves(units, HIGH_TO_F16)
-        if GROUPED:
-            part = ratios.index(slot).slice(GROUP * 64 + 64 + c * CHUNK, CHUNK)
-            ratio = part.load(gl.SliceLayout(0, OPERAND))
-            a = scaled(a, ratio)
-            b = scaled(b, ratio)
-        o_c = warpgroup_mma(a, weights, o_c, is_async=True)
-        o_d = warpgroup_mma(b, weights, o_d, is_async=True)
+        values = value_operand(units, ratio, LOW_TO_F16, GROUPED)
+        if c % 2 == 0:
+            o_a = warpgroup_mma(values, weights, o_a, is_async=True)
+        else:
+            o_c = warpgroup_mma(values, weights, o_c, is_async=True)
+        o_a, o_b, o_c, o_d = warpgroup_mma_wait(PENDING, deps=(o_a, o_b, o_c, o_d))
+        values = value_operand(units, ratio, HIGH_TO_F16, GROUPED)
+        if c % 2 == 0:
+            o_b = warpgroup_mma(values, weights, o_b, is_async=True)
+        else:
+            o_d = warpgroup_mma(values, weights, o_d, is_async=True)
         o_a, o_b, o_c, o_d = warpgroup_mma_wait(
-            0 if (c + 1) * CHUNK == 64 else PENDING, deps=(o_a, o_b, o_c, o_d)
+            0 if c + 1 == STEPS else PENDING, deps=(o_a, o_b, o_c, o_d)
         )
+        units = later
     return o_a, o_b, o_c, o_d

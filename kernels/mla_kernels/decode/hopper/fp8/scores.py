@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warpgroup 0: S^T = K Q^T, the softmax over tokens, P^T for the value warpgroups."""
+"""Warpgroups 0 and 3: S^T = K Q^T, the softmax over tokens, P^T for the value warpgroups.
+
+They take the program's tiles in turn, so that one multiplies while the other is busy with its
+softmax. Row references are in shared memory: a tile's are final (`decided`) before its exp2, and
+that is all that the next tile waits for. Each keeps row sums of its own tiles, at the common
+references; warpgroup 0 adds both at the end of a segment.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -10,23 +16,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from mla_kernels import numerics
 from mla_kernels.decode.hopper.fp8.operands import accumulator
-from mla_kernels.decode.hopper.fp8.products import grouped_tile_scores, step_scores
+from mla_kernels.decode.hopper.fp8.products import tile_scores
 from mla_kernels.decode.hopper.fp8.query import convert_query, load_query
 from mla_kernels.decode.hopper.fp8.softmax import (
     along_pairs,
     load_scale,
     log2,
     pair_max,
-    pair_sums,
     round_f16,
     store_ratios,
 )
+from mla_kernels.decode.hopper.fp8.sums import at_factors, of_warps
 from mla_kernels.decode.hopper.layouts import BLOCK
-from mla_kernels.decode.hopper.stream import (
-    next_segment,
-    ring_next,
-    start_segment,
-)
+from mla_kernels.decode.hopper.stream import next_segment, start_segment
 from mla_kernels.decode.triton.few_rows.operands import LEAST_SCALE
 from mla_kernels.decode.triton.softmax import integer_reference, pow2_int
 
@@ -34,161 +36,169 @@ LN2 = gl.constexpr(numerics.LN2)
 GRID_OFFSET = gl.constexpr(numerics.GRID_OFFSET)
 EXPONENT_FLOOR = gl.constexpr(numerics.EXPONENT_FLOOR)
 TAU = gl.constexpr(numerics.TAU)
+ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # an element a thread
+
+
+@gluon.jit
+def follow(sums, factors, moved):
+    """The row sums at the references that the other warpgroup's tile has moved."""
+    if gl.max(moved.load(ONE), 0) != 0:
+        sums = at_factors(sums, factors)
+    return sums
 
 
 @gluon.jit
 def scores_warpgroup(
     q_desc, q_rope_desc, kv_scale,
     start, requests, seq_lens, table, table_stride, lse, part_sums, scale_log2,
-    query, rope_q, rope_a, rope_b, full_q, ring_a, ring_b, rope_ring, scale_ring, ratios,
-    full_a, full_b, p_ring, factors, moved, highest, full_p, empty_p,
-    inverse, full_out, empty_out, num_rows, num_heads, s_q,
-    N: gl.constexpr, STEP: gl.constexpr, SLOTS: gl.constexpr, SLOTS_P: gl.constexpr,
+    query, rope_q, full_q, ready_q, row_scales, ring_a, ring_b, rope_ring, scale_ring,
+    ratios, full_a, full_b, p_ring, bases, factors, moved, highest, decided, full_p, empty_p,
+    sums, limits, zeros, full_sums, inverse, full_out, empty_out, num_rows, num_heads, s_q,
+    ME: gl.constexpr, N: gl.constexpr, SLOTS: gl.constexpr,
     ADDENDS: gl.constexpr, AHEAD: gl.constexpr, GROUPED: gl.constexpr,
     LOAD_SCALE: gl.constexpr, CAUSAL: gl.constexpr, CHUNKED: gl.constexpr,
 ):  # fmt: skip
     SCORES: gl.constexpr = accumulator(N)
     HEAD: gl.constexpr = gl.SliceLayout(0, SCORES)
     EACH: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])  # all of [4] in every thread
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    OTHER: gl.constexpr = 1 - ME
     cache_scale = gl.to_tensor(1.0)
     if LOAD_SCALE:
         cache_scale = gl.load(kv_scale)
     else:
         cache_scale = kv_scale
-    i = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
-    ip = gl.to_tensor(0)
-    pp = gl.to_tensor(1)
-    po = gl.to_tensor(1)
-    pq = gl.to_tensor(0)
+    before = gl.to_tensor(0)  # tiles of this program in earlier segments
+    segment = gl.to_tensor(0)
     first_row = gl.program_id(0) * N
     token = gl.arange(0, BLOCK, gl.SliceLayout(1, SCORES))
-    row = first_row + gl.arange(0, N, HEAD)
-    row_ok = row < num_rows
+    row = first_row + gl.arange(0, N, ONE)
     plan, request, lo, hi, end, split = start_segment(
         start, seq_lens, requests, table, table_stride, CHUNKED
     )
     while request <= plan.last:
         length = gl.load(seq_lens + request)
-        slot = gl.load(requests + request * 4 + 0)
-        splits = gl.load(requests + request * 4 + 1)
-        after, after_lo, after_hi, after_end = next_segment(plan, request, hi, end)
-        load_query(q_desc, q_rope_desc, request, query, rope_q, full_q)
-        mbarrier.wait(full_q, pq)
-        pq = pq ^ 1
-        up = convert_query(query, rope_q, rope_a, rope_b, GROUPED)
-        row_scale = scale_log2 * cache_scale
-        if not GROUPED:
-            row_scale = row_scale * up
-        fence_async_shared()
-        base = gl.full([N], EXPONENT_FLOOR + GRID_OFFSET, gl.float32, HEAD)  # k + GRID_OFFSET
-        weight = pair_sums(gl.zeros([BLOCK, N], gl.float32, SCORES))  # row sums, one a thread
-        WEIGHT: gl.constexpr = weight.type.layout
+        if ME == 0:
+            load_query(q_desc, q_rope_desc, request, query, rope_q, full_q)
+            mbarrier.wait(full_q, segment & 1)
+            up = convert_query(query, rope_q, GROUPED)
+            row_scales.store(gl.full([1], 0.0, gl.float32, ONE) + scale_log2 * cache_scale * up)
+            bases.store(gl.full([N], EXPONENT_FLOOR + GRID_OFFSET, gl.float32, ONE))
+            if CAUSAL:
+                behind = length - (s_q - 1) + row // num_heads
+                limits.store(gl.minimum(behind, hi * BLOCK))
+            fence_async_shared()
+            mbarrier.arrive(ready_q, count=1)
+        else:
+            mbarrier.wait(ready_q, segment & 1)
+        weight = of_warps(gl.zeros([BLOCK, N], gl.float32, SCORES), False)  # row sums
         # Row r may see keys below `limit`; tiles below `unmasked` need no mask at all.
-        limit = gl.full([N], 0, gl.int32, HEAD) + length
         unmasked = length // BLOCK
         if CAUSAL:
-            limit = length - (s_q - 1) + row // num_heads
             unmasked = (length - (s_q - 1)) // BLOCK
-        limit = gl.minimum(limit, hi * BLOCK)
         unmasked = gl.minimum(unmasked, hi)
-        for n in range(lo, hi, STEP):
-            scores = ()
-            inverses = ()
+        for n in range(lo + ((before + ME) & 1), hi, 2):
+            number = before + (n - lo)
+            i = number % SLOTS
+            phase = (number // SLOTS) & 1
+            mbarrier.wait(full_a.index(i), phase)
+            mbarrier.wait(full_b.index(i), phase)
+            scales = ()
+            inverse_scale = 0.0
             if GROUPED:
-                for t in gl.static_range(STEP):
-                    mbarrier.wait(full_a.index(i), phase)
-                    mbarrier.wait(full_b.index(i), phase)
-                    scales = ()
-                    for g in gl.static_range(4):
-                        scale = load_scale(scale_ring.index(i), g, gl.SliceLayout(1, SCORES))
-                        if n + t >= unmasked:
-                            left = gl.minimum(length, hi * BLOCK) - (n + t) * BLOCK
-                            scale = gl.where(token < left, scale, 0.0)
-                        scales = scales + (scale,)  # type: ignore  # noqa: RUF005
-                    largest = gl.maximum(
-                        gl.maximum(gl.abs(scales[0]), gl.abs(scales[1])),  # type: ignore
-                        gl.maximum(gl.abs(scales[2]), gl.abs(scales[3])),  # type: ignore
-                    )
-                    largest = gl.maximum(largest, LEAST_SCALE)
-                    inverse_scale = 1.0 / largest
-                    ups = ()
-                    for g in gl.static_range(4):
-                        ups = ups + (scales[g] * up,)  # type: ignore  # noqa: RUF005
-                    if t == 0:
-                        mbarrier.wait(empty_p.index(ip), pp)
-                    store_ratios(scales, inverse_scale, ratios.index(ip * STEP + t))
-                    x = grouped_tile_scores(ring_a, ring_b, rope_ring, i, query, rope_q, ups, N)
-                    offset = (log2(largest) + GRID_OFFSET)[:, None] + gl.zeros_like(x)
-                    x = gl.fma(x, gl.zeros_like(x) + row_scale, offset)
-                    if n + t >= unmasked:
-                        seen = ((n + t) * BLOCK + token)[:, None] < limit[None, :]
-                        x = gl.where(seen, x, float("-inf"))
-                    scores = scores + (x,)  # type: ignore  # noqa: RUF005
-                    inverses = inverses + (inverse_scale,)  # type: ignore  # noqa: RUF005
-                    i, phase = ring_next(i, phase, SLOTS)
+                for g in gl.static_range(4):
+                    scale = load_scale(scale_ring.index(i), g, gl.SliceLayout(1, SCORES))
+                    if n >= unmasked:
+                        left = gl.minimum(length, hi * BLOCK) - n * BLOCK
+                        scale = gl.where(token < left, scale, 0.0)
+                    scales = scales + (scale,)  # type: ignore  # noqa: RUF005
+                largest = gl.maximum(
+                    gl.maximum(gl.abs(scales[0]), gl.abs(scales[1])),  # type: ignore
+                    gl.maximum(gl.abs(scales[2]), gl.abs(scales[3])),  # type: ignore
+                )
+                largest = gl.maximum(largest, LEAST_SCALE)
+                inverse_scale = 1.0 / largest
+                mbarrier.wait(empty_p.index(ME), ((number >> 1) & 1) ^ 1)
+                store_ratios(scales, inverse_scale, ratios.index(ME))
+            zero = gl.max(zeros.load(ONE), 0)
+            x = tile_scores(
+                ring_a, ring_b, rope_ring, i, query, zero, rope_q, scales, inverse_scale,
+                N, ADDENDS, AHEAD, GROUPED,
+            )  # fmt: skip
+            row_scale = gl.max(row_scales.load(ONE), 0)
+            if GROUPED:
+                offset = (log2(largest) + GRID_OFFSET)[:, None] + gl.zeros_like(x)
+                x = gl.fma(x, gl.zeros_like(x) + (largest * row_scale)[:, None], offset)
             else:
-                slots = ()
-                for _t in gl.static_range(STEP):
-                    mbarrier.wait(full_a.index(i), phase)
-                    mbarrier.wait(full_b.index(i), phase)
-                    slots = slots + (i,)  # type: ignore  # noqa: RUF005
-                    i, phase = ring_next(i, phase, SLOTS)
-                parts = step_scores(
-                    ring_a, ring_b, rope_ring, slots, query, rope_a, rope_b,
-                    N, STEP, ADDENDS, AHEAD,
-                )  # fmt: skip
-                for t in gl.static_range(STEP):
-                    x = parts[t] if ADDENDS == 1 else parts[2 * t] + parts[2 * t + 1]
-                    if n + t >= unmasked:
-                        seen = ((n + t) * BLOCK + token)[:, None] < limit[None, :]
-                        x = gl.where(seen, x, float("-inf"))
-                    scores = scores + (gl.fma(x, row_scale, GRID_OFFSET),)  # type: ignore  # noqa: RUF005
-            most = scores[0]  # type: ignore
-            if STEP == 2:
-                most = gl.maximum(most, scores[1])  # type: ignore
+                x = gl.fma(x, row_scale, GRID_OFFSET)
+            if n >= unmasked:
+                if CAUSAL:
+                    limit = limits.load(HEAD)
+                else:
+                    limit = gl.full([N], 0, gl.int32, HEAD) + gl.minimum(length, hi * BLOCK)
+                seen = (n * BLOCK + token)[:, None] < limit[None, :]
+                x = gl.where(seen, x, float("-inf"))
             if not GROUPED:
-                mbarrier.wait(empty_p.index(ip), pp)
+                mbarrier.wait(empty_p.index(ME), ((number >> 1) & 1) ^ 1)
+            mbarrier.wait(decided.index(OTHER), ((number - 1) >> 1) & 1)
+            weight = follow(weight, factors.index(OTHER), moved.index(OTHER))
+            base = bases.load(HEAD)
             # Whether any reference moves, before who moves where: few steps move one.
-            above = pair_max(most) - along_pairs(base, WEIGHT)
+            highs = pair_max(x)
+            WEIGHT: gl.constexpr = highs.type.layout
+            above = highs - along_pairs(base, WEIGHT)
             highest.store(gl.max(gl.reshape(above, [4, 8 * N]), 1))
             moves = (gl.max(highest.load(EACH), 0) > TAU).to(gl.int32)
-            moved.index(ip).store(gl.full([1], 0, gl.int32, ONE) + moves)
+            moved.index(ME).store(gl.full([1], 0, gl.int32, ONE) + moves)
             if moves != 0:
-                top = integer_reference(gl.max(most, 0)) + GRID_OFFSET
-                top = gl.where(top > base + TAU, top, base)
-                factor = pow2_int(base - top)
-                factors.index(ip).store(factor)
-                weight = weight * along_pairs(factor, WEIGHT)
-                base = top
-            for t in gl.static_range(STEP):
-                p = gl.exp2(scores[t] - base[None, :])
-                rounded = round_f16(p)
-                if GROUPED:
-                    weight += pair_sums(p * inverses[t][:, None])
-                else:
-                    weight += pair_sums(rounded.to(gl.float32))
-                p_ring.index(ip * STEP + t).store(rounded)
+                most = gl.convert_layout(gl.max(of_warps(x, True), 0), ONE)
+                top = integer_reference(most) + GRID_OFFSET
+                now = bases.load(ONE)
+                top = gl.where(top > now + TAU, top, now)
+                factors.index(ME).store(pow2_int(now - top))
+                bases.store(top)
+                weight = at_factors(weight, factors.index(ME))
+            base = bases.load(HEAD)  # again: registers are short
+            mbarrier.arrive(decided.index(ME), count=1)
+            p = gl.exp2(x - base[None, :])
+            rounded = round_f16(p)
+            if GROUPED:
+                weight += of_warps(p * inverse_scale[:, None], False)
+            else:
+                weight += of_warps(rounded.to(gl.float32), False)
+            p_ring.index(zero + ME).store(rounded)
             fence_async_shared()
-            mbarrier.arrive(full_p.index(ip), count=1)
-            ip, pp = ring_next(ip, pp, SLOTS_P)
+            mbarrier.arrive(full_p.index(ME), count=1)
 
-        total = gl.convert_layout(gl.sum(gl.sum(weight, 0), 0), HEAD)
-        k = base - GRID_OFFSET
-        seen = total > 0.0
-        mbarrier.wait(empty_out, po)
-        if splits == 1:
-            inverse.store(gl.where(seen, 1.0 / total, 0.0) * cache_scale)
-            value = gl.where(seen, (k + gl.log2(total)) * LN2, -float("inf"))
-            gl.store(lse + request * num_rows + row, value, mask=row_ok)
+        after, after_lo, after_hi, after_end = next_segment(plan, request, hi, end)
+        before = before + (hi - lo)
+        last = before - 1
+        if (last & 1) != ME:
+            mbarrier.wait(decided.index(OTHER), (last >> 1) & 1)
+            weight = follow(weight, factors.index(OTHER), moved.index(OTHER))
+        total = gl.convert_layout(gl.sum(weight, 0), ONE)
+        if ME == 1:
+            sums.store(total)
+            mbarrier.arrive(full_sums, count=1)
         else:
-            inverse.store(gl.full([N], 1.0, gl.float32, HEAD) * cache_scale)
-            at = ((slot + split) * num_rows + row) * 2
-            gl.store(part_sums + at, total, mask=row_ok)
-            gl.store(part_sums + at + 1, k, mask=row_ok)
-        mbarrier.arrive(full_out, count=1)
-        po = po ^ 1
+            mbarrier.wait(full_sums, segment & 1)
+            total = total + sums.load(ONE)
+            k = bases.load(ONE) - GRID_OFFSET
+            seen = total > 0.0
+            slot = gl.load(requests + request * 4 + 0)
+            splits = gl.load(requests + request * 4 + 1)
+            row_ok = row < num_rows
+            mbarrier.wait(empty_out, (segment & 1) ^ 1)
+            if splits == 1:
+                inverse.store(gl.where(seen, 1.0 / total, 0.0) * cache_scale)
+                value = gl.where(seen, (k + gl.log2(total)) * LN2, -float("inf"))
+                gl.store(lse + request * num_rows + row, value, mask=row_ok)
+            else:
+                inverse.store(gl.full([N], 1.0, gl.float32, ONE) * cache_scale)
+                at = ((slot + split) * num_rows + row) * 2
+                gl.store(part_sums + at, total, mask=row_ok)
+                gl.store(part_sums + at + 1, k, mask=row_ok)
+            mbarrier.arrive(full_out, count=1)
+        segment = segment + 1
         split = gl.where(after == request, split + 1, 0)
         request = after + 0
         lo = after_lo + 0

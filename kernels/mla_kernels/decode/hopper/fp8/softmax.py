@@ -20,12 +20,6 @@ def round_f16(x):
 
 
 @gluon.jit
-def pair_sums(x):
-    """[64, N] -> [4, 8, N]: a thread's two rows added."""
-    return gl.sum(gl.reshape(x, [4, 2, 8, x.shape[1]]), 1)
-
-
-@gluon.jit
 def log2(x):
     """Of normal numbers, to 2^-22."""
     return gl.inline_asm_elementwise(

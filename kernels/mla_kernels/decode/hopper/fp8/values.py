@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
 )
 
-from mla_kernels.decode.hopper.fp8.loads import first_place, load_half
+from mla_kernels.decode.hopper.fp8.loads import Place, load_half, page_of
 from mla_kernels.decode.hopper.fp8.operands import accumulator
 from mla_kernels.decode.hopper.fp8.products import add_values
 from mla_kernels.decode.hopper.gluon_compat import cta_barrier
@@ -46,29 +46,63 @@ def rescale(o_a, o_b, o_c, o_d, factors, moved, N: gl.constexpr):
 
 
 @gluon.jit
+def column_halves(parts):
+    """Each [64, n] of a tuple as two [64, n // 2]."""
+    smaller = ()
+    for i in gl.static_range(len(parts)):
+        x = gl.reshape(parts[i], [64, 2, parts[i].shape[1] // 2])
+        left, right = gl.split(gl.permute(x, (0, 2, 1)))
+        smaller = smaller + (left, right)  # type: ignore  # noqa: RUF005
+    return smaller
+
+
+@gluon.jit
+def eights(o):
+    """[64, N] as N / 8 times [64, 8]."""
+    N: gl.constexpr = o.shape[1]
+    parts = column_halves((o,))
+    if N > 16:
+        parts = column_halves(parts)
+    if N > 32:
+        parts = column_halves(parts)
+    return parts
+
+
+@gluon.jit
+def row_factors(factors, i: gl.constexpr, ROW: gl.constexpr):
+    """The i-th eight of [N] shared, for [units, 8, 2]."""
+    return gl.expand_dims(gl.expand_dims(factors.slice(8 * i, 8).load(ROW), 0), 2)
+
+
+@gluon.jit
 def store_group(
-    o_a, o_b, out, part_acc, request, slot, split, splits, num_rows,
+    o_a, o_b, out, part_acc, inverse, request, slot, split, splits, num_rows,
     COL: gl.constexpr, N: gl.constexpr,
 ):  # fmt: skip
-    """Write 128 columns of a segment's O, from even and odd ones."""
+    """Write 128 columns of a segment's O, from even and odd ones, 8 rows at a time."""
     LATENT: gl.constexpr = 512
-    o = gl.join(o_a, o_b)  # [units, N, 2]
-    L: gl.constexpr = o.type.layout
+    parts_a = eights(o_a)
+    parts_b = eights(o_b)
+    L: gl.constexpr = gl.join(parts_a[0], parts_b[0]).type.layout  # [units, rows, 2]
+    ROW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, L))
     unit = gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, L)))
-    row = gl.arange(0, N, gl.SliceLayout(0, gl.SliceLayout(2, L)))
+    row = gl.arange(0, 8, ROW)
     odd = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, L)))
-    row = gl.expand_dims(gl.expand_dims(row, 0), 2)
     column = gl.expand_dims(gl.expand_dims(unit, 1), 2) * 2
     column = COL + column + gl.expand_dims(gl.expand_dims(odd, 0), 1)
+    row = gl.expand_dims(gl.expand_dims(row, 0), 2)
     at = row * LATENT + column
     first = gl.program_id(0) * N
-    row_ok = row < num_rows - first
     if splits == 1:
-        whole = out + (request.to(gl.int64) * num_rows + first) * LATENT
-        gl.store(whole + at, o.to(gl.bfloat16), mask=row_ok)
+        whole = out + (request.to(gl.int64) * num_rows + first) * LATENT + at
+        for i in gl.static_range(N // 8):
+            o = gl.join(parts_a[i], parts_b[i]) * row_factors(inverse, i, ROW)
+            gl.store(whole + 8 * i * LATENT, o.to(gl.bfloat16), mask=row + 8 * i < num_rows - first)
     else:
-        partial = part_acc + ((slot + split).to(gl.int64) * num_rows + first) * LATENT
-        gl.store(partial + at, o, mask=row_ok)
+        partial = part_acc + ((slot + split).to(gl.int64) * num_rows + first) * LATENT + at
+        for i in gl.static_range(N // 8):
+            o = gl.join(parts_a[i], parts_b[i]) * row_factors(inverse, i, ROW)
+            gl.store(partial + 8 * i * LATENT, o, mask=row + 8 * i < num_rows - first)
 
 
 @gluon.jit
@@ -76,9 +110,8 @@ def values_warpgroup(
     out, part_acc, kv_desc, rope_desc, scale_desc, table, table_stride, start, requests, seq_lens,
     ring, rope_ring, scale_ring, full, p_ring, factors, moved, ratios, full_p, empty_p,
     inverse, full_out, empty_out, num_rows,
-    COL: gl.constexpr, ROPE_COL: gl.constexpr, N: gl.constexpr, STEP: gl.constexpr,
-    SLOTS: gl.constexpr, SLOTS_P: gl.constexpr, PENDING: gl.constexpr, GROUPED: gl.constexpr,
-    CHUNKED: gl.constexpr,
+    COL: gl.constexpr, ROPE_COL: gl.constexpr, N: gl.constexpr, SLOTS: gl.constexpr,
+    PENDING: gl.constexpr, GROUPED: gl.constexpr, CHUNKED: gl.constexpr,
 ):  # fmt: skip
     GROUP: gl.constexpr = COL // 64
     i = gl.to_tensor(0)
@@ -89,71 +122,68 @@ def values_warpgroup(
     plan, request, lo, hi, end, split = start_segment(
         start, seq_lens, requests, table, table_stride, CHUNKED
     )
-    c = first_place(plan, request, lo, hi, end, STEP)
+    c = Place(request + 0, lo + 0, hi + 0, end + 0)
     for j in gl.static_range(SLOTS):
         c = load_half(
-            c, plan, kv_desc, rope_desc, scale_desc, ring, rope_ring, scale_ring, full, j,
-            COL, ROPE_COL, STEP, GROUPED,
+            c, page_of(plan, c), plan, kv_desc, rope_desc, scale_desc,
+            ring, rope_ring, scale_ring, full, j, COL, ROPE_COL, GROUPED,
         )  # fmt: skip
     while request <= plan.last:
-        length = gl.load(seq_lens + request)
-        slot = gl.load(requests + request * 4 + 0)
-        splits = gl.load(requests + request * 4 + 1)
-        after, after_lo, after_hi, after_end = next_segment(plan, request, hi, end)
         o_a = gl.zeros([64, N], gl.float32, accumulator(N))
         o_b = gl.zeros([64, N], gl.float32, accumulator(N))
         o_c = gl.zeros([64, N], gl.float32, accumulator(N))
         o_d = gl.zeros([64, N], gl.float32, accumulator(N))
-        for _n in range(lo, hi - STEP, STEP):
+        for _n in range(lo, hi - 1):
+            page = page_of(plan, c)
             mbarrier.wait(full_p.index(ip), pp)
             o_a, o_b, o_c, o_d = rescale(o_a, o_b, o_c, o_d, factors.index(ip), moved.index(ip), N)
-            for t in gl.static_range(STEP):
-                mbarrier.wait(full.index(i), phase)
-                o_a, o_b, o_c, o_d = add_values(
-                    o_a, o_b, o_c, o_d, ring.index(i), p_ring.index(ip * STEP + t),
-                    ratios, ip * STEP + t, GROUP, N, PENDING, GROUPED,
-                )  # fmt: skip
-                c = load_half(
-                    c, plan, kv_desc, rope_desc, scale_desc, ring, rope_ring, scale_ring, full, i,
-                    COL, ROPE_COL, STEP, GROUPED,
-                )  # fmt: skip
-                i, phase = ring_next(i, phase, SLOTS)
-            mbarrier.arrive(empty_p.index(ip), count=1)
-            ip, pp = ring_next(ip, pp, SLOTS_P)
-
-        # The last step is peeled: it may have rows behind the request's end.
-        mbarrier.wait(full_p.index(ip), pp)
-        o_a, o_b, o_c, o_d = rescale(o_a, o_b, o_c, o_d, factors.index(ip), moved.index(ip), N)
-        first = lo + (hi - lo - 1) // STEP * STEP
-        for t in gl.static_range(STEP):
             mbarrier.wait(full.index(i), phase)
-            left = gl.minimum(length, hi * BLOCK) - (first + t) * BLOCK
-            if left < BLOCK:
-                clear_rows_past(ring.index(i), left)
             o_a, o_b, o_c, o_d = add_values(
-                o_a, o_b, o_c, o_d, ring.index(i), p_ring.index(ip * STEP + t),
-                ratios, ip * STEP + t, GROUP, N, PENDING, GROUPED,
+                o_a, o_b, o_c, o_d, ring.index(i), p_ring.index(ip),
+                ratios, ip, GROUP, N, PENDING, GROUPED,
             )  # fmt: skip
+            mbarrier.arrive(empty_p.index(ip), count=1)
             c = load_half(
-                c, plan, kv_desc, rope_desc, scale_desc, ring, rope_ring, scale_ring, full, i,
-                COL, ROPE_COL, STEP, GROUPED,
+                c, page, plan, kv_desc, rope_desc, scale_desc, ring, rope_ring, scale_ring, full, i,
+                COL, ROPE_COL, GROUPED,
             )  # fmt: skip
             i, phase = ring_next(i, phase, SLOTS)
+            ip, pp = ring_next(ip, pp, 2)
+
+        # The last tile is peeled: it may have rows behind the request's end.
+        length = gl.load(seq_lens + request)
+        slot = gl.load(requests + request * 4 + 0)
+        splits = gl.load(requests + request * 4 + 1)
+        after, after_lo, after_hi, after_end = next_segment(plan, request, hi, end)
+        page = page_of(plan, c)
+        mbarrier.wait(full_p.index(ip), pp)
+        o_a, o_b, o_c, o_d = rescale(o_a, o_b, o_c, o_d, factors.index(ip), moved.index(ip), N)
+        mbarrier.wait(full.index(i), phase)
+        left = gl.minimum(length, hi * BLOCK) - (hi - 1) * BLOCK
+        if left < BLOCK:
+            clear_rows_past(ring.index(i), left)
+        o_a, o_b, o_c, o_d = add_values(
+            o_a, o_b, o_c, o_d, ring.index(i), p_ring.index(ip),
+            ratios, ip, GROUP, N, PENDING, GROUPED,
+        )  # fmt: skip
         mbarrier.arrive(empty_p.index(ip), count=1)
-        ip, pp = ring_next(ip, pp, SLOTS_P)
+        c = load_half(
+            c, page, plan, kv_desc, rope_desc, scale_desc, ring, rope_ring, scale_ring, full, i,
+            COL, ROPE_COL, GROUPED,
+        )  # fmt: skip
+        i, phase = ring_next(i, phase, SLOTS)
+        ip, pp = ring_next(ip, pp, 2)
 
         mbarrier.wait(full_out, po)
         po = po ^ 1
-        factor = inverse.load(gl.SliceLayout(0, accumulator(N)))[None, :]
-        mbarrier.arrive(empty_out, count=1)
         store_group(
-            o_a * factor, o_b * factor, out, part_acc, request, slot, split, splits, num_rows,
-            2 * COL, N,
-        )  # fmt: skip
+            o_a, o_b, out, part_acc, inverse, request, slot, split, splits, num_rows, 2 * COL, N
+        )
         store_group(
-            o_c * factor, o_d * factor, out, part_acc, request, slot, split, splits, num_rows,
+            o_c, o_d, out, part_acc, inverse, request, slot, split, splits, num_rows,
             2 * COL + 128, N,
         )  # fmt: skip
+        mbarrier.arrive(empty_out, count=1)
         split = gl.where(after == request, split + 1, 0)
         request = after + 0
         lo = after_lo + 0
