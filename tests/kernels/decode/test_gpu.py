@@ -23,6 +23,12 @@ CACHES = {
 }
 
 
+def unrounded(cache):
+    """Options of a cache for large scores, where it would show that the reference rounds code times
+    scale to bf16 and some kernels do not (docs/numerics.md): fp8 with a power of two."""
+    return CACHES[cache] | ({"kv_scale": 2.0**-6} if cache == "fp8" else {})
+
+
 @pytest.fixture(params=["hopper", "triton"])
 def impl(request):
     if request.param == "hopper" and torch.cuda.get_device_capability() != (9, 0):
@@ -80,8 +86,11 @@ def test_references_that_move_in_every_tile_of_fp8_caches(impl, cache, heads):
     for rows in tokens:
         rows *= (1 + torch.arange(len(rows), device="cuda") // 64)[:, None]
     case = decode_case(
-        lengths, tokens=tokens, num_heads=heads, q_std=20.0, device="cuda", **CACHES[cache]
+        lengths, tokens=tokens, num_heads=heads, q_std=20.0, device="cuda", **unrounded(cache)
     )
+    if cache == "fp8_ds_mla":
+        scales = case.kv_cache.view(torch.float32)[..., 128:132]
+        scales.copy_(torch.where(scales < 1e3, scales.log2().ceil().exp2(), scales))
     check(case, impl)
     check(case, impl, deterministic=True)
 
@@ -104,7 +113,7 @@ def test_fp8_scale_on_the_device(impl, heads, scale):
 @pytest.mark.parametrize("std", [1.0, 3.0, 10.0])
 def test_peaky_scores(impl, std, cache):
     case = decode_case(
-        [4096, 777], num_heads=64, q_std=std, k_std=std, device="cuda", **CACHES[cache]
+        [4096, 777], num_heads=64, q_std=std, k_std=std, device="cuda", **unrounded(cache)
     )
     check(case, impl)
 

@@ -57,7 +57,7 @@ def mla_decode_hopper(
             num_parts=parts_for(s_q * H, seq_lens.device, kv_cache.dtype, rescale),
         )
     config = choose_config(s_q * H, FORMATS[kv_cache.dtype], rescale)
-    if config is not None:
+    if config is not None and out.data_ptr() % 4 == 0:  # it writes two columns at once
         launch_fp8(
             q, kv_cache, block_table, seq_lens, device_plan, out, lse, config,
             scale=scale, kv_scale=kv_scale, causal=causal,

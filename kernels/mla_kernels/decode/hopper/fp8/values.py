@@ -69,9 +69,18 @@ def eights(o):
 
 
 @gluon.jit
-def row_factors(factors, i: gl.constexpr, ROW: gl.constexpr):
-    """The i-th eight of [N] shared, for [units, 8, 2]."""
-    return gl.expand_dims(gl.expand_dims(factors.slice(8 * i, 8).load(ROW), 0), 2)
+def two_bf16(low, high):
+    return gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high],
+        dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def two_fp32(low, high):
+    return gl.inline_asm_elementwise(
+        "mov.b64 $0, {$1, $2};", "=l,f,f", [low, high], dtype=gl.int64, is_pure=True, pack=1
+    )
 
 
 @gluon.jit
@@ -79,30 +88,30 @@ def store_group(
     o_a, o_b, out, part_acc, inverse, request, slot, split, splits, num_rows,
     COL: gl.constexpr, N: gl.constexpr,
 ):  # fmt: skip
-    """Write 128 columns of a segment's O, from even and odd ones, 8 rows at a time."""
-    LATENT: gl.constexpr = 512
+    """Write 128 columns of a segment's O, from even and odd ones, 8 rows at a time, a pair of
+    columns a store."""
+    PAIRS: gl.constexpr = 256  # of columns, in a row
     parts_a = eights(o_a)
     parts_b = eights(o_b)
-    L: gl.constexpr = gl.join(parts_a[0], parts_b[0]).type.layout  # [units, rows, 2]
-    ROW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, L))
-    unit = gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, L)))
-    row = gl.arange(0, 8, ROW)
-    odd = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, L)))
-    column = gl.expand_dims(gl.expand_dims(unit, 1), 2) * 2
-    column = COL + column + gl.expand_dims(gl.expand_dims(odd, 0), 1)
-    row = gl.expand_dims(gl.expand_dims(row, 0), 2)
-    at = row * LATENT + column
+    L: gl.constexpr = parts_a[0].type.layout  # [units, rows]
+    ROW: gl.constexpr = gl.SliceLayout(0, L)
+    row = gl.arange(0, 8, ROW)[None, :]
+    at = row * PAIRS + (COL // 2 + gl.arange(0, 64, gl.SliceLayout(1, L)))[:, None]
     first = gl.program_id(0) * N
     if splits == 1:
-        whole = out + (request.to(gl.int64) * num_rows + first) * LATENT + at
+        whole = out.to(gl.pointer_type(gl.int32), bitcast=True)
+        whole = whole + (request.to(gl.int64) * num_rows + first) * PAIRS + at
         for i in gl.static_range(N // 8):
-            o = gl.join(parts_a[i], parts_b[i]) * row_factors(inverse, i, ROW)
-            gl.store(whole + 8 * i * LATENT, o.to(gl.bfloat16), mask=row + 8 * i < num_rows - first)
+            factor = inverse.slice(8 * i, 8).load(ROW)[None, :]
+            pairs = two_bf16(parts_a[i] * factor, parts_b[i] * factor)
+            gl.store(whole + 8 * i * PAIRS, pairs, mask=row + 8 * i < num_rows - first)
     else:
-        partial = part_acc + ((slot + split).to(gl.int64) * num_rows + first) * LATENT + at
+        partial = part_acc.to(gl.pointer_type(gl.int64), bitcast=True)
+        partial = partial + ((slot + split).to(gl.int64) * num_rows + first) * PAIRS + at
         for i in gl.static_range(N // 8):
-            o = gl.join(parts_a[i], parts_b[i]) * row_factors(inverse, i, ROW)
-            gl.store(partial + 8 * i * LATENT, o, mask=row + 8 * i < num_rows - first)
+            factor = inverse.slice(8 * i, 8).load(ROW)[None, :]
+            sums = two_fp32(parts_a[i] * factor, parts_b[i] * factor)
+            gl.store(partial + 8 * i * PAIRS, sums, mask=row + 8 * i < num_rows - first)
 
 
 @gluon.jit
@@ -111,7 +120,7 @@ def values_warpgroup(
     ring, rope_ring, scale_ring, full, p_ring, factors, moved, ratios, full_p, empty_p,
     inverse, full_out, empty_out, num_rows,
     COL: gl.constexpr, ROPE_COL: gl.constexpr, N: gl.constexpr, SLOTS: gl.constexpr,
-    PENDING: gl.constexpr, GROUPED: gl.constexpr, CHUNKED: gl.constexpr,
+    SLOTS_P: gl.constexpr, PENDING: gl.constexpr, GROUPED: gl.constexpr, CHUNKED: gl.constexpr,
 ):  # fmt: skip
     GROUP: gl.constexpr = COL // 64
     i = gl.to_tensor(0)
@@ -139,7 +148,7 @@ def values_warpgroup(
             o_a, o_b, o_c, o_d = rescale(o_a, o_b, o_c, o_d, factors.index(ip), moved.index(ip), N)
             mbarrier.wait(full.index(i), phase)
             o_a, o_b, o_c, o_d = add_values(
-                o_a, o_b, o_c, o_d, ring.index(i), p_ring.index(ip),
+                o_a, o_b, o_c, o_d, ring.index(i), p_ring.index(ip if SLOTS_P == 2 else 0),
                 ratios, ip, GROUP, N, PENDING, GROUPED,
             )  # fmt: skip
             mbarrier.arrive(empty_p.index(ip), count=1)
@@ -163,7 +172,7 @@ def values_warpgroup(
         if left < BLOCK:
             clear_rows_past(ring.index(i), left)
         o_a, o_b, o_c, o_d = add_values(
-            o_a, o_b, o_c, o_d, ring.index(i), p_ring.index(ip),
+            o_a, o_b, o_c, o_d, ring.index(i), p_ring.index(ip if SLOTS_P == 2 else 0),
             ratios, ip, GROUP, N, PENDING, GROUPED,
         )  # fmt: skip
         mbarrier.arrive(empty_p.index(ip), count=1)
