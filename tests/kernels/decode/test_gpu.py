@@ -76,6 +76,17 @@ def test_splits_of_fp8_caches(impl, cache, heads):
     assert torch.equal(split, whole)
 
 
+@pytest.mark.parametrize("heads", [16, 64])
+def test_results_from_an_odd_element_on(impl, heads):
+    case = decode_case([65, 1000], num_heads=heads, q_std=0.5, device="cuda", **CACHES["fp8"])
+    shape = case.poisoned_out().shape
+    out = torch.full((shape.numel() + 1,), torch.nan, dtype=torch.bfloat16, device="cuda")
+    out = out[1:].view(shape)
+    mla_decode(*case.args, **case.options, impl=impl, out=out)
+    want, _ = mla_decode_reference(*case.args, **case.options, causal=True)
+    assert not metrics.SHORT_BAR.failures(metrics.measure(out, want))
+
+
 @pytest.mark.parametrize("cache", ["fp8", "fp8_ds_mla"])
 @pytest.mark.parametrize("heads", [16, 32, 64])
 def test_references_that_move_in_every_tile_of_fp8_caches(impl, cache, heads):
