@@ -8,7 +8,6 @@ from mla_kernels.cache.rows import rows_as_float
 from mla_kernels.decode.query import Query, first_part, tokens_of
 from mla_kernels.decode.tokens import mla_decode_tokens
 from mla_kernels.layouts import MlaDims
-from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.attention.mla_attention import MLACommonImpl
 from vllm.platforms import current_platform
 
@@ -62,7 +61,6 @@ class MlaImpl(CacheWrites, MLACommonImpl[MlaMetadata]):
             torch.get_default_dtype(),  # the model's, while vLLM builds it
             kv_cache_dtype,
             torch.device(current_platform.device_type),
-            _most_rows(num_heads),
         )
         self._fp8_cache = self.decode_kernel.kv_cache_dtype == torch.float8_e4m3fn
         if self._on_cpu:
@@ -175,18 +173,6 @@ class MlaImpl(CacheWrites, MLACommonImpl[MlaMetadata]):
         kv = self.kv_b_proj(latent.contiguous())[0].view(rows.shape[0], self.num_heads, -1)
         k_nope, v = kv.split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
         return self._concat_k_nope_k_pe(k_nope, rope[:, None]), v
-
-
-def _most_rows(num_heads: int) -> int | None:
-    """The most query rows of a request in a decode step, None outside an engine's start.
-
-    Under DCP the ranks of a group gather their heads; each draft adds a token.
-    """
-    config = get_current_vllm_config_or_none()
-    if config is None:
-        return None
-    drafts = config.speculative_config.num_speculative_tokens if config.speculative_config else 0
-    return num_heads * config.parallel_config.decode_context_parallel_size * (1 + (drafts or 0))
 
 
 def lay_out_absorbed_weights(layer: Any) -> None:

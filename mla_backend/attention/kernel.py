@@ -43,12 +43,10 @@ class DecodeKernel:
         dtype: torch.dtype,
         kv_cache_dtype: str,
         device: torch.device,
-        num_rows: int | None = None,
     ) -> "DecodeKernel":
         """By MLA_BACKEND_IMPL and MLA_BACKEND_RESCALE; the choice and its reason go to STATS.
 
-        kv_cache_dtype is vLLM's name; num_rows the most heads times new tokens that a request will
-        have, if that is known. ValueError if what is asked for cannot run here.
+        kv_cache_dtype is vLLM's name. ValueError if what is asked for cannot run here.
         """
         rescale = envs.get("MLA_BACKEND_RESCALE")
         choice = choose_decode_impl(
@@ -59,7 +57,6 @@ class DecodeKernel:
             kv_cache_dtype=cache_dtype(kv_cache_dtype, dtype),
             block_size=support.BLOCK_SIZE,
             rescale=rescale,
-            num_rows=num_rows,
         )
         STATS.decode = {"impl": choice.impl, "reason": choice.reason, "rescale": rescale}
         return cls(

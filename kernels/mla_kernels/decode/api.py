@@ -242,5 +242,4 @@ def check_arguments(
         block_size=kv_cache.shape[1],
         rescale=rescale,
         contiguous=all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in for_tma),
-        num_rows=s_q * H,
     )

@@ -139,7 +139,6 @@ def plan_mla_decode(
         kv_cache_dtype=kv_cache_dtype,
         block_size=block_size,
         rescale=rescale,
-        num_rows=num_heads * s_q,
     )
     if choice.impl in ("hopper", "triton"):
         from mla_kernels.decode.triton.plan import build_plan

@@ -49,25 +49,6 @@ def test_what_goes_to_the_portable_kernel_of_an_sm_90(gpu, arguments):
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "cache", "rescale", "impl"),
-    [
-        (16, torch.float8_e4m3fn, "pow2", "triton"),
-        (17, torch.float8_e4m3fn, "pow2", "hopper"),
-        (None, torch.float8_e4m3fn, "pow2", "hopper"),
-        (16, torch.float8_e4m3fn, "amla", "hopper"),
-        (16, torch.bfloat16, "pow2", "hopper"),
-        (16, torch.uint8, "pow2", "hopper"),
-        (17, torch.uint8, "pow2", "hopper"),
-    ],
-)
-def test_few_rows_of_fp8_go_to_the_portable_kernel(gpu, num_rows, cache, rescale, impl):
-    gpu(90)
-    known = {"kv_cache_dtype": cache, "rescale": rescale, "num_rows": num_rows}
-    assert choice.choose_decode_impl("auto", GPU, **known).impl == impl
-    assert choice.choose_decode_impl("hopper", GPU, **known).impl == "hopper"
-
-
-@pytest.mark.parametrize(
     ("rows", "kv_format", "rescale", "tile"),
     [
         (1, "fp8", "pow2", 16),

@@ -3,7 +3,6 @@
 
 N           query rows of a program, wgmma's N
 SLOTS       tiles of the rings
-SLOTS_P     slots of P^T, 1 or 2
 ADDENDS     sums that a tile's scores are spread over
 AHEAD       products of the scores under way while the next operands are made
 PENDING     the same for the values
@@ -13,11 +12,10 @@ SCORE_REGS  registers of a scores warpgroup's thread
 
 from typing import Any
 
-_16 = {"N": 16, "SLOTS": 5, "SLOTS_P": 2, "ADDENDS": 2, "AHEAD": 4, "PENDING": 4}
+_16 = {"N": 16, "SLOTS": 5, "ADDENDS": 2, "AHEAD": 4, "PENDING": 4}
 _16 |= {"VALUE_REGS": 128, "SCORE_REGS": 128}
 _32 = _16 | {"N": 32, "ADDENDS": 1, "PENDING": 0}
-_64 = _32 | {"N": 64, "SLOTS": 4, "SLOTS_P": 1, "AHEAD": 2, "PENDING": 1}
-_64 |= {"VALUE_REGS": 168, "SCORE_REGS": 88}
+_64 = _32 | {"N": 64, "SLOTS": 3, "AHEAD": 2, "PENDING": 1, "VALUE_REGS": 168, "SCORE_REGS": 88}
 CONFIGS: dict[str, dict[int, dict[str, Any]]] = {
     "fp8": {16: _16, 32: _32, 64: _64},
     "fp8_ds_mla": {16: _16 | {"SLOTS": 4}, 32: _32 | {"SLOTS": 4}},

@@ -24,8 +24,7 @@ bytes, read twice, and becomes fp16, exactly, in the registers that the tensor c
     empty_out    WG1, WG2      WG0              both have read it
 
 A ring slot is free for its next load when its warpgroup has multiplied it: P^T of a tile exists
-only if its scores are done. P^T has two slots, one for WG0's tiles and one for WG3's; with 64 rows
-one, whose other's memory is a fourth slot of the rings.
+only if its scores are done. P^T has two slots, one for WG0's tiles and one for WG3's.
 
 fp8_ds_mla: a group of 128 columns of a token has the scale s_g. Keys and values are s_g / max s
 times their codes, in fp16; scores take max s as a factor at the end, and the rope columns, which
@@ -73,7 +72,6 @@ def hopper_fp8_kernel(
     s_q,
     N: gl.constexpr,  # and below: configs.py
     SLOTS: gl.constexpr,
-    SLOTS_P: gl.constexpr,
     ADDENDS: gl.constexpr,
     AHEAD: gl.constexpr,
     PENDING: gl.constexpr,
@@ -100,7 +98,7 @@ def hopper_fp8_kernel(
         rope_ring = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, BLOCK, 32], rows_of(32))
         scale_ring = rope_ring
         ratios = rope_ring
-    p_ring = gl.allocate_shared_memory(gl.float16, [SLOTS_P, BLOCK, N], rows_of(N))
+    p_ring = gl.allocate_shared_memory(gl.float16, [2, BLOCK, N], rows_of(N))
     bases = gl.allocate_shared_memory(gl.float32, [N], VECTOR)
     factors = gl.allocate_shared_memory(gl.float32, [2, N], VECTOR)
     moved = gl.allocate_shared_memory(gl.int32, [2, 1], VECTOR)
@@ -135,21 +133,21 @@ def hopper_fp8_kernel(
                 full_a, full_b, p_ring, bases, factors, moved, highest_0, decided,
                 full_p, empty_p, sums, limits, zeros, full_sums, inverse, full_out, empty_out,
                 num_rows, num_heads, s_q,
-                0, N, SLOTS, SLOTS_P, ADDENDS, AHEAD, GROUPED, LOAD_SCALE, CAUSAL, CHUNKED,
+                0, N, SLOTS, ADDENDS, AHEAD, GROUPED, LOAD_SCALE, CAUSAL, CHUNKED,
             )),
             (values_warpgroup, (
                 out, part_acc, kv_desc, rope_desc, scale_desc, table, table_stride,
                 start, requests, seq_lens,
                 ring_a, rope_ring, scale_ring, full_a, p_ring, factors, moved, ratios,
                 full_p, empty_p, inverse, full_out, empty_out, num_rows,
-                0, ROPE_COL, N, SLOTS, SLOTS_P, PENDING, GROUPED, CHUNKED,
+                0, ROPE_COL, N, SLOTS, PENDING, GROUPED, CHUNKED,
             )),
             (values_warpgroup, (
                 out, part_acc, kv_desc, rope_desc, scale_desc, table, table_stride,
                 start, requests, seq_lens,
                 ring_b, rope_ring, scale_ring, full_b, p_ring, factors, moved, ratios,
                 full_p, empty_p, inverse, full_out, empty_out, num_rows,
-                128, ROPE_COL, N, SLOTS, SLOTS_P, PENDING, GROUPED, CHUNKED,
+                128, ROPE_COL, N, SLOTS, PENDING, GROUPED, CHUNKED,
             )),
             (scores_warpgroup, (
                 q_desc, q_rope_desc, kv_scale,
@@ -159,7 +157,7 @@ def hopper_fp8_kernel(
                 full_a, full_b, p_ring, bases, factors, moved, highest_1, decided,
                 full_p, empty_p, sums, limits, zeros, full_sums, inverse, full_out, empty_out,
                 num_rows, num_heads, s_q,
-                1, N, SLOTS, SLOTS_P, ADDENDS, AHEAD, GROUPED, LOAD_SCALE, CAUSAL, CHUNKED,
+                1, N, SLOTS, ADDENDS, AHEAD, GROUPED, LOAD_SCALE, CAUSAL, CHUNKED,
             )),
         ],
         [4, 4, 4],

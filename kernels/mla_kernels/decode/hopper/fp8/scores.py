@@ -26,7 +26,7 @@ from mla_kernels.decode.hopper.fp8.softmax import (
     round_f16,
     store_ratios,
 )
-from mla_kernels.decode.hopper.fp8.sums import SUMS, add_sums, at_factors, of_all, of_warps
+from mla_kernels.decode.hopper.fp8.sums import at_factors, of_warps
 from mla_kernels.decode.hopper.layouts import BLOCK
 from mla_kernels.decode.hopper.stream import next_segment, start_segment
 from mla_kernels.decode.triton.few_rows.operands import LEAST_SCALE
@@ -54,7 +54,7 @@ def scores_warpgroup(
     query, rope_q, full_q, ready_q, row_scales, ring_a, ring_b, rope_ring, scale_ring,
     ratios, full_a, full_b, p_ring, bases, factors, moved, highest, decided, full_p, empty_p,
     sums, limits, zeros, full_sums, inverse, full_out, empty_out, num_rows, num_heads, s_q,
-    ME: gl.constexpr, N: gl.constexpr, SLOTS: gl.constexpr, SLOTS_P: gl.constexpr,
+    ME: gl.constexpr, N: gl.constexpr, SLOTS: gl.constexpr,
     ADDENDS: gl.constexpr, AHEAD: gl.constexpr, GROUPED: gl.constexpr,
     LOAD_SCALE: gl.constexpr, CAUSAL: gl.constexpr, CHUNKED: gl.constexpr,
 ):  # fmt: skip
@@ -62,8 +62,6 @@ def scores_warpgroup(
     HEAD: gl.constexpr = gl.SliceLayout(0, SCORES)
     EACH: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])  # all of [4] in every thread
     OTHER: gl.constexpr = 1 - ME
-    P_SLOT: gl.constexpr = ME % SLOTS_P
-    BY_MMA: gl.constexpr = N == 64 and not GROUPED
     cache_scale = gl.to_tensor(1.0)
     if LOAD_SCALE:
         cache_scale = gl.load(kv_scale)
@@ -92,12 +90,7 @@ def scores_warpgroup(
             mbarrier.arrive(ready_q, count=1)
         else:
             mbarrier.wait(ready_q, segment & 1)
-        # Row sums: of each warp's tokens, or by the tensor cores, which takes fewer registers than
-        # 64 rows take otherwise.
-        if BY_MMA:
-            weight = gl.zeros([16, N], gl.float32, SUMS)
-        else:
-            weight = of_warps(gl.zeros([BLOCK, N], gl.float32, SCORES), False)
+        weight = of_warps(gl.zeros([BLOCK, N], gl.float32, SCORES), False)  # row sums
         # Row r may see keys below `limit`; tiles below `unmasked` need no mask at all.
         unmasked = length // BLOCK
         if CAUSAL:
@@ -157,7 +150,7 @@ def scores_warpgroup(
             moves = (gl.max(highest.load(EACH), 0) > TAU).to(gl.int32)
             moved.index(ME).store(gl.full([1], 0, gl.int32, ONE) + moves)
             if moves != 0:
-                most = gl.convert_layout(of_all(of_warps(x, True), True), ONE)
+                most = gl.convert_layout(gl.max(of_warps(x, True), 0), ONE)
                 top = integer_reference(most) + GRID_OFFSET
                 now = bases.load(ONE)
                 top = gl.where(top > now + TAU, top, now)
@@ -170,13 +163,9 @@ def scores_warpgroup(
             rounded = round_f16(p)
             if GROUPED:
                 weight += of_warps(p * inverse_scale[:, None], False)
-            elif not BY_MMA:
+            else:
                 weight += of_warps(rounded.to(gl.float32), False)
-            if SLOTS_P == 1:
-                mbarrier.wait(empty_p.index(OTHER), ((number - 1) >> 1) & 1)
-            p_ring.index(zero + P_SLOT).store(rounded)
-            if BY_MMA:
-                weight = add_sums(p_ring.index(zero + P_SLOT), weight)
+            p_ring.index(zero + ME).store(rounded)
             fence_async_shared()
             mbarrier.arrive(full_p.index(ME), count=1)
 
@@ -186,10 +175,7 @@ def scores_warpgroup(
         if (last & 1) != ME:
             mbarrier.wait(decided.index(OTHER), (last >> 1) & 1)
             weight = follow(weight, factors.index(OTHER), moved.index(OTHER))
-        if BY_MMA:
-            total = gl.convert_layout(gl.max(weight, 0), ONE)  # all of its rows are the same
-        else:
-            total = gl.convert_layout(of_all(weight, False), ONE)
+        total = gl.convert_layout(gl.sum(weight, 0), ONE)
         if ME == 1:
             sums.store(total)
             mbarrier.arrive(full_sums, count=1)

@@ -2,12 +2,12 @@
 """Sums and maxima of query rows over a tile's tokens, which lie on the first axis.
 
 With 64 rows a thread has 16 of them, of two tokens each. Three exchanges with a partner, after each
-of which it keeps half of its rows, leave it two, of all the tokens of its warp.
+of which it keeps half of its rows, leave it two, of all the tokens of its warp: 14 shuffles, and 14
+registers fewer where sums are kept from tile to tile.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 
 @gluon.constexpr_function
@@ -63,26 +63,3 @@ def at_factors(sums, factors):
     """[4, N] times [N] shared."""
     L: gl.constexpr = sums.type.layout
     return sums * factors.load(gl.SliceLayout(0, L))[None, :]
-
-
-@gluon.jit
-def of_all(x, MOST: gl.constexpr):
-    """[4, N] -> [N]: over the warps; 64 rows in two halves, in the same scratch memory."""
-    if x.shape[1] == 64:
-        even, odd = gl.split(gl.reshape(x, [4, 32, 2]))
-        return gl.reshape(gl.join(folded(even, 0, MOST), folded(odd, 0, MOST)), [64])
-    else:
-        return folded(x, 0, MOST)
-
-
-# [16, 64], a warp 16 columns.
-SUMS = gl.constexpr(
-    gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 4], instr_shape=[16, 8])
-)
-
-
-@gluon.jit
-def add_sums(p, sums):
-    """Add the sums over the tokens of p [64 tokens, 64 rows], shared, to every row of `sums`."""
-    ones = gl.full([16, p.shape[0]], 1.0, p.dtype, gl.DotOperandLayout(0, SUMS, 2))
-    return mma_v2(ones, p.load(gl.DotOperandLayout(1, SUMS, 2)), sums)

@@ -120,7 +120,7 @@ def values_warpgroup(
     ring, rope_ring, scale_ring, full, p_ring, factors, moved, ratios, full_p, empty_p,
     inverse, full_out, empty_out, num_rows,
     COL: gl.constexpr, ROPE_COL: gl.constexpr, N: gl.constexpr, SLOTS: gl.constexpr,
-    SLOTS_P: gl.constexpr, PENDING: gl.constexpr, GROUPED: gl.constexpr, CHUNKED: gl.constexpr,
+    PENDING: gl.constexpr, GROUPED: gl.constexpr, CHUNKED: gl.constexpr,
 ):  # fmt: skip
     GROUP: gl.constexpr = COL // 64
     i = gl.to_tensor(0)
@@ -148,7 +148,7 @@ def values_warpgroup(
             o_a, o_b, o_c, o_d = rescale(o_a, o_b, o_c, o_d, factors.index(ip), moved.index(ip), N)
             mbarrier.wait(full.index(i), phase)
             o_a, o_b, o_c, o_d = add_values(
-                o_a, o_b, o_c, o_d, ring.index(i), p_ring.index(ip if SLOTS_P == 2 else 0),
+                o_a, o_b, o_c, o_d, ring.index(i), p_ring.index(ip),
                 ratios, ip, GROUP, N, PENDING, GROUPED,
             )  # fmt: skip
             mbarrier.arrive(empty_p.index(ip), count=1)
@@ -172,7 +172,7 @@ def values_warpgroup(
         if left < BLOCK:
             clear_rows_past(ring.index(i), left)
         o_a, o_b, o_c, o_d = add_values(
-            o_a, o_b, o_c, o_d, ring.index(i), p_ring.index(ip if SLOTS_P == 2 else 0),
+            o_a, o_b, o_c, o_d, ring.index(i), p_ring.index(ip),
             ratios, ip, GROUP, N, PENDING, GROUPED,
         )  # fmt: skip
         mbarrier.arrive(empty_p.index(ip), count=1)
