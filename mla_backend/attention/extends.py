@@ -27,6 +27,8 @@ MOST_ROWS = 512
 TILE_ROWS = 64
 # Cached tokens per new one, from which expanding costs more than starting on a row of its own.
 CONTEXT_PER_TOKEN = 4
+# int32 in 16 bytes: kernels are compiled differently for what does not start at a multiple of them.
+ALIGNED = 4
 
 
 def longest_piece(kernel: DecodeKernel, num_heads: int) -> int:
@@ -107,13 +109,19 @@ def pieces(query_lens: np.ndarray, longest: int, taken: set[int] | None) -> list
 
 
 class ExtendRows:
-    """Block tables and lengths of the pieces of a step, in buffers made at start-up."""
+    """Block tables and lengths of the pieces of a step, in buffers made at start-up.
+
+    What each launch gets begins at a multiple of 16 bytes, as what was compiled at start-up did.
+    """
 
     def __init__(self, max_rows: int, max_blocks: int, device: torch.device) -> None:
         self._request_ids = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._visible = torch.zeros_like(self._request_ids)
-        self._lengths = torch.zeros_like(self._request_ids)
-        self._tables = torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=device)
+        # Between launches there are gaps: on a GPU one of each length, on a CPU one a piece.
+        launches = max_rows if device.type == "cpu" else MOST_S_Q
+        room = max_rows + (ALIGNED - 1) * launches
+        self._lengths = torch.zeros(room, dtype=torch.int32, device=device)
+        self._tables = torch.zeros(room, max_blocks, dtype=torch.int32, device=device)
         starts = torch.tensor([0, 1], dtype=torch.int32, device=device)
         # Compiles the kernel now, not in the first step.
         self.fill(starts, starts[:1], self._tables[1:2], 0, [(1, 1)])
@@ -143,11 +151,10 @@ class ExtendRows:
             last = slice(start + s_q - 1, start + number * s_q, s_q)
             tables = self._tables[row : row + number, : block_table.shape[1]]
             torch.index_select(block_table, 0, request_ids[last], out=tables)
-            lengths = visible[last]
-            if s_q > 1:
-                lengths = self._lengths[row : row + number].copy_(lengths)
+            lengths = self._lengths[row : row + number].copy_(visible[last])
             filled.append((tables, lengths, number * s_q))
-            start, row = start + number * s_q, row + number
+            start += number * s_q
+            row += -(-number // ALIGNED) * ALIGNED
         return filled
 
 

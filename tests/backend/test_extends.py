@@ -119,6 +119,21 @@ def test_pieces_see_what_their_last_token_sees():
     assert long[1].is_contiguous() and long[0].tolist() == [[3, 4, 5]] * 3
 
 
+def test_launches_begin_where_the_compiled_kernels_expect_it():
+    """At 16 bytes: for other addresses Triton would compile again, in the middle of serving."""
+    rows = extends.ExtendRows(40, 3, torch.device("cpu"))
+    starts = torch.tensor([0, 2, 9, 16, 17], dtype=torch.int32)
+    lengths = torch.tensor([70, 80, 90, 5], dtype=torch.int32)
+    table = torch.arange(12, dtype=torch.int32).view(4, 3)
+    launches = extends.pieces(np.array([2, 7, 7, 1]), longest=4, taken=None)
+    filled = rows.fill(starts, lengths, table, 0, launches)
+    assert len(filled) == len(launches) > 3
+    for tables, seq_lens, _ in filled:
+        assert tables.data_ptr() % 16 == seq_lens.data_ptr() % 16 == 0
+    assert [seq_lens.tolist() for _, seq_lens, _ in filled][:2] == [[70], [76]]
+    assert torch.cat([tables for tables, _, _ in filled])[:, 0].tolist() == [0, 3, 3, 6, 6, 9]
+
+
 def test_every_step_that_pays_has_room():
     """Requests of which some have drafts, the first not like the others: all of them are rows."""
     max_requests, most_s_q, longest = 8, 4, 128

@@ -21,7 +21,7 @@ def done(result, name):
 
 @pytest.mark.parametrize(
     "name, impl",
-    [("CUSTOM 16", "hopper"), ("CUSTOM fp8", "triton"), ("portable kernel", "triton")],
+    [("CUSTOM 16", "hopper"), ("CUSTOM fp8", "hopper"), ("portable kernel", "triton")],
 )
 def test_the_kernel_is_the_one_expected(name, impl, engines):
     result = engines(name)

@@ -23,10 +23,15 @@ CACHES = {
 }
 
 
-def unrounded(cache):
-    """Options of a cache for large scores, where it would show that the reference rounds code times
-    scale to bf16 and some kernels do not (docs/numerics.md): fp8 with a power of two."""
-    return CACHES[cache] | ({"kv_scale": 2.0**-6} if cache == "fp8" else {})
+def unrounded_case(lengths, cache, **options):
+    """A case of large scores, where it would show that the reference rounds code times scale to
+    bf16 and some kernels do not (docs/numerics.md): with scales that are powers of two."""
+    options = CACHES[cache] | options | ({"kv_scale": 2.0**-6} if cache == "fp8" else {})
+    case = decode_case(lengths, device="cuda", **options)
+    if cache == "fp8_ds_mla":
+        scales = case.kv_cache.view(torch.float32)[..., 128:132]
+        scales.copy_(torch.where(scales < 1e3, scales.log2().ceil().exp2(), scales))  # junk stays
+    return case
 
 
 @pytest.fixture(params=["hopper", "triton"])
@@ -96,12 +101,7 @@ def test_references_that_move_in_every_tile_of_fp8_caches(impl, cache, heads):
     tokens = random_tokens(lengths, MlaDims(), std=0.2, device="cuda")
     for rows in tokens:
         rows *= (1 + torch.arange(len(rows), device="cuda") // 64)[:, None]
-    case = decode_case(
-        lengths, tokens=tokens, num_heads=heads, q_std=20.0, device="cuda", **unrounded(cache)
-    )
-    if cache == "fp8_ds_mla":
-        scales = case.kv_cache.view(torch.float32)[..., 128:132]
-        scales.copy_(torch.where(scales < 1e3, scales.log2().ceil().exp2(), scales))
+    case = unrounded_case(lengths, cache, tokens=tokens, num_heads=heads, q_std=20.0)
     check(case, impl)
     check(case, impl, deterministic=True)
 
@@ -124,10 +124,7 @@ def test_fp8_scale_on_the_device(impl, heads, scale):
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("std", [1.0, 3.0, 10.0])
 def test_peaky_scores(impl, std, cache):
-    case = decode_case(
-        [4096, 777], num_heads=64, q_std=std, k_std=std, device="cuda", **unrounded(cache)
-    )
-    check(case, impl)
+    check(unrounded_case([4096, 777], cache, num_heads=64, q_std=std, k_std=std), impl)
 
 
 def test_exact_sums(impl):
@@ -146,7 +143,7 @@ def test_exact_sums(impl):
 def test_rescales_and_caches(impl, rescale, cache, heads):
     if impl == "hopper" and rescale == "flash":
         pytest.skip("the Hopper kernel has pow2 and amla")
-    case = decode_case(LENGTHS, num_heads=heads, device="cuda", **unrounded(cache))
+    case = unrounded_case(LENGTHS, cache, num_heads=heads)
     check(case, impl, rescale=rescale)
     check(case, impl, rescale=rescale, deterministic=True)
 

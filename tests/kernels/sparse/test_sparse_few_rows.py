@@ -7,10 +7,12 @@ from mla_kernels import mla_sparse_attention
 from mla_kernels.arch import AMD, ARCHS, KB
 from mla_kernels.cache.torch_impl import encode_rows
 from mla_kernels.layouts import MlaDims
+from mla_kernels.sparse import api
 from mla_kernels.sparse.reference import mla_sparse_attention_reference
 from mla_kernels.sparse.triton import launcher, tiles
 from mla_kernels.sparse.triton.few_rows.tiles import choose_few_rows, few_rows_tile
 from mla_kernels.testing.metrics import SHORT_BAR, measure
+from mla_kernels.triton_common.record import Recordings
 
 gpu = [
     pytest.mark.gpu,
@@ -95,6 +97,7 @@ class TestOnAGpu:
             launch(*args, **options)
 
         monkeypatch.setattr(launcher, "launch_few_rows", record)
+        monkeypatch.setattr(api, "_RECORDINGS", Recordings())  # a replay passes the launcher
         return calls
 
     @pytest.mark.parametrize("heads", [3, 16, 32])

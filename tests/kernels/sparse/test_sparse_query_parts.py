@@ -7,7 +7,9 @@ from mla_kernels import mla_sparse_attention
 from mla_kernels.cache.torch_impl import encode_rows
 from mla_kernels.decode import query
 from mla_kernels.decode.query import token_parts
+from mla_kernels.sparse import api
 from mla_kernels.sparse.hopper import launcher as hopper
+from mla_kernels.triton_common.record import Recordings
 from mla_kernels.triton_common.runtime import INTERPRET
 
 NOPE, K = 128, 200
@@ -132,6 +134,7 @@ class TestOnAGpu:
         q, *case = make_case(40, heads, "fp8_ds_mla", "cuda")
         want = attend(q, case)
         monkeypatch.setattr(query, "join_query", None)
+        monkeypatch.setattr(api, "_RECORDINGS", Recordings())  # a replay passes `joined`
         for by_head in (False, True):
             assert torch.equal(attend(parts_of(q, by_head=by_head), case)[0], want[0])
 
@@ -141,6 +144,7 @@ class TestOnAGpu:
         odd = q.new_zeros(9, 40, 577)
         odd[..., 1:] = q
         taken = []
+        monkeypatch.setattr(api, "_RECORDINGS", Recordings())  # a replay passes the launcher
         monkeypatch.setattr(
             hopper, "token_parts", lambda *args: taken.append(token_parts(*args)) or taken[-1]
         )
