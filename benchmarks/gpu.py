@@ -2,14 +2,13 @@
 """What the GPU benchmarks share: the machine and its measured roofs, timing by graph replays."""
 
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import triton
+from machine import commit
 from power import PowerMeter
 
 DEVICE = "cuda"
@@ -144,16 +143,8 @@ def describe_versions() -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "cuda": torch.version.cuda,
-        "commit": _commit(),
+        "commit": commit(),
     }
-
-
-def _commit() -> str:
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    try:
-        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 def measure_roofs() -> dict[str, float]:

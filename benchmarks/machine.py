@@ -10,7 +10,8 @@ from typing import Any
 
 
 def describe_machine() -> dict[str, Any]:
-    """CPU, cores this process may use, GPU if there is one, and the versions that matter."""
+    """CPU, cores this process may use, GPU if there is one, and the versions that matter, this
+    repository's commit among them."""
     import torch
     import vllm
 
@@ -25,7 +26,17 @@ def describe_machine() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "torch": torch.__version__,
         "vllm": vllm.__version__,
+        "commit": commit(),
     }
+
+
+def commit() -> str:
+    """This repository's, "-dirty" behind it if the tree has changes; "unknown" outside of git."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
 
 
 def nvidia_smi(*fields: str, of: str = "gpu") -> list[list[str]]:
