@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from mla_kernels.decode.plan import MAX_S_Q as MOST_S_Q
+from mla_kernels.decode.plan import MAX_S_Q
 from mla_kernels.indexer.rows import token_rows
 
 from mla_backend import envs
@@ -38,8 +38,8 @@ def longest_piece(kernel: DecodeKernel, num_heads: int) -> int:
     token at a time, as do those with enough heads.
     """
     if kernel.impl == "torch":
-        return MOST_S_Q
-    return max(1, min(MOST_S_Q, TILE_ROWS // num_heads)) if kernel.impl == "hopper" else 1
+        return MAX_S_Q
+    return max(1, min(MAX_S_Q, TILE_ROWS // num_heads)) if kernel.impl == "hopper" else 1
 
 
 def longest_extend(kernel: DecodeKernel, num_heads: int) -> int:
@@ -118,7 +118,7 @@ class ExtendRows:
         self._request_ids = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._visible = torch.zeros_like(self._request_ids)
         # Between launches there are gaps: on a GPU one of each length, on a CPU one a piece.
-        launches = max_rows if device.type == "cpu" else MOST_S_Q
+        launches = max_rows if device.type == "cpu" else MAX_S_Q
         room = max_rows + (ALIGNED - 1) * launches
         self._lengths = torch.zeros(room, dtype=torch.int32, device=device)
         self._tables = torch.zeros(room, max_blocks, dtype=torch.int32, device=device)
