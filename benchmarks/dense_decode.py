@@ -28,7 +28,7 @@ from dense_report import write_report
 from gpu import Timer, describe_gpu
 from mla_kernels import mla_decode, plan_mla_decode
 from mla_kernels.decode.choice import choose_decode_impl
-from mla_kernels.testing.metrics import SHORT_BAR, measure
+from mla_kernels.testing.metrics import SHORT_BAR, Bar, measure
 
 CHECKED = 6  # requests compared with the definition, spread over the batch
 OURS = {
@@ -40,6 +40,9 @@ OURS = {
     "mla_kernels/triton/flash": {"impl": "triton", "rescale": "flash"},
     "mla_kernels/triton/pow2/deterministic": {"impl": "triton", "deterministic": True},
 }
+
+# A peer that rounds q and P to e4m3 cannot meet our bar: it is checked for being the same product.
+BARS = {"peer/flashmla_fp8": Bar(1e-1, 2e-1, 2e-1)}
 
 
 def ours(batch: Batch, options: dict[str, Any]) -> Run | None:
@@ -107,8 +110,9 @@ def check(batch: Batch, wanted: re.Pattern[str]) -> tuple[list[dict[str, Any]], 
         try:
             error = measure(run()[requests], want)
             row["rel_err"] = round(error.fro, 6)
-            if SHORT_BAR.failures(error):
-                row["failed"] = "; ".join(SHORT_BAR.failures(error))
+            failures = BARS.get(name, SHORT_BAR).failures(error)
+            if failures:
+                row["failed"] = "; ".join(failures)
         except Exception as problem:
             traceback.print_exc()
             row["failed"] = f"{type(problem).__name__}: {problem}"[:200]

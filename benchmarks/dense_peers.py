@@ -36,6 +36,41 @@ def flashmla(batch: Batch) -> Run | None:
     return run
 
 
+def flashmla_fp8(batch: Batch) -> Run | None:
+    """FlashMLA's dense kernel for per-tensor fp8 caches. It multiplies in fp8: q, rounded to e4m3
+    beforehand as vLLM's layer does, and the softmax weights have 4 significant bits."""
+    if batch.shape.cache != "fp8":
+        return None
+    from vllm.v1.attention.ops.flashmla import (
+        flash_mla_with_kvcache_fp8,
+        get_mla_metadata_dense_fp8,
+    )
+
+    _, s_q, H, _ = batch.q.shape
+    metadata, num_splits = get_mla_metadata_dense_fp8(batch.seq_lens, s_q * H, 1)
+    q = batch.q.to(torch.float8_e4m3fn)
+    cache = batch.kv_cache.unsqueeze(2)
+    q_scale = torch.ones(1, device=q.device)
+    kv_scale = torch.full((1,), batch.kv_scale or 1.0, device=q.device)
+
+    def run() -> torch.Tensor:
+        return flash_mla_with_kvcache_fp8(
+            q,
+            cache,
+            batch.block_table,
+            batch.seq_lens,
+            LATENT,
+            metadata,
+            num_splits,
+            softmax_scale=SCALE,
+            causal=True,
+            descale_q=q_scale,
+            descale_k=kv_scale,
+        )[0]
+
+    return run
+
+
 def flash_attention_3(batch: Batch) -> Run | None:
     """FlashAttention-3 with q_v (the absorbed form), its schedule computed once: bf16 only."""
     if batch.shape.cache != "bf16":
@@ -132,6 +167,7 @@ def vllm_triton(batch: Batch) -> Run | None:
 
 PEERS: dict[str, Callable[[Batch], Run | None]] = {
     "peer/flashmla": flashmla,
+    "peer/flashmla_fp8": flashmla_fp8,
     "peer/fa3": flash_attention_3,
     "peer/vllm_triton": vllm_triton,
 }
