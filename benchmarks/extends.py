@@ -139,8 +139,8 @@ def markdown(result: Row) -> str:
         *([result["note"], ""] if "note" in result else []),
         f"Milliseconds from a request to its first token, alone in the engine: {result['layers']} "
         f"dense layers of {of}, random weights, bf16. `context` tokens are in the prefix cache, "
-        "`new` are not. `absorbed`: this backend, which takes ends of at most twice the heads (and "
-        "128) in absorbed form; `expanded`: with MLA_BACKEND_EXTEND_TOKENS=0.",
+        "`new` are not. `absorbed`: this backend, which takes short ends in absorbed "
+        "form, by docs/plugin.md; `expanded`: with MLA_BACKEND_EXTEND_TOKENS=0.",
         "",
         f"| heads | context | new | {' | '.join(engines)} | expanded / absorbed |"
         + (" best peer / absorbed |" if peers else ""),

@@ -73,8 +73,9 @@ ENV_VARS: dict[str, EnvVar] = {
             "auto",
             _auto_or_count(512),
             "The end of a prompt whose rest is cached attends in absorbed form, like decode "
-            "tokens, if it has at most so many tokens. `auto`: twice the heads of a rank, at most "
-            "128; `0`, or `auto` in batch-invariant mode: never.",
+            "tokens, if it has at most so many tokens. `auto`: twice the heads of a rank, with the "
+            "Hopper kernel twice the rows of a piece, at most 128; `0`, or `auto` in "
+            "batch-invariant mode: never.",
         ),
         EnvVar(
             "MLA_BACKEND_CHECK",

@@ -46,15 +46,16 @@ def longest_extend(kernel: DecodeKernel, num_heads: int) -> int:
     """New tokens up to which a prompt's end attends in absorbed form; 0 = none does.
 
     By MLA_BACKEND_EXTEND_TOKENS. By itself not in batch-invariant mode, where the form must not
-    depend on what else is in a step. With few heads a row leaves its tile of 64 partly empty, or
-    on a CPU multiplies thin matrices, so fewer tokens pay.
+    depend on what else is in a step. Twice the rows of a piece, as rows that do not fill a tile of
+    64 pay less; on a CPU, where matrices stay thin, twice the heads.
     """
     asked: int | None = envs.get("MLA_BACKEND_EXTEND_TOKENS")
     if asked is not None:
         return asked
     if kernel.deterministic:
         return 0
-    return min(MOST_TOKENS, 2 * num_heads)
+    tokens = longest_piece(kernel, num_heads) if kernel.impl == "hopper" else 1
+    return min(MOST_TOKENS, 2 * num_heads * tokens)
 
 
 def pays(query_lens: np.ndarray, contexts: np.ndarray, most_s_q: int, longest: int) -> bool:

@@ -15,14 +15,25 @@ def kernel(impl="hopper", deterministic=False):
     return SimpleNamespace(impl=impl, deterministic=deterministic)
 
 
-@pytest.mark.parametrize("heads, expected", [(128, 128), (64, 128), (32, 64), (16, 32), (8, 16)])
-def test_the_longest_follows_the_heads(heads, expected):
-    assert extends.longest_extend(kernel(), heads) == expected
+@pytest.mark.parametrize(
+    "impl, heads, expected",
+    [
+        ("hopper", 128, 128),
+        ("hopper", 64, 128),
+        ("hopper", 16, 128),  # pieces fill its tile
+        ("hopper", 4, 64),  # not with 8 tokens of 4 heads
+        ("triton", 32, 64),
+        ("triton", 16, 32),
+        ("torch", 16, 32),
+    ],
+)
+def test_the_longest_follows_the_rows(impl, heads, expected):
+    assert extends.longest_extend(kernel(impl), heads) == expected
 
 
 @pytest.mark.parametrize("impl", ["torch", "hopper", "triton"])
 def test_none_in_batch_invariant_mode(impl):
-    assert extends.longest_extend(kernel(impl), 16) == 32
+    assert extends.longest_extend(kernel(impl), 16) >= 32
     assert extends.longest_extend(kernel(impl, deterministic=True), 16) == 0
 
 
