@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The GPU kernels: ragged, poisoned batches; CUDA graphs; the same bits in any batch."""
 
+import math
+
 import pytest
 import torch
 from mla_kernels import mla_decode, plan_mla_decode
@@ -104,6 +106,29 @@ def test_references_that_move_in_every_tile_of_fp8_caches(impl, cache, heads):
     case = unrounded_case(lengths, cache, tokens=tokens, num_heads=heads, q_std=20.0)
     check(case, impl)
     check(case, impl, deterministic=True)
+
+
+@pytest.mark.parametrize("cache", ["fp8", "fp8_ds_mla"])
+@pytest.mark.parametrize("heads", [16, 32, 64, 128])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_many_short_requests_of_fp8_caches(impl, cache, heads, deterministic):
+    """Programs with several requests, many of one tile: the next query is on its way while the last
+    scores of the one before become probabilities."""
+    lengths = torch.randint(0, 500, (400,), generator=torch.Generator().manual_seed(0)).tolist()
+    case = decode_case(lengths, num_heads=heads, q_std=0.5, device="cuda", **CACHES[cache])
+    check(case, impl, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("heads", [16, 32, 64])
+@pytest.mark.parametrize("size", [1e-5, 1e4])
+def test_queries_of_any_size_for_fp8_caches(impl, heads, size):
+    """fp16 alone would hold neither."""
+    scale = 2.0 ** -round(math.log2(size * 64))
+    case = decode_case(
+        [300, 65, 5, 1000], num_heads=heads, q_std=size, k_std=1 / size, device="cuda",
+        cache_dtype=torch.float8_e4m3fn, kv_scale=scale,
+    )  # fmt: skip
+    check(case, impl)
 
 
 @pytest.mark.parametrize(

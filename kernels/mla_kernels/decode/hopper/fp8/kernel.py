@@ -14,8 +14,9 @@ bytes, read twice, and becomes fp16, exactly, in the registers that the tensor c
 
     barrier      arrives       waits            means
     full_a/b     TMA           WG0 or 3; WG1/2  a half tile (b: and what follows it) has landed
-    full_q       TMA           WG0              the query tile has landed
-    ready_q      WG0           WG3              it is converted, and the references are reset
+    full_q       TMA           WG0, WG3         the query tile has landed
+    full_tops    WG0, WG3      WG3, WG0         the largest of both halves of it are known
+    ready_q      WG0, WG3      WG3, WG0         both are converted, and the references are reset
     decided      WG0 / WG3     WG3 / WG0        a tile's references are final
     full_p       WG0 / WG3     WG1, WG2         P^T of a tile and its factors are published
     empty_p      WG1, WG2      WG0 / WG3        both have read it
@@ -24,7 +25,9 @@ bytes, read twice, and becomes fp16, exactly, in the registers that the tensor c
     empty_out    WG1, WG2      WG0              both have read it
 
 A ring slot is free for its next load when its warpgroup has multiplied it: P^T of a tile exists
-only if its scores are done. P^T has two slots, one for WG0's tiles and one for WG3's.
+only if its scores are done. P^T has two slots, one for WG0's tiles and one for WG3's. The next
+segment's query is asked for when the last scores of a segment are made, by the warpgroup of WG0 and
+WG3 that has not made them.
 
 fp8_ds_mla: a group of 128 columns of a token has the scale s_g. Keys and values are s_g / max s
 times their codes, in fp16; scores take max s as a factor at the end, and the rope columns, which
@@ -51,7 +54,7 @@ DS_MLA_ROPE = gl.constexpr(Fp8DsMlaLayout().rope_offset // 2)
 
 @gluon.jit(do_not_specialize=["table_stride", "num_rows", "num_heads", "s_q"])
 def hopper_fp8_kernel(
-    q_desc,  # latent part [B, s_q * H, 512] bf16, boxes [1, N, 64]
+    q_desc,  # latent part [B, s_q * H, 512] bf16, boxes [1, N, 512]
     q_rope_desc,  # rope part [B, s_q * H, 64] bf16, boxes [1, N, 64]
     kv_desc,  # the cache's rows as 16-bit units, boxes [64, 128]
     rope_desc,  # the same, boxes [64, 32]; fp8_ds_mla: [64, 64]
@@ -88,8 +91,7 @@ def hopper_fp8_kernel(
     start = read_start(parts)
     ring_a = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, BLOCK, 128], rows_of(128))
     ring_b = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, BLOCK, 128], rows_of(128))
-    query = gl.allocate_shared_memory(gl.float16, [8, N, 64], rows_of(64))
-    rope_q = gl.allocate_shared_memory(gl.bfloat16, [N, 64], rows_of(64))
+    query = gl.allocate_shared_memory(gl.float16, [9, N, 64], rows_of(64))  # the last: rope
     if GROUPED:
         rope_ring = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, BLOCK, 64], rows_of(64))
         scale_ring = gl.allocate_shared_memory(gl.float32, [SLOTS, BLOCK, 4], SCALES)
@@ -102,8 +104,7 @@ def hopper_fp8_kernel(
     bases = gl.allocate_shared_memory(gl.float32, [N], VECTOR)
     factors = gl.allocate_shared_memory(gl.float32, [2, N], VECTOR)
     moved = gl.allocate_shared_memory(gl.int32, [2, 1], VECTOR)
-    highest_0 = gl.allocate_shared_memory(gl.float32, [4], VECTOR)
-    highest_1 = gl.allocate_shared_memory(gl.float32, [4], VECTOR)
+    tops = gl.allocate_shared_memory(gl.float32, [2, 1], VECTOR)
     row_scales = gl.allocate_shared_memory(gl.float32, [1], VECTOR)
     sums = gl.allocate_shared_memory(gl.float32, [N], VECTOR)
     inverse = gl.allocate_shared_memory(gl.float32, [N], VECTOR)
@@ -118,7 +119,8 @@ def hopper_fp8_kernel(
     empty_p = barriers(2, 2)
     decided = barriers(2, 1)
     full_q = barriers(1, 1).index(0)
-    ready_q = barriers(1, 1).index(0)
+    full_tops = barriers(1, 2).index(0)
+    ready_q = barriers(1, 2).index(0)
     full_sums = barriers(1, 1).index(0)
     full_out = barriers(1, 1).index(0)
     empty_out = barriers(1, 2).index(0)
@@ -128,9 +130,9 @@ def hopper_fp8_kernel(
             (scores_warpgroup, (
                 q_desc, q_rope_desc, kv_scale,
                 start, requests, seq_lens, table, table_stride, lse, part_sums, scale_log2,
-                query, rope_q, full_q, ready_q, row_scales,
+                query, full_q, tops, full_tops, ready_q, row_scales,
                 ring_a, ring_b, rope_ring, scale_ring, ratios,
-                full_a, full_b, p_ring, bases, factors, moved, highest_0, decided,
+                full_a, full_b, p_ring, bases, factors, moved, decided,
                 full_p, empty_p, sums, limits, zeros, full_sums, inverse, full_out, empty_out,
                 num_rows, num_heads, s_q,
                 0, N, SLOTS, ADDENDS, AHEAD, GROUPED, LOAD_SCALE, CAUSAL, CHUNKED,
@@ -152,9 +154,9 @@ def hopper_fp8_kernel(
             (scores_warpgroup, (
                 q_desc, q_rope_desc, kv_scale,
                 start, requests, seq_lens, table, table_stride, lse, part_sums, scale_log2,
-                query, rope_q, full_q, ready_q, row_scales,
+                query, full_q, tops, full_tops, ready_q, row_scales,
                 ring_a, ring_b, rope_ring, scale_ring, ratios,
-                full_a, full_b, p_ring, bases, factors, moved, highest_1, decided,
+                full_a, full_b, p_ring, bases, factors, moved, decided,
                 full_p, empty_p, sums, limits, zeros, full_sums, inverse, full_out, empty_out,
                 num_rows, num_heads, s_q,
                 1, N, SLOTS, ADDENDS, AHEAD, GROUPED, LOAD_SCALE, CAUSAL, CHUNKED,

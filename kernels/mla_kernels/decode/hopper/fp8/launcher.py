@@ -46,7 +46,7 @@ def launch_fp8(
     launch(
         hopper_fp8_kernel,
         (triton.cdiv(rows, config["N"]), plan.parts.shape[0]),
-        TensorDescriptor.from_tensor(latent, [1, config["N"], 64], QUERY_TILE.value),
+        TensorDescriptor.from_tensor(latent, [1, config["N"], 512], QUERY_TILE.value),
         TensorDescriptor.from_tensor(rope, [1, config["N"], 64], QUERY_TILE.value),
         kv_desc,
         TensorDescriptor.from_tensor(units, [64, rope_width], rows_of(rope_width)),

@@ -24,7 +24,7 @@ from mla_kernels.decode.hopper.fp8.operands import (
 
 @gluon.jit
 def tile_scores(
-    ring_a, ring_b, rope_ring, slot, query, zero, rope_q, scales, inverse,
+    ring_a, ring_b, rope_ring, slot, query, zero, scales, inverse,
     N: gl.constexpr, ADDENDS: gl.constexpr, AHEAD: gl.constexpr, GROUPED: gl.constexpr,
 ):  # fmt: skip
     """S^T [64, N], as ADDENDS: products of few heads take longer to follow one another in one sum
@@ -38,20 +38,16 @@ def tile_scores(
     s = gl.zeros([64, N], gl.float32, accumulator(N))
     s_b = s
     units = key_units(ring_a, ring_b, rope_ring, slot, 0, OPERAND)
+    s_rope = s
     if GROUPED:
-        s = warpgroup_mma(
+        rope_q = query.index(8)._reinterpret(gl.bfloat16, [N, 64], rows_of(64))
+        s_rope = warpgroup_mma(
             rope_ring.index(slot), rope_q.permute((1, 0)), s, use_acc=False, is_async=True
         )
-        s = warpgroup_mma_wait(0, deps=(s,))
-        s = s * inverse[:, None]
     for c in gl.static_range(CHUNKS):
-        if c < 16:
-            b_a = query.index(zero + c // 4 * 2).slice(c % 4 * 16, 16, dim=1).permute((1, 0))
-            b_b = query.index(zero + c // 4 * 2 + 1).slice(c % 4 * 16, 16, dim=1).permute((1, 0))
-        else:
-            rope = rope_q._reinterpret(gl.float16, [N, 64], rows_of(64))
-            b_a = rope.slice(c * 16 - 256, 16, dim=1).permute((1, 0))
-            b_b = rope.slice(c * 16 - 224, 16, dim=1).permute((1, 0))
+        block = query.index(zero + c // 2)
+        b_a = block.slice(c % 2 * 32, 16, dim=1).permute((1, 0))
+        b_b = block.slice(c % 2 * 32 + 16, 16, dim=1).permute((1, 0))
         later = units
         if c + 1 < CHUNKS:
             later = key_units(ring_a, ring_b, rope_ring, slot, c + 1, OPERAND)
@@ -60,19 +56,29 @@ def tile_scores(
             ratio = (scales[c // 4] * inverse).to(gl.float16)
             ratio = gl.convert_layout(ratio, gl.SliceLayout(1, OPERAND), assert_trivial=True)
             keys = scaled(keys, ratio, 1)
-        s = warpgroup_mma(keys, b_a, s, use_acc=GROUPED or c > 0, is_async=True)
+        s = warpgroup_mma(keys, b_a, s, use_acc=c > 0, is_async=True)
         keys = halves(units, HIGH_TO_F16)
         if GROUPED:
             keys = scaled(keys, ratio, 1)
         if ADDENDS == 1:
             s = warpgroup_mma(keys, b_b, s, is_async=True)
-            s = warpgroup_mma_wait(0 if c + 1 == CHUNKS else AHEAD, deps=(s,))
+            if GROUPED:
+                s, s_rope = warpgroup_mma_wait(0 if c + 1 == CHUNKS else AHEAD, deps=(s, s_rope))
+            else:
+                s = warpgroup_mma_wait(0 if c + 1 == CHUNKS else AHEAD, deps=(s,))
         else:
             s_b = warpgroup_mma(keys, b_b, s_b, use_acc=c > 0, is_async=True)
-            s, s_b = warpgroup_mma_wait(0 if c + 1 == CHUNKS else AHEAD, deps=(s, s_b))
+            if GROUPED:
+                s, s_b, s_rope = warpgroup_mma_wait(
+                    0 if c + 1 == CHUNKS else AHEAD, deps=(s, s_b, s_rope)
+                )
+            else:
+                s, s_b = warpgroup_mma_wait(0 if c + 1 == CHUNKS else AHEAD, deps=(s, s_b))
         units = later
     if ADDENDS == 2:
         s = s + s_b
+    if GROUPED:
+        s = gl.fma(s_rope, inverse[:, None] + gl.zeros_like(s), s)
     return s
 
 

@@ -1,37 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The query tile as B operand of the scores."""
+"""The query tile as B operand of the scores: both scores warpgroups turn half of it into fp16."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from mla_kernels.decode.hopper.fp8.operands import rows_of
 from mla_kernels.decode.hopper.gluon_compat import tma_load
 from mla_kernels.decode.hopper.layouts import QUERY_TILE
-from mla_kernels.decode.triton.few_rows.operands import powers_of_two, query_pairs
+from mla_kernels.decode.triton.few_rows.operands import powers_of_two
+
+GROUP = gl.constexpr(32)  # columns that one thread reorders: two B operands of a product
 
 
 @gluon.jit
-def load_query(q_desc, q_rope_desc, request, query, rope, full):
-    """A request's rows of this program as they are, in blocks of 64 columns; rows past its last
-    are zero."""
-    N: gl.constexpr = rope.shape[0]
+def load_query(q_desc, q_rope_desc, request, query, full):
+    """A request's rows of this program as they are, in blocks of 64 columns, the last of which is
+    the rope part; rows past its last are zero."""
+    N: gl.constexpr = query.shape[1]
     row = gl.program_id(0) * N
     mbarrier.expect(full, N * 576 * 2)
-    for g in gl.static_range(8):
-        box = query.index(g)._reinterpret(gl.bfloat16, [1, N, 64], QUERY_TILE)
-        tma_load(q_desc, [request, row, g * 64], full, box)
-    box = rope._reinterpret(gl.bfloat16, [1, N, 64], QUERY_TILE)
+    box = query._reinterpret(gl.bfloat16, [1, N, 512], QUERY_TILE)
+    tma_load(q_desc, [request, row, 0], full, box)
+    box = query.index(8)._reinterpret(gl.bfloat16, [1, N, 64], QUERY_TILE)
     tma_load(q_rope_desc, [request, row, 0], full, box)
 
 
-LARGER = gl.constexpr("{ .reg .b32 x; abs.bf16x2 x, $1; max.bf16x2 $0, x, $2; }")
-TIMES_TO_F16 = gl.constexpr(
+@gluon.constexpr_function
+def by_groups(rows, columns):
+    """[rows, columns] of a warpgroup, a group of a row a thread; 16-byte accesses of eight threads
+    meet no bank twice."""
+    down = min(4, max(1, rows // 16))
+    return gl.BlockedLayout([1, GROUP.value], [16, 2], [down, 4 // down], [1, 0])
+
+
+# The larger of two numbers' sizes, with some sign.
+LARGER = gl.constexpr("max.xorsign.abs.bf16x2 $0, $1, $2;")
+TO_F16 = gl.constexpr(
     """{
-    .reg .f32 low, high;
+    .reg .b32 low, high;
     shl.b32 low, $1, 16;
     and.b32 high, $1, 0xffff0000;
-    mul.f32 low, low, $2;
-    mul.f32 high, high, $3;
     cvt.rn.f16x2.f32 $0, high, low;
     }"""
 )
@@ -39,49 +48,100 @@ TIMES_TO_F16 = gl.constexpr(
 
 @gluon.jit
 def larger(x, most):
-    """The larger of |x| and most, bf16."""
     return gl.inline_asm_elementwise(
         LARGER, "=r,r,r", [x, most], dtype=gl.bfloat16, is_pure=True, pack=2
     )
 
 
 @gluon.jit
-def times_to_f16(x, factor):
-    """bf16 times an fp32 scalar, as fp16."""
-    factor = gl.zeros_like(x).to(gl.float32) + factor
+def times(x, factor):
+    """bf16 times a power of two, two at a time."""
+    factor = gl.zeros_like(x) + factor.to(gl.bfloat16)
     return gl.inline_asm_elementwise(
-        TIMES_TO_F16, "=r,r,r,r", [x, factor], dtype=gl.float16, is_pure=True, pack=2
-    )
+        "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [x, factor],
+        dtype=gl.bfloat16, is_pure=True, pack=2,
+    )  # fmt: skip
 
 
 @gluon.jit
-def query_block(query, g, L: gl.constexpr):
-    return query.index(g).load(L).to(gl.bfloat16, bitcast=True)
+def to_f16(x):
+    return gl.inline_asm_elementwise(TO_F16, "=r,r", [x], dtype=gl.float16, is_pure=True, pack=2)
 
 
 @gluon.jit
-def convert_query(query, rope, GROUPED: gl.constexpr):
-    """Turn the bf16 query rows in [8, N, 64] into B operands in place: blocks 2j and 2j + 1 become
-    the columns a and b of both, fp16 below 2 in size. Returns the power of two that this took
-    away. The rope part [N, 64] likewise, a before b; if GROUPED it stays bf16."""
-    N: gl.constexpr = rope.shape[0]
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    most = larger(rope.load(L), gl.zeros([N, 64], gl.bfloat16, L))
-    for g in range(8):
-        most = larger(query_block(query, g, L), most)
-    down, up = powers_of_two(gl.max(gl.reshape(most.to(gl.float32), [N * 64]), 0))
-    for j in range(4):
-        left_a, left_b = query_pairs(times_to_f16(query_block(query, 2 * j, L), down))
-        right_a, right_b = query_pairs(times_to_f16(query_block(query, 2 * j + 1, L), down))
-        query.index(2 * j).slice(0, 32, dim=1).store(left_a)
-        query.index(2 * j).slice(32, 32, dim=1).store(right_a)
-        query.index(2 * j + 1).slice(0, 32, dim=1).store(left_b)
-        query.index(2 * j + 1).slice(32, 32, dim=1).store(right_b)
-    values = rope.load(L)
-    if GROUPED:
-        rope.store((values.to(gl.float32) * down).to(gl.bfloat16))
+def pairs_apart(x):
+    """Of every 32 columns the pairs 4u, 4u + 1 before the pairs 4u + 2, 4u + 3: what low and high
+    codes are multiplied by (operands.py)."""
+    N: gl.constexpr = x.shape[0]
+    C: gl.constexpr = x.shape[1]
+    x = gl.reshape(x, [N, C // GROUP, 8, 2, 2])
+    return gl.reshape(gl.permute(x, (0, 1, 3, 2, 4)), [N, C])
+
+
+@gluon.jit
+def wide_blocks(query):
+    """[9, N, 64] as blocks of 4096 elements, 32 a thread; with 64 rows the rope part is one."""
+    N: gl.constexpr = query.shape[1]
+    return query._reinterpret(gl.bfloat16, [9 * N // 64, N, 4096 // N], rows_of(64))
+
+
+@gluon.jit
+def rope_of(query):
+    N: gl.constexpr = query.shape[1]
+    return query.index(8)._reinterpret(gl.bfloat16, [N, 64], rows_of(64))
+
+
+@gluon.jit
+def largest_of_thread(x):
+    """[N, C] by_groups -> [N, C // 32, 2]: the larger sizes of each thread's even and odd."""
+    N: gl.constexpr = x.shape[0]
+    GROUPS: gl.constexpr = x.shape[1] // GROUP
+    x = gl.reshape(x, [N, GROUPS, GROUP])
+    for i in gl.static_range(4):
+        x = gl.reshape(x, [N, GROUPS, 2, GROUP >> (i + 1)])
+        left, right = gl.split(gl.permute(x, (0, 1, 3, 2)))
+        x = larger(left, right)
+    return x
+
+
+@gluon.jit
+def convert_query(query, tops, full_tops, phase, zero, ME: gl.constexpr, GROUPED: gl.constexpr):
+    """Turn half of the bf16 query rows in [9, N, 64] into B operands in place: fp16 below 2 in
+    size, `pairs_apart`. Returns the power of two that this took away, which both warpgroups agree
+    on by way of `tops`. With the second half the rope part likewise; if GROUPED it stays bf16, as
+    it is ordered.
+
+    zero    0, from shared memory: the compiler may not unroll the loops. This code runs once a
+            segment, and fetching instructions is what it takes time for"""
+    N: gl.constexpr = query.shape[1]
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    HALF: gl.constexpr = N // 16
+    WITH_ROPE: gl.constexpr = ME if N == 64 else 0  # as another block
+    first = ME * HALF
+    last = first + HALF + WITH_ROPE + zero
+    blocks = wide_blocks(query)
+    L: gl.constexpr = by_groups(N, 4096 // N)
+    most = gl.zeros([N, 4096 // N], gl.bfloat16, L)
+    for g in range(first, last):
+        most = larger(blocks.index(g).load(L), most)
+    if ME == 1 and N < 64:
+        ROPE: gl.constexpr = by_groups(N, 64)
+        rope = gl.abs(rope_of(query).load(ROPE).to(gl.float32))
+        top = gl.max(gl.reshape(rope, [N * 64]), 0)
     else:
-        a, b = query_pairs(times_to_f16(values, down))
-        rope.slice(0, 32, dim=1).store(a.to(gl.bfloat16, bitcast=True))
-        rope.slice(32, 32, dim=1).store(b.to(gl.bfloat16, bitcast=True))
+        top = gl.to_tensor(0.0)
+    own = gl.abs(largest_of_thread(most).to(gl.float32))
+    top = gl.maximum(top, gl.max(gl.reshape(own, [256]), 0))
+    tops.index(ME).store(gl.full([1], 0.0, gl.float32, ONE) + top)
+    mbarrier.arrive(full_tops, count=1)
+    mbarrier.wait(full_tops, phase)
+    down, up = powers_of_two(gl.maximum(top, gl.max(tops.index(1 - ME).load(ONE), 0)))
+    for g in range(first, last):
+        values = pairs_apart(to_f16(times(blocks.index(g).load(L), down)))
+        blocks.index(g).store(values.to(gl.bfloat16, bitcast=True))
+    if ME == 1 and N < 64:
+        values = times(rope_of(query).load(ROPE), down)
+        if not GROUPED:
+            values = pairs_apart(to_f16(values)).to(gl.bfloat16, bitcast=True)
+        rope_of(query).store(values)
     return up

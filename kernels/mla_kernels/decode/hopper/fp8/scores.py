@@ -20,14 +20,15 @@ from mla_kernels.decode.hopper.fp8.products import tile_scores
 from mla_kernels.decode.hopper.fp8.query import convert_query, load_query
 from mla_kernels.decode.hopper.fp8.softmax import (
     along_pairs,
+    any_moves,
     load_scale,
     log2,
     pair_max,
     round_f16,
     store_ratios,
 )
-from mla_kernels.decode.hopper.fp8.sums import at_factors, of_warps
-from mla_kernels.decode.hopper.layouts import BLOCK
+from mla_kernels.decode.hopper.fp8.sums import at_factors, by_products, no_sums, of_warps
+from mla_kernels.decode.hopper.layouts import BLOCK, SCALES_READ
 from mla_kernels.decode.hopper.stream import next_segment, start_segment
 from mla_kernels.decode.triton.few_rows.operands import LEAST_SCALE
 from mla_kernels.decode.triton.softmax import integer_reference, pow2_int
@@ -36,6 +37,7 @@ LN2 = gl.constexpr(numerics.LN2)
 GRID_OFFSET = gl.constexpr(numerics.GRID_OFFSET)
 EXPONENT_FLOOR = gl.constexpr(numerics.EXPONENT_FLOOR)
 TAU = gl.constexpr(numerics.TAU)
+COLUMNS = gl.constexpr(gl.BlockedLayout([4, 1], [1, 32], [1, 4], [0, 1]))  # [4, N]: a row's
 ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # an element a thread
 
 
@@ -51,8 +53,8 @@ def follow(sums, factors, moved):
 def scores_warpgroup(
     q_desc, q_rope_desc, kv_scale,
     start, requests, seq_lens, table, table_stride, lse, part_sums, scale_log2,
-    query, rope_q, full_q, ready_q, row_scales, ring_a, ring_b, rope_ring, scale_ring,
-    ratios, full_a, full_b, p_ring, bases, factors, moved, highest, decided, full_p, empty_p,
+    query, full_q, tops, full_tops, ready_q, row_scales, ring_a, ring_b, rope_ring,
+    scale_ring, ratios, full_a, full_b, p_ring, bases, factors, moved, decided, full_p, empty_p,
     sums, limits, zeros, full_sums, inverse, full_out, empty_out, num_rows, num_heads, s_q,
     ME: gl.constexpr, N: gl.constexpr, SLOTS: gl.constexpr,
     ADDENDS: gl.constexpr, AHEAD: gl.constexpr, GROUPED: gl.constexpr,
@@ -60,7 +62,6 @@ def scores_warpgroup(
 ):  # fmt: skip
     SCORES: gl.constexpr = accumulator(N)
     HEAD: gl.constexpr = gl.SliceLayout(0, SCORES)
-    EACH: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])  # all of [4] in every thread
     OTHER: gl.constexpr = 1 - ME
     cache_scale = gl.to_tensor(1.0)
     if LOAD_SCALE:
@@ -75,22 +76,27 @@ def scores_warpgroup(
     plan, request, lo, hi, end, split = start_segment(
         start, seq_lens, requests, table, table_stride, CHUNKED
     )
+    if ME == 0 and request <= plan.last:
+        load_query(q_desc, q_rope_desc, request, query, full_q)
     while request <= plan.last:
         length = gl.load(seq_lens + request)
+        mbarrier.wait(full_q, segment & 1)
         if ME == 0:
-            load_query(q_desc, q_rope_desc, request, query, rope_q, full_q)
-            mbarrier.wait(full_q, segment & 1)
-            up = convert_query(query, rope_q, GROUPED)
-            row_scales.store(gl.full([1], 0.0, gl.float32, ONE) + scale_log2 * cache_scale * up)
             bases.store(gl.full([N], EXPONENT_FLOOR + GRID_OFFSET, gl.float32, ONE))
             if CAUSAL:
                 behind = length - (s_q - 1) + row // num_heads
                 limits.store(gl.minimum(behind, hi * BLOCK))
-            fence_async_shared()
-            mbarrier.arrive(ready_q, count=1)
+        zero = gl.max(zeros.load(ONE), 0)
+        up = convert_query(query, tops, full_tops, segment & 1, zero, ME, GROUPED)
+        if ME == 0:
+            row_scales.store(gl.full([1], 0.0, gl.float32, ONE) + scale_log2 * cache_scale * up)
+        fence_async_shared()
+        mbarrier.arrive(ready_q, count=1)
+        mbarrier.wait(ready_q, segment & 1)
+        if GROUPED:
+            weight = of_warps(gl.zeros([BLOCK, N], gl.float32, SCORES), False)  # row sums
         else:
-            mbarrier.wait(ready_q, segment & 1)
-        weight = of_warps(gl.zeros([BLOCK, N], gl.float32, SCORES), False)  # row sums
+            weight = no_sums(N)
         # Row r may see keys below `limit`; tiles below `unmasked` need no mask at all.
         unmasked = length // BLOCK
         if CAUSAL:
@@ -117,11 +123,9 @@ def scores_warpgroup(
                 )
                 largest = gl.maximum(largest, LEAST_SCALE)
                 inverse_scale = 1.0 / largest
-                mbarrier.wait(empty_p.index(ME), ((number >> 1) & 1) ^ 1)
-                store_ratios(scales, inverse_scale, ratios.index(ME))
             zero = gl.max(zeros.load(ONE), 0)
             x = tile_scores(
-                ring_a, ring_b, rope_ring, i, query, zero, rope_q, scales, inverse_scale,
+                ring_a, ring_b, rope_ring, i, query, zero, scales, inverse_scale,
                 N, ADDENDS, AHEAD, GROUPED,
             )  # fmt: skip
             row_scale = gl.max(row_scales.load(ONE), 0)
@@ -137,8 +141,9 @@ def scores_warpgroup(
                     limit = gl.full([N], 0, gl.int32, HEAD) + gl.minimum(length, hi * BLOCK)
                 seen = (n * BLOCK + token)[:, None] < limit[None, :]
                 x = gl.where(seen, x, float("-inf"))
-            if not GROUPED:
-                mbarrier.wait(empty_p.index(ME), ((number >> 1) & 1) ^ 1)
+            mbarrier.wait(empty_p.index(ME), ((number >> 1) & 1) ^ 1)
+            if GROUPED:
+                store_ratios(scales, inverse_scale, ratios.index(ME))
             mbarrier.wait(decided.index(OTHER), ((number - 1) >> 1) & 1)
             weight = follow(weight, factors.index(OTHER), moved.index(OTHER))
             base = bases.load(HEAD)
@@ -146,11 +151,12 @@ def scores_warpgroup(
             highs = pair_max(x)
             WEIGHT: gl.constexpr = highs.type.layout
             above = highs - along_pairs(base, WEIGHT)
-            highest.store(gl.max(gl.reshape(above, [4, 8 * N]), 1))
-            moves = (gl.max(highest.load(EACH), 0) > TAU).to(gl.int32)
+            votes = p_ring.index(ME).slice(0, max(8, 256 // N), dim=0)  # nobody reads it now
+            moves = any_moves(above, votes._reinterpret(gl.int32, [32, 4], SCALES_READ))
             moved.index(ME).store(gl.full([1], 0, gl.int32, ONE) + moves)
             if moves != 0:
-                most = gl.convert_layout(gl.max(of_warps(x, True), 0), ONE)
+                most = gl.convert_layout(of_warps(x, True), COLUMNS)
+                most = gl.convert_layout(gl.max(most, 0), ONE, assert_trivial=True)
                 top = integer_reference(most) + GRID_OFFSET
                 now = bases.load(ONE)
                 top = gl.where(top > now + TAU, top, now)
@@ -161,21 +167,30 @@ def scores_warpgroup(
             mbarrier.arrive(decided.index(ME), count=1)
             p = gl.exp2(x - base[None, :])
             rounded = round_f16(p)
-            if GROUPED:
-                weight += of_warps(p * inverse_scale[:, None], False)
-            else:
-                weight += of_warps(rounded.to(gl.float32), False)
-            p_ring.index(zero + ME).store(rounded)
+            p_ring.index(ME).store(rounded)
             fence_async_shared()
             mbarrier.arrive(full_p.index(ME), count=1)
+            # From shared memory, as the compiler would put sums from registers before the
+            # hand-over, which the value warpgroups wait for.
+            if GROUPED:
+                p = p_ring.index(ME).load(SCORES).to(gl.float32) * inverse_scale[:, None]
+                weight += of_warps(p, False)
+            else:
+                weight += by_products(p_ring.index(ME))
 
         after, after_lo, after_hi, after_end = next_segment(plan, request, hi, end)
         before = before + (hi - lo)
         last = before - 1
         if (last & 1) != ME:
             mbarrier.wait(decided.index(OTHER), (last >> 1) & 1)
+            # The last scores are made: nobody reads this query any more.
+            if after <= plan.last:
+                load_query(q_desc, q_rope_desc, after, query, full_q)
             weight = follow(weight, factors.index(OTHER), moved.index(OTHER))
-        total = gl.convert_layout(gl.sum(weight, 0), ONE)
+        if GROUPED:
+            total = gl.convert_layout(gl.sum(weight, 0), ONE)
+        else:
+            total = gl.convert_layout(gl.max(weight, 1), ONE)
         if ME == 1:
             sums.store(total)
             mbarrier.arrive(full_sums, count=1)

@@ -4,6 +4,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from mla_kernels import numerics
 from mla_kernels.decode.hopper.layouts import BLOCK, SCALES_READ
 
 
@@ -51,6 +52,26 @@ def load_scale(scales, g: gl.constexpr, L: gl.constexpr):
 @gluon.jit
 def pair_max(x):
     return gl.max(gl.reshape(x, [4, 2, 8, x.shape[1]]), 1)
+
+
+ANY_ABOVE = gl.constexpr(f"""{{
+    .reg .pred any;
+    setp.gt.f32 any, $1, {numerics.TAU:.1f};
+    vote.sync.any.pred any, any, 0xffffffff;
+    selp.b32 $0, 1, 0, any;
+}}""")
+
+
+@gluon.jit
+def any_moves(above, votes):
+    """Whether one of [4, 8, N] is above TAU: 1 or 0. A thread looks at its own, a warp votes;
+    votes is shared memory for [32, 4] int32, of all lanes, as that needs no shuffles."""
+    N: gl.constexpr = above.shape[2]
+    own = gl.max(gl.max(gl.reshape(above, [4, 8, N // 8, 4, 2]), 4), 2)
+    vote = gl.inline_asm_elementwise(ANY_ABOVE, "=r,f", [own], dtype=gl.int32, is_pure=True, pack=1)
+    votes.store(gl.permute(gl.reshape(vote, [4, 32]), (1, 0)))
+    of_warps = votes.slice(0, 1, dim=0).load(gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0]))
+    return gl.max(gl.max(of_warps, 1), 0)
 
 
 @gluon.jit

@@ -58,8 +58,8 @@ def specialisations(arch: Arch) -> list[KernelSpec]:
 def descriptors(kv_format: str, n: int) -> dict[str, str]:
     """Types of the TMA descriptors of launcher.py."""
     units = f"tensordesc<bf16[64, 128],{rows_of(128)!r}>"
-    query = f"tensordesc<bf16[1, {n}, 64],{QUERY_TILE.value!r}>"
-    both = {"q_desc": query, "q_rope_desc": query, "kv_desc": units}
+    query, rope_query = (f"tensordesc<bf16[1, {n}, {w}],{QUERY_TILE.value!r}>" for w in (512, 64))
+    both = {"q_desc": query, "q_rope_desc": rope_query, "kv_desc": units}
     if kv_format == "fp8":
         rope = f"tensordesc<bf16[64, 32],{rows_of(32)!r}>"
         return both | {"rope_desc": rope, "scale_desc": units}

@@ -8,6 +8,7 @@ registers fewer where sums are kept from tile to tile.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 
 @gluon.constexpr_function
@@ -58,8 +59,35 @@ def of_warps(x, MOST: gl.constexpr):
     return folded(x, 1, MOST)
 
 
+ROWS_FIRST = gl.constexpr(
+    gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8])
+)
+
+
+@gluon.jit
+def no_sums(N: gl.constexpr):
+    zero = gl.zeros([N, 8], gl.float32, ROWS_FIRST)
+    left, _right = gl.split(gl.reshape(zero, [N, 4, 2]))
+    return left
+
+
+@gluon.jit
+def by_products(p):
+    """P^T [64, N] fp16 in shared memory -> [N, 4]: each row's sum, four times. As products with
+    ones these are 8 instructions, where adding up takes 150."""
+    N: gl.constexpr = p.shape[1]
+    rows = p.permute((1, 0)).load(gl.DotOperandLayout(0, ROWS_FIRST, 2))
+    ones = gl.full([64, 8], 1.0, gl.float16, gl.DotOperandLayout(1, ROWS_FIRST, 2))
+    sums = mma_v2(rows, ones, gl.zeros([N, 8], gl.float32, ROWS_FIRST))
+    left, _right = gl.split(gl.reshape(sums, [N, 4, 2]))
+    return left
+
+
 @gluon.jit
 def at_factors(sums, factors):
-    """[4, N] times [N] shared."""
+    """[4, N], or [N, 4], times [N] shared."""
     L: gl.constexpr = sums.type.layout
-    return sums * factors.load(gl.SliceLayout(0, L))[None, :]
+    if sums.shape[0] == 4:
+        return sums * factors.load(gl.SliceLayout(0, L))[None, :]
+    else:
+        return sums * factors.load(gl.SliceLayout(1, L))[:, None]

@@ -132,7 +132,8 @@ def values_warpgroup(
         start, seq_lens, requests, table, table_stride, CHUNKED
     )
     c = Place(request + 0, lo + 0, hi + 0, end + 0)
-    for j in gl.static_range(SLOTS):
+    # + 0: unrolled, it would take longer, as what runs once waits for its instructions.
+    for j in range(SLOTS + gl.minimum(start.split, 0)):
         c = load_half(
             c, page_of(plan, c), plan, kv_desc, rope_desc, scale_desc,
             ring, rope_ring, scale_ring, full, j, COL, ROPE_COL, GROUPED,
@@ -142,11 +143,17 @@ def values_warpgroup(
         o_b = gl.zeros([64, N], gl.float32, accumulator(N))
         o_c = gl.zeros([64, N], gl.float32, accumulator(N))
         o_d = gl.zeros([64, N], gl.float32, accumulator(N))
-        for _n in range(lo, hi - 1):
+        length = gl.load(seq_lens + request)
+        slot = gl.load(requests + request * 4 + 0)
+        splits = gl.load(requests + request * 4 + 1)
+        for n in range(lo, hi):
             page = page_of(plan, c)
             mbarrier.wait(full_p.index(ip), pp)
             o_a, o_b, o_c, o_d = rescale(o_a, o_b, o_c, o_d, factors.index(ip), moved.index(ip), N)
             mbarrier.wait(full.index(i), phase)
+            left = gl.minimum(length, hi * BLOCK) - n * BLOCK
+            if left < BLOCK:
+                clear_rows_past(ring.index(i), left)
             o_a, o_b, o_c, o_d = add_values(
                 o_a, o_b, o_c, o_d, ring.index(i), p_ring.index(ip),
                 ratios, ip, GROUP, N, PENDING, GROUPED,
@@ -159,30 +166,7 @@ def values_warpgroup(
             i, phase = ring_next(i, phase, SLOTS)
             ip, pp = ring_next(ip, pp, 2)
 
-        # The last tile is peeled: it may have rows behind the request's end.
-        length = gl.load(seq_lens + request)
-        slot = gl.load(requests + request * 4 + 0)
-        splits = gl.load(requests + request * 4 + 1)
         after, after_lo, after_hi, after_end = next_segment(plan, request, hi, end)
-        page = page_of(plan, c)
-        mbarrier.wait(full_p.index(ip), pp)
-        o_a, o_b, o_c, o_d = rescale(o_a, o_b, o_c, o_d, factors.index(ip), moved.index(ip), N)
-        mbarrier.wait(full.index(i), phase)
-        left = gl.minimum(length, hi * BLOCK) - (hi - 1) * BLOCK
-        if left < BLOCK:
-            clear_rows_past(ring.index(i), left)
-        o_a, o_b, o_c, o_d = add_values(
-            o_a, o_b, o_c, o_d, ring.index(i), p_ring.index(ip),
-            ratios, ip, GROUP, N, PENDING, GROUPED,
-        )  # fmt: skip
-        mbarrier.arrive(empty_p.index(ip), count=1)
-        c = load_half(
-            c, page, plan, kv_desc, rope_desc, scale_desc, ring, rope_ring, scale_ring, full, i,
-            COL, ROPE_COL, GROUPED,
-        )  # fmt: skip
-        i, phase = ring_next(i, phase, SLOTS)
-        ip, pp = ring_next(ip, pp, 2)
-
         mbarrier.wait(full_out, po)
         po = po ^ 1
         store_group(
