@@ -57,7 +57,6 @@ def hopper_fp8_query_kernel(
     s_q,
     SLOTS: gl.constexpr,  # tiles of the rings
     SLOTS_P: gl.constexpr,
-    HELD: gl.constexpr,  # of the query's groups of 128 columns, those that stay in registers
     VALUE_REGS: gl.constexpr,  # registers of a value warpgroup's thread
     LOAD_Q_SCALE: gl.constexpr,
     LOAD_SCALE: gl.constexpr,
@@ -75,6 +74,7 @@ def hopper_fp8_query_kernel(
     factors = gl.allocate_shared_memory(gl.float32, [SLOTS_P, 4 * BLOCK], VECTOR)
     lows = gl.allocate_shared_memory(gl.int32, [SLOTS_P, 4], VECTOR)
     inverse = gl.allocate_shared_memory(gl.float32, [BLOCK], VECTOR)
+    limits = gl.allocate_shared_memory(gl.int32, [BLOCK], VECTOR)
     full_a = barriers(SLOTS, 1)
     full_b = barriers(SLOTS, 1)
     full_p = barriers(SLOTS_P, 1)
@@ -89,9 +89,9 @@ def hopper_fp8_query_kernel(
                 q_desc, q_rope_desc, q_scale, kv_scale,
                 start, requests, seq_lens, table, table_stride, lse, part_sums, scale_log2,
                 query, rope_q, full_q, ring_a, ring_b, rope_ring, full_a, full_b,
-                p_ring, factors, lows, full_p, empty_p, inverse, full_out, empty_out,
+                p_ring, factors, lows, full_p, empty_p, inverse, limits, full_out, empty_out,
                 num_rows, num_heads, s_q,
-                SLOTS, SLOTS_P, HELD, LOAD_Q_SCALE, LOAD_SCALE, CAUSAL, CHUNKED,
+                SLOTS, SLOTS_P, LOAD_Q_SCALE, LOAD_SCALE, CAUSAL, CHUNKED,
             )),
             (values_warpgroup, (
                 out, part_acc, kv_desc, rope_desc, table, table_stride, start, requests, seq_lens,

@@ -12,7 +12,7 @@ from mla_kernels.decode.rescale import scale_to_log2
 from mla_kernels.decode.triton.plan import DevicePlan
 from mla_kernels.triton_common.launch import launch
 
-CONFIG = {"SLOTS": 4, "SLOTS_P": 2, "HELD": 0, "VALUE_REGS": 208}
+CONFIG = {"SLOTS": 4, "SLOTS_P": 2, "VALUE_REGS": 208}
 
 
 def launch_fp8_query(

@@ -45,7 +45,9 @@ def _shared(bits: int, width: int) -> gl.constexpr:
 LATENT_UNITS, ROPE_UNITS = _shared(16, 128), _shared(16, 64)
 LATENT_CODES, ROPE_CODES = _shared(8, 128), _shared(8, 64)
 # The same memory as TMA fills it from the queries of one request, [1, 64, units].
-QUERY_LATENT = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3))
+QUERY_LATENT = gl.constexpr(
+    gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+)
 QUERY_ROPE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=3))
 
 EVEN = gl.constexpr("prmt.b32 $0, $1, $2, 0x6420;")

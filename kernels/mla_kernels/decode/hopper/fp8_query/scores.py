@@ -14,7 +14,6 @@ from mla_kernels import numerics
 from mla_kernels.decode.hopper.fp8_query.operands import (
     ACCUMULATOR,
     LATENT_CODES,
-    OPERAND,
     QUERY_LATENT,
     QUERY_ROPE,
     ROPE_CODES,
@@ -43,34 +42,17 @@ def load_query(q_desc, q_rope_desc, request, query, rope, full, ok):
 
 
 @gluon.jit
-def query_registers(query, HELD: gl.constexpr):
-    """The first HELD times 128 columns, as A operands."""
-    held = ()
-    for g in gl.static_range(HELD):
-        held = held + (query.slice(g * 128, 128, dim=1).load(OPERAND),)  # type: ignore  # noqa: RUF005
-    return held
-
-
-@gluon.jit
-def issue_scores(
-    held, query, rope, ring_a, ring_b, rope_ring, full_a, full_b, i, phase, HELD: gl.constexpr
-):
+def issue_scores(query, rope, ring_a, ring_b, rope_ring, full_a, full_b, i, phase):
     """Q K^T of one tile, asynchronous."""
     s = gl.zeros([BLOCK, BLOCK], gl.float32, ACCUMULATOR)
-    a = ring_a.index(i)._reinterpret(gl.float8e4nv, [BLOCK, 256], LATENT_CODES)
-    b = ring_b.index(i)._reinterpret(gl.float8e4nv, [BLOCK, 256], LATENT_CODES)
     mbarrier.wait(full_a.index(i), phase)
-    for g in gl.static_range(4):
-        if g == 2:
-            mbarrier.wait(full_b.index(i), phase)
-        tile = a if g < 2 else b
-        keys = tile.slice(g % 2 * 128, 128, dim=1).permute((1, 0))
-        if g < HELD:
-            s = warpgroup_mma(held[g], keys, s, use_acc=g > 0, is_async=True)
-        else:
-            s = warpgroup_mma(
-                query.slice(g * 128, 128, dim=1), keys, s, use_acc=g > 0, is_async=True
-            )
+    keys = ring_a.index(i)._reinterpret(gl.float8e4nv, [BLOCK, 256], LATENT_CODES)
+    part = query.slice(0, 256, dim=1)
+    s = warpgroup_mma(part, keys.permute((1, 0)), s, use_acc=False, is_async=True)
+    mbarrier.wait(full_b.index(i), phase)
+    keys = ring_b.index(i)._reinterpret(gl.float8e4nv, [BLOCK, 256], LATENT_CODES)
+    part = query.slice(256, 256, dim=1)
+    s = warpgroup_mma(part, keys.permute((1, 0)), s, is_async=True)
     keys = rope_ring.index(i)._reinterpret(gl.float8e4nv, [BLOCK, 64], ROPE_CODES)
     return warpgroup_mma(rope, keys.permute((1, 0)), s, is_async=True)
 
@@ -100,8 +82,8 @@ def scores_warpgroup(
     q_desc, q_rope_desc, q_scale, kv_scale,
     start, requests, seq_lens, table, table_stride, lse, part_sums, scale_log2,
     query_units, rope_units, full_q, ring_a, ring_b, rope_ring, full_a, full_b,
-    p_ring, factors, lows, full_p, empty_p, inverse, full_out, empty_out, num_rows, num_heads, s_q,
-    SLOTS: gl.constexpr, SLOTS_P: gl.constexpr, HELD: gl.constexpr,
+    p_ring, factors, lows, full_p, empty_p, inverse, limits, full_out, empty_out, num_rows, num_heads, s_q,
+    SLOTS: gl.constexpr, SLOTS_P: gl.constexpr,
     LOAD_Q_SCALE: gl.constexpr, LOAD_SCALE: gl.constexpr,
     CAUSAL: gl.constexpr, CHUNKED: gl.constexpr,
 ):  # fmt: skip
@@ -134,28 +116,22 @@ def scores_warpgroup(
         k = gl.full([BLOCK, 4], EXPONENT_FLOOR, gl.float32, QUADS)
         l = gl.zeros([BLOCK, 4], gl.float32, QUADS)
         # Row r may see keys below `limit`; tiles below `unmasked` need no mask at all.
-        limit = gl.full([BLOCK], 0, gl.int32, ROW) + length
         unmasked = length // BLOCK
         if CAUSAL:
-            limit = length - (s_q - 1) + (first_row + row) // num_heads
+            limits.store(length - (s_q - 1) + (first_row + row) // num_heads)
             unmasked = (length - (s_q - 1)) // BLOCK
         mbarrier.wait(full_q, pq)
         pq = pq ^ 1
-        held = query_registers(query, HELD)
-        token = issue_scores(
-            held, query, rope, ring_a, ring_b, rope_ring, full_a, full_b, i, phase, HELD
-        )
+        token = issue_scores(query, rope, ring_a, ring_b, rope_ring, full_a, full_b, i, phase)
         i, phase = ring_next(i, phase, SLOTS)
         for n in range(lo, hi - 1):
             s = warpgroup_mma_wait(0, deps=(token,))
             if CAUSAL:
                 if n >= unmasked:
-                    s = seen_scores(s, n, limit)
+                    s = seen_scores(s, n, limits.load(ROW))
             x, factor, k = move_reference(s, k, scale_log2)
             # The next tile's scores run under this one's softmax.
-            token = issue_scores(
-                held, query, rope, ring_a, ring_b, rope_ring, full_a, full_b, i, phase, HELD
-            )
+            token = issue_scores(query, rope, ring_a, ring_b, rope_ring, full_a, full_b, i, phase)
             i, phase = ring_next(i, phase, SLOTS)
             l = publish(x, l, factor, p_ring, factors, lows, full_p, empty_p, ip, pp)
             ip, pp = ring_next(ip, pp, SLOTS_P)
@@ -164,7 +140,10 @@ def scores_warpgroup(
         cta_barrier()
         load_query(q_desc, q_rope_desc, after, query_units, rope_units, full_q, after <= plan.last)
         if hi > unmasked:
-            s = seen_scores(s, hi - 1, limit)
+            if CAUSAL:
+                s = seen_scores(s, hi - 1, limits.load(ROW))
+            else:
+                s = seen_scores(s, hi - 1, gl.full([BLOCK], 0, gl.int32, ROW) + length)
         x, factor, k = move_reference(s, k, scale_log2)
         l = publish(x, l, factor, p_ring, factors, lows, full_p, empty_p, ip, pp)
         ip, pp = ring_next(ip, pp, SLOTS_P)

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from mla_kernels import numerics
 from mla_kernels.decode.hopper.fp8_query.operands import WEIGHTS, in_order, to_e4m3
 from mla_kernels.decode.hopper.layouts import BLOCK, QUADS
-from mla_kernels.decode.hopper.softmax import along_rows, by_thread, lane_maxima, pow2_int
+from mla_kernels.decode.hopper.softmax import along_rows, by_thread, lane_maxima
 
 TAU = gl.constexpr(numerics.TAU)
 HEADROOM = gl.constexpr(6.0)
@@ -32,9 +32,9 @@ MOVE_REFERENCE = gl.constexpr(f"""{{
     shfl.sync.bfly.b32 other, b, 2, 0x1f, 0xffffffff; max.f32 b, b, other;
     shfl.sync.bfly.b32 other, b, 1, 0x1f, 0xffffffff; max.f32 b, b, other;
     setp.gt.f32 any, a, limit_a;
-    cvt.rpi.f32.f32 a, a; add.f32 a, a, -{HEADROOM.value:.1f}; @any mov.f32 $0, a;
+    add.f32 a, a, -{HEADROOM.value:.1f}; @any mov.f32 $0, a;
     setp.gt.f32 any, b, limit_b;
-    cvt.rpi.f32.f32 b, b; add.f32 b, b, -{HEADROOM.value:.1f}; @any mov.f32 $1, b;
+    add.f32 b, b, -{HEADROOM.value:.1f}; @any mov.f32 $1, b;
 DONE: }}""")
 UNPACK = gl.constexpr(
     """{
@@ -66,7 +66,7 @@ def move_reference(s, k, scale_log2):
         MOVE_REFERENCE, "=&f,=&f,f,f,f,f", [top, k], dtype=gl.float32, is_pure=True, pack=2
     )
     x = gl.fma(s, scale_log2, -along_rows(k_new, s))
-    return x, pow2_int(k - k_new), k_new
+    return x, gl.exp2(k - k_new), k_new
 
 
 @gluon.jit

@@ -24,8 +24,8 @@ from mla_kernels.decode.hopper.fp8_query.operands import (
     columns,
     value_units,
 )
-from mla_kernels.decode.hopper.layouts import BLOCK
 from mla_kernels.decode.hopper.fp8_query.softmax import EACH, ONE_BITS
+from mla_kernels.decode.hopper.layouts import BLOCK
 from mla_kernels.decode.hopper.stream import next_segment, ring_next, start_segment
 
 
@@ -43,12 +43,15 @@ def rescale(o_a, o_b, o_c, o_d, factors, lows):
 
 
 @gluon.jit
-def product(units, weights, ASM: gl.constexpr):
-    """V^T P^T of the even or the odd columns of 64 units, asynchronous."""
-    acc = gl.zeros([64, BLOCK], gl.float32, ACCUMULATOR)
+def product(acc, never, units, weights, ASM: gl.constexpr):
+    """V^T P^T of the even or the odd columns of 64 units, asynchronous, in the registers of acc.
+    never: False, but the compiler cannot know, which would take other registers and run short."""
     for c in gl.static_range(2):
         p = weights.slice(c * STEP, STEP, dim=0)
-        acc = warpgroup_mma(columns(units[c], ASM), p, acc, use_acc=c > 0, is_async=True)
+        if c == 0:
+            acc = warpgroup_mma(columns(units[c], ASM), p, acc, use_acc=never, is_async=True)
+        else:
+            acc = warpgroup_mma(columns(units[c], ASM), p, acc, is_async=True)
     return acc
 
 
@@ -68,30 +71,32 @@ def all_units(tile, g: gl.constexpr):
 
 
 @gluon.jit
-def add_values(o_a, o_b, o_c, o_d, units, c, page, i, p, factors, lows, loads, COL: gl.constexpr):
+def add_values(
+    o_a, o_b, o_c, o_d, x, never, units, c, page, i, p, factors, lows, loads, COL: gl.constexpr
+):
     """O^T of the even and of the odd columns of 64 units, and of the next, plus V^T P^T of a tile,
     whose first units have been read. Its memory is refilled as soon as the others have."""
     weights = p.permute((1, 0))
-    x = product(units, weights, EVEN)
+    x = product(x, never, units, weights, EVEN)
     o_a, o_b, o_c, o_d = rescale(o_a, o_b, o_c, o_d, factors, lows)
     x = warpgroup_mma_wait(0, deps=(x,))
     o_a = added(o_a, x)
-    x = product(units, weights, ODD)
+    x = product(x, never, units, weights, ODD)
     plan, kv_desc, rope_desc, ring, rope_ring, full = loads
     units = all_units(ring.index(i), 1)
     x = warpgroup_mma_wait(0, deps=(x,))
     o_b = added(o_b, x)
-    x = product(units, weights, EVEN)
+    x = product(x, never, units, weights, EVEN)
     x = warpgroup_mma_wait(0, deps=(x,))
     o_c = added(o_c, x)
-    x = product(units, weights, ODD)
+    x = product(x, never, units, weights, ODD)
     c = load_half(
         c, page, plan, kv_desc, rope_desc, kv_desc, ring, rope_ring, rope_ring, full, i,
         COL, 256, False,
     )  # fmt: skip
     x = warpgroup_mma_wait(0, deps=(x,))
     o_d = added(o_d, x)
-    return o_a, o_b, o_c, o_d, c
+    return o_a, o_b, o_c, o_d, x, c
 
 
 @gluon.jit
@@ -117,6 +122,8 @@ def values_warpgroup(
             c, page_of(plan, c), plan, kv_desc, rope_desc, kv_desc,
             ring, rope_ring, rope_ring, full, j, COL, 256, False,
         )  # fmt: skip
+    x = gl.zeros([64, BLOCK], gl.float32, ACCUMULATOR)
+    never = request < 0
     while request <= plan.last:
         o_a = gl.zeros([64, BLOCK], gl.float32, ACCUMULATOR)
         o_b = gl.zeros([64, BLOCK], gl.float32, ACCUMULATOR)
@@ -127,8 +134,8 @@ def values_warpgroup(
             mbarrier.wait(full.index(i), phase)
             units = all_units(ring.index(i), 0)
             mbarrier.wait(full_p.index(ip), pp)
-            o_a, o_b, o_c, o_d, c = add_values(
-                o_a, o_b, o_c, o_d, units, c, page, i, p_ring.index(ip), factors.index(ip),
+            o_a, o_b, o_c, o_d, x, c = add_values(
+                o_a, o_b, o_c, o_d, x, never, units, c, page, i, p_ring.index(ip), factors.index(ip),
                 lows.index(ip), loads, COL,
             )  # fmt: skip
             mbarrier.arrive(empty_p.index(ip), count=1)
@@ -147,8 +154,8 @@ def values_warpgroup(
             clear_rows_past(ring.index(i), left)
         units = all_units(ring.index(i), 0)
         mbarrier.wait(full_p.index(ip), pp)
-        o_a, o_b, o_c, o_d, c = add_values(
-            o_a, o_b, o_c, o_d, units, c, page, i, p_ring.index(ip), factors.index(ip),
+        o_a, o_b, o_c, o_d, x, c = add_values(
+            o_a, o_b, o_c, o_d, x, never, units, c, page, i, p_ring.index(ip), factors.index(ip),
             lows.index(ip), loads, COL,
         )  # fmt: skip
         mbarrier.arrive(empty_p.index(ip), count=1)
