@@ -23,9 +23,10 @@ pytestmark = [
 
 E4M3 = torch.float8_e4m3fn
 LENGTHS = [0, 1, 63, 64, 65, 200, 0, 1000, 5000, 33]
-# Rounding a weight to 4 significant bits moves it by at most 2^-4 of itself, and by 2.65e-2 rms for
-# a mantissa m that is log-uniform: 2^-4 / 3^.5 times the rms of 1 / m, (0.75 / (2 ln 2))^.5. Outputs
-# of independent values err by as much; the scores, whose sums are cut to 14 bits, add less than 1e-2.
+# Rounding a weight to 4 significant bits moves it by at most 2^-4 of itself, and by 2.65e-2 rms
+# for a mantissa m that is log-uniform: 2^-4 / 3^.5 times the rms of 1 / m, (0.75 / (2 ln 2))^.5.
+# Outputs of independent values err by as much; scores, whose sums are cut to 14 bits, add less
+# than 1e-2.
 FP8_ERROR = math.hypot(2.65e-2, 1e-2)
 
 

@@ -35,9 +35,9 @@ WEIGHTS = gl.constexpr(
 )
 
 
-def _shared(bits: int, width: int) -> gl.constexpr:
+def _shared(bits: int, width: int, rank: int = 2) -> gl.constexpr:
     return gl.constexpr(
-        gl.NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=bits, rank=2)
+        gl.NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=bits, rank=rank)
     )
 
 

@@ -82,7 +82,8 @@ def scores_warpgroup(
     q_desc, q_rope_desc, q_scale, kv_scale,
     start, requests, seq_lens, table, table_stride, lse, part_sums, scale_log2,
     query_units, rope_units, full_q, ring_a, ring_b, rope_ring, full_a, full_b,
-    p_ring, factors, lows, full_p, empty_p, inverse, limits, full_out, empty_out, num_rows, num_heads, s_q,
+    p_ring, factors, lows, full_p, empty_p, inverse, limits, full_out, empty_out,
+    num_rows, num_heads, s_q,
     SLOTS: gl.constexpr, SLOTS_P: gl.constexpr,
     LOAD_Q_SCALE: gl.constexpr, LOAD_SCALE: gl.constexpr,
     CAUSAL: gl.constexpr, CHUNKED: gl.constexpr,
@@ -126,7 +127,7 @@ def scores_warpgroup(
         i, phase = ring_next(i, phase, SLOTS)
         for n in range(lo, hi - 1):
             s = warpgroup_mma_wait(0, deps=(token,))
-            if CAUSAL:
+            if CAUSAL:  # noqa: SIM102 (one is known to the compiler)
                 if n >= unmasked:
                     s = seen_scores(s, n, limits.load(ROW))
             x, factor, k = move_reference(s, k, scale_log2)

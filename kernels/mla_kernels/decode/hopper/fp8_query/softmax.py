@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Online softmax of one tile of scores with weights in e4m3.
 
-e4m3 has 2^-9 to 448. A row's reference is moved when a score passes it by more than 8, and then to
-HEADROOM below that score, so that weights are 2^8 at most and those of a row's largest score 2^5 at
-least: what is 2^-11 of it is still a normal number, what is 2^-14 not yet zero.
+e4m3 has 2^-9 to 448. A row's reference is moved when a score passes it by more than TAU, and then
+to HEADROOM below that score, so that the weight of a row's largest score is 2^6 to 2^8: what is
+2^-12 of it is still a normal number, what is 2^-15 not yet zero. References are not whole numbers
+here. Rounding is coarsest just above a power of two, finest below one, and where all scores are
+alike the weights should lie below: the largest becomes 2^6, most of the others less.
 """
 
 from triton.experimental import gluon

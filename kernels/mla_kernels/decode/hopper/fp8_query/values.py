@@ -57,8 +57,8 @@ def product(acc, never, units, weights, ASM: gl.constexpr):
 
 @gluon.jit
 def added(o, x):
-    """o + x, here and now: the compiler would put all of a tile's additions behind its last product,
-    and keep four tiles of products for them."""
+    """o + x, here and now: the compiler would put all of a tile's additions behind its last
+    product, and keep all four products for them."""
     return gl.inline_asm_elementwise(
         "add.f32 $0, $1, $2;", "=f,f,f", [o, x], dtype=gl.float32, is_pure=False, pack=1
     )
@@ -135,8 +135,8 @@ def values_warpgroup(
             units = all_units(ring.index(i), 0)
             mbarrier.wait(full_p.index(ip), pp)
             o_a, o_b, o_c, o_d, x, c = add_values(
-                o_a, o_b, o_c, o_d, x, never, units, c, page, i, p_ring.index(ip), factors.index(ip),
-                lows.index(ip), loads, COL,
+                o_a, o_b, o_c, o_d, x, never, units, c, page, i,
+                p_ring.index(ip), factors.index(ip), lows.index(ip), loads, COL,
             )  # fmt: skip
             mbarrier.arrive(empty_p.index(ip), count=1)
             i, phase = ring_next(i, phase, SLOTS)
@@ -155,8 +155,8 @@ def values_warpgroup(
         units = all_units(ring.index(i), 0)
         mbarrier.wait(full_p.index(ip), pp)
         o_a, o_b, o_c, o_d, x, c = add_values(
-            o_a, o_b, o_c, o_d, x, never, units, c, page, i, p_ring.index(ip), factors.index(ip),
-            lows.index(ip), loads, COL,
+            o_a, o_b, o_c, o_d, x, never, units, c, page, i,
+            p_ring.index(ip), factors.index(ip), lows.index(ip), loads, COL,
         )  # fmt: skip
         mbarrier.arrive(empty_p.index(ip), count=1)
         i, phase = ring_next(i, phase, SLOTS)
