@@ -77,25 +77,25 @@ def check_kv_cache(kv_cache: torch.Tensor, dims: MlaDims, kv_scale: object) -> N
     check_choice("block size (kv_cache.shape[1])", kv_cache.shape[1], BLOCK_SIZES)
     check_last_contiguous("kv_cache", kv_cache)
     if kv_cache.dtype == torch.float8_e4m3fn:
-        _check_kv_scale(kv_scale, kv_cache.device)
+        if kv_scale is None:
+            raise ValueError("Expected kv_scale for a float8_e4m3fn cache, got None")
+        check_fp8_scale("kv_scale", kv_scale, "kv_cache", kv_cache.device)
     elif kv_scale is not None:
         raise ValueError(f"Expected kv_scale=None for a {kv_cache.dtype} cache, got {kv_scale!r}")
 
 
-def _check_kv_scale(kv_scale: object, device: torch.device) -> None:
-    """The scale of an fp8 cache. The value of one on a GPU is not read."""
-    if kv_scale is None:
-        raise ValueError("Expected kv_scale for a float8_e4m3fn cache, got None")
-    value = kv_scale
-    if isinstance(kv_scale, torch.Tensor):
-        check_dtype("kv_scale", kv_scale, (torch.float32,))
-        if kv_scale.numel() != 1:
-            raise ValueError(f"Expected kv_scale with 1 element, got {list(kv_scale.shape)}")
-        if kv_scale.device != device:
-            raise ValueError(f"Expected kv_scale on {device}, like kv_cache, got {kv_scale.device}")
-        value = kv_scale.item() if device.type == "cpu" else 1.0
+def check_fp8_scale(name: str, scale: object, of: str, device: torch.device) -> None:
+    """The scale of fp8 codes, those of argument `of`. The value of one on a GPU is not read."""
+    value = scale
+    if isinstance(scale, torch.Tensor):
+        check_dtype(name, scale, (torch.float32,))
+        if scale.numel() != 1:
+            raise ValueError(f"Expected {name} with 1 element, got {list(scale.shape)}")
+        if scale.device != device:
+            raise ValueError(f"Expected {name} on {device}, like {of}, got {scale.device}")
+        value = scale.item() if device.type == "cpu" else 1.0
     if not isinstance(value, Real) or not math.isfinite(value) or value <= 0:
-        raise ValueError(f"Expected a finite kv_scale above 0, got {value!r}")
+        raise ValueError(f"Expected a finite {name} above 0, got {value!r}")
 
 
 def check_contents(

@@ -13,6 +13,7 @@ from mla_kernels import (
     write_kv_cache,
 )
 from mla_kernels.cache import api as cache_api
+from mla_kernels.decode.api import operands_of
 from mla_kernels.decode.tokens import mla_decode_tokens
 from mla_kernels.indexer import slots as slots_api
 from mla_kernels.sparse import api as sparse_api
@@ -99,12 +100,26 @@ def test_decode(tokens):
     changes += [("q", (q[..., :512], q[..., 512:])), ("kv_cache", fp8), ("out", None)]
     changes += [("lse", None), ("scale", 0.25), ("scale", 1), ("kv_lora_rank", 256)]
     changes += [("kv_lora_rank", 512.0), ("kv_scale", 1.0), ("kv_scale", torch.ones(1))]
+    changes += [("q_scale", 1.0), ("q_scale", 0.5), ("q_scale", torch.ones(1))]
+    changes += [("q", q.to(torch.float8_e4m3fn))]
     changes += [("rescale", "amla"), ("causal", False), ("deterministic", True)]
     changes += [("impl", "auto")]
     check(mla_decode_tokens if tokens else mla_decode, keys, call, changes)
     (mla_decode_tokens if tokens else mla_decode)(**call)
     given = (q, case.kv_cache, case.block_table, case.seq_lens, out, lse)
     assert all(any(x is y for y in keys.operands) for x in (*given, *plan.device_plan.buffers))
+
+
+@pytest.mark.skipif(not INTERPRET, reason="device plans on a CPU need the interpreter")
+def test_both_scales_of_fp8_are_operands():
+    """Else a replay would read another layer's."""
+    case = decode_case([70, 5], num_heads=4, cache_dtype=torch.float8_e4m3fn, kv_scale=0.5)
+    plan = plan_mla_decode(case.seq_lens, num_heads=4, s_q=1, impl="triton")
+    scales = torch.ones(1), torch.ones(())
+    out, lse = case.poisoned_out(), case.q.new_empty(2, 1, 4, dtype=torch.float32)
+    operands = operands_of(*case.args, *scales, out, lse, plan)
+    assert all(any(x is y for y in operands) for x in (*case.args, *scales, out, lse))
+    assert len(operands_of(*case.args, 1.0, None, out, lse, plan)) == len(operands) - 2
 
 
 def test_another_plan_has_other_recordings():

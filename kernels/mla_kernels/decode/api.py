@@ -8,8 +8,17 @@ import torch
 
 from mla_kernels import checks
 from mla_kernels.decode.choice import AVAILABLE, choose_decode_impl
-from mla_kernels.decode.plan import MAX_HEADS, MAX_S_Q, MlaDecodePlan
-from mla_kernels.decode.query import Query, check_query, first_part, joined, results_for
+from mla_kernels.decode.plan import MAX_HEADS, MAX_S_Q, QUERY_DTYPES, MlaDecodePlan
+from mla_kernels.decode.query import (
+    Query,
+    check_q_scale,
+    check_query,
+    dequantised,
+    first_part,
+    joined,
+    result_dtype,
+    results_for,
+)
 from mla_kernels.decode.reference import mla_decode_reference
 from mla_kernels.decode.rescale import RESCALES
 from mla_kernels.decode.torch_impl import mla_decode_torch
@@ -29,6 +38,7 @@ def mla_decode(
     scale: float,
     kv_lora_rank: int = 512,
     kv_scale: float | torch.Tensor | None = None,
+    q_scale: float | torch.Tensor | None = None,
     causal: bool = True,
     rescale: str = "pow2",
     impl: str = "auto",
@@ -44,7 +54,10 @@ def mla_decode(
     q             [B, s_q, H, Dk] bf16, fp16 or fp32; Dk = kv_lora_rank + rope dim; s_q 1..8,
                   H 1..128. Or its parts ([B, s_q, H, kv_lora_rank], [B, s_q, H, rope dim]) with
                   any strides but for the last: what an absorbed layer computes, and what the Hopper
-                  kernel takes as it is; for the others they are joined by `join_query`
+                  kernel takes as it is; for the others they are joined by `join_query`.
+                  Or one tensor of float8_e4m3fn with q_scale: "hopper", for float8_e4m3fn caches,
+                  then multiplies in fp8, softmax weights too (docs/numerics.md); "torch" and
+                  "reference" compute with its values in fp32, with any cache
     kv_cache      [num_blocks, block_size, Dk] bf16, fp16 or fp32; float8_e4m3fn with kv_scale; or
                   uint8 [num_blocks, block_size, 656] = fp8_ds_mla rows (layouts.py)
     block_table   [B, max_blocks] int32; entries past a request's length may hold anything
@@ -52,6 +65,7 @@ def mla_decode(
     scale         softmax scale, 1 / sqrt(head dim before absorption); a Python number
     kv_scale      float8_e4m3fn caches only: value = e4m3 * kv_scale; a number, or fp32 with one
                   element on the device
+    q_scale       float8_e4m3fn q only: value = e4m3 * q_scale; as kv_scale, None = 1
     causal        query j sees keys below seq_len - s_q + 1 + j; else all of the request's
     rescale       "pow2" (default; numerics.py), "amla" (the paper's Algorithm 2), "flash"
     impl          "auto", "hopper", "triton", "torch", "reference"
@@ -61,19 +75,20 @@ def mla_decode(
     validate      also check the contents of block_table and seq_lens, which reads the device. On a
                   CPU a wrong entry is an error in any case; a GPU kernel reads what it names
 
-    Returns (out [B, s_q, H, kv_lora_rank] in q.dtype, lse [B, s_q, H] fp32, natural log). A request
-    of length 0 gives zeros and -inf; B may be 0. ValueError for arguments that do not fit, before
-    any launch.
+    Returns (out [B, s_q, H, kv_lora_rank] in q.dtype, bf16 for fp8 queries; lse [B, s_q, H] fp32,
+    natural log). A request of length 0 gives zeros and -inf; B may be 0. ValueError for arguments
+    that do not fit, before any launch.
     """
     key = None
     if isinstance(plan, MlaDecodePlan) and plan.device_plan is not None and not validate:
         tensors = kind(q), kind(kv_cache), kind(block_table), kind(seq_lens), kind(out), kind(lse)
-        mode = kind(scale), kind(kv_lora_rank), kind(kv_scale), bool(causal), bool(deterministic)
-        key = *tensors, *mode, rescale, impl
+        numbers = kind(scale), kind(kv_lora_rank), kind(kv_scale), kind(q_scale)
+        key = *tensors, *numbers, bool(causal), bool(deterministic), rescale, impl
         replay = plan.recordings.find(key)
         if replay is not None:
             out, lse = results_for(q, kv_lora_rank, out, lse)
-            replay(operands_of(q, kv_cache, block_table, seq_lens, kv_scale, out, lse, plan))
+            operands = (q, kv_cache, block_table, seq_lens, kv_scale, q_scale, out, lse)
+            replay(operands_of(*operands, plan))
             return out, lse
     chosen = check_arguments(
         q,
@@ -83,6 +98,7 @@ def mla_decode(
         scale,
         kv_lora_rank,
         kv_scale,
+        q_scale,
         rescale,
         impl,
         plan,
@@ -101,17 +117,20 @@ def mla_decode(
         "deterministic": deterministic,
     }
     if chosen in ("torch", "reference"):
-        return _by_torch(chosen, joined(q), kv_cache, block_table, seq_lens, out, lse, **options)
+        values = dequantised(joined(q), q_scale)
+        rows = kv_cache, block_table, seq_lens
+        dtype = result_dtype(first_part(q).dtype)
+        return _by_torch(chosen, values, *rows, out, lse, dtype, **options)
     out, lse = results_for(q, kv_lora_rank, out, lse)
     if seq_lens.shape[0] == 0:
         return out, lse
-    options |= {"plan": plan, "out": out, "lse": lse}
+    options |= {"plan": plan, "out": out, "lse": lse, "q_scale": q_scale}
     launch = functools.partial(_by_kernel, chosen, q, kv_cache, block_table, seq_lens, **options)
     if key is None or plan is None:
         launch()
     else:
-        operands = operands_of(q, kv_cache, block_table, seq_lens, kv_scale, out, lse, plan)
-        plan.recordings.record(key, operands, launch)
+        operands = (q, kv_cache, block_table, seq_lens, kv_scale, q_scale, out, lse)
+        plan.recordings.record(key, operands_of(*operands, plan), launch)
     return out, lse
 
 
@@ -121,6 +140,7 @@ def operands_of(
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
     kv_scale: float | torch.Tensor | None,
+    q_scale: float | torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
     plan: MlaDecodePlan,
@@ -129,7 +149,7 @@ def operands_of(
     assert plan.device_plan is not None
     tensors = [kv_cache, block_table, seq_lens, out, lse, *plan.device_plan.buffers]
     tensors += [q] if isinstance(q, torch.Tensor) else q
-    return [*tensors, kv_scale] if isinstance(kv_scale, torch.Tensor) else tensors
+    return [*tensors, *(x for x in (kv_scale, q_scale) if isinstance(x, torch.Tensor))]
 
 
 def _by_kernel(
@@ -140,13 +160,14 @@ def _by_kernel(
     seq_lens: torch.Tensor,
     *,
     kv_lora_rank: int,
+    q_scale: float | torch.Tensor | None,
     **options: Any,
 ) -> None:
     """Launch the kernels of "hopper" or "triton"."""
     if chosen == "hopper":
         from mla_kernels.decode.hopper.launcher import mla_decode_hopper
 
-        mla_decode_hopper(q, kv_cache, block_table, seq_lens, **options)
+        mla_decode_hopper(q, kv_cache, block_table, seq_lens, q_scale=q_scale, **options)
         return
     from mla_kernels.decode.triton.launcher import mla_decode_triton
 
@@ -163,12 +184,13 @@ def _by_torch(
     seq_lens: torch.Tensor,
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
+    dtype: torch.dtype,
     *,
     rescale: str,
     deterministic: bool,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What "torch" or "reference" computes, in the form of `mla_decode`'s results."""
+    """What "torch" or "reference" computes, in the form of `mla_decode`'s results, out in dtype."""
     if chosen == "reference":
         result, result_lse = mla_decode_reference(q, kv_cache, block_table, seq_lens, **options)
     else:
@@ -179,7 +201,7 @@ def _by_torch(
             if q.device.type == "cpu":  # says which entry is at fault
                 checks.check_contents(block_table, seq_lens, kv_cache.shape[0], kv_cache.shape[1])
             raise
-    out = result.to(q.dtype) if out is None else out.copy_(result)
+    out = result.to(dtype) if out is None else out.copy_(result)
     return out, (result_lse.float() if lse is None else lse.copy_(result_lse))
 
 
@@ -191,6 +213,7 @@ def check_arguments(
     scale: float,
     kv_lora_rank: int,
     kv_scale: float | torch.Tensor | None,
+    q_scale: float | torch.Tensor | None,
     rescale: str,
     impl: str,
     plan: MlaDecodePlan | None,
@@ -199,15 +222,17 @@ def check_arguments(
     deterministic: bool,
 ) -> Choice:
     """What can be checked without reading the device; the implementation that will run."""
-    B, s_q, H, Dk = check_query(q, kv_lora_rank)
+    B, s_q, H, Dk = check_query(q, kv_lora_rank, dtypes=QUERY_DTYPES)
     dtype, device = first_part(q).dtype, first_part(q).device
     checks.check_range("s_q (q.shape[1])", s_q, 1, MAX_S_Q)
     checks.check_range("number of heads (q.shape[2])", H, 1, MAX_HEADS)
     checks.check_range("kv_lora_rank", kv_lora_rank, 1, Dk - 1)
     checks.check_scale(scale)
+    check_q_scale(q, q_scale)
     checks.check_choice("rescale", rescale, RESCALES)
     checks.check_kv_cache(kv_cache, MlaDims(kv_lora_rank, Dk - kv_lora_rank), kv_scale)
-    if kv_cache.dtype in checks.FLOAT_DTYPES and kv_cache.dtype != dtype:
+    both_float = {kv_cache.dtype, dtype} <= {*checks.FLOAT_DTYPES}
+    if both_float and kv_cache.dtype != dtype:
         raise ValueError(f"Expected q and kv_cache of one dtype, got {dtype} and {kv_cache.dtype}")
     checks.check_shape("block_table", block_table, (B, "max_blocks"))
     checks.check_dtype("block_table", block_table, (torch.int32,))
@@ -221,9 +246,11 @@ def check_arguments(
             raise ValueError(f"Expected plan from plan_mla_decode, got {type(plan).__name__}")
         plan.check_fits(B, s_q, H, deterministic)
     # Parts are joined where the kernel cannot take their strides.
-    for_tma = (kv_cache, q) if isinstance(q, torch.Tensor) else (kv_cache,)
+    for_tma = [kv_cache, q] if isinstance(q, torch.Tensor) else [kv_cache]
+    if dtype == torch.float8_e4m3fn and isinstance(out, torch.Tensor):
+        for_tma.append(out)
     results = (
-        ("out", out, (B, s_q, H, kv_lora_rank), dtype),
+        ("out", out, (B, s_q, H, kv_lora_rank), result_dtype(dtype)),
         ("lse", lse, (B, s_q, H), torch.float32),
     )
     for name, tensor, shape, of in results:

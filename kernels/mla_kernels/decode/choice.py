@@ -22,9 +22,11 @@ def choose_decode_impl(
 ) -> Choice:
     """The implementation behind `mla_decode(impl=...)` for such a batch, with the reason.
 
-    contiguous  q and kv_cache are, and start at a multiple of 16 bytes, as TMA wants them
+    contiguous  q and kv_cache are, and start at a multiple of 16 bytes, as TMA wants them; for fp8
+                queries out does too
 
-    ValueError if `impl` is named and cannot serve it.
+    ValueError if `impl` is named and cannot serve it, and for fp8 queries on a GPU whose Hopper
+    kernel cannot: nothing else that is fast multiplies in fp8, so nothing stands in for it.
     """
     # Up to 16 rows of fp8, H200: 90 us beside the portable kernel's 101 for 128 requests of 4096
     # tokens, 42 beside 39 for one of 131072 (benchmarks/VERSIONS.md).
@@ -34,7 +36,35 @@ def choose_decode_impl(
 
         hopper_refusal = refusal(dims, dtype, kv_cache_dtype, block_size, rescale)
         if hopper_refusal is None and not contiguous:
-            hopper_refusal = "it needs q and kv_cache contiguous, from a multiple of 16 bytes on"
+            tensors = "q, kv_cache and out" if dtype == torch.float8_e4m3fn else "q and kv_cache"
+            hopper_refusal = f"it needs {tensors} contiguous, from a multiple of 16 bytes on"
+    if dtype == torch.float8_e4m3fn:
+        return _choose_for_fp8_query(impl, device, hopper_refusal)
     return choose_impl(
         "mla_decode", impl, device, available=AVAILABLE, hopper_refusal=hopper_refusal
     )
+
+
+def _choose_for_fp8_query(impl: str, device: torch.device, hopper_refusal: str | None) -> Choice:
+    if impl == "triton":
+        raise ValueError(
+            "impl='triton' of mla_decode cannot run here: it takes q of bfloat16 or float16, "
+            "got float8_e4m3fn"
+        )
+    only_hopper = impl == "auto" and device.type != "cpu"
+    try:
+        choice = choose_impl(
+            "mla_decode",
+            "hopper" if only_hopper else impl,
+            device,
+            available=AVAILABLE,
+            hopper_refusal=hopper_refusal,
+        )
+    except ValueError as error:
+        if not only_hopper:
+            raise
+        raise ValueError(
+            f"q of float8_e4m3fn on a GPU is for the Hopper kernel alone: {error}. "
+            "Expected q of bfloat16, or impl='torch' or 'reference', which are slow"
+        ) from None
+    return Choice("hopper", "sm_90, fp8 queries") if only_hopper else choice

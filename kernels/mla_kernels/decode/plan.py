@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 MAX_S_Q = 8
 MAX_HEADS = 128
+QUERY_DTYPES = (*checks.FLOAT_DTYPES, torch.float8_e4m3fn)
 _CACHE_DTYPES = (*checks.FLOAT_DTYPES, torch.float8_e4m3fn, torch.uint8)
 
 
@@ -126,7 +127,7 @@ def plan_mla_decode(
     checks.check_range("rope_dim", rope_dim, 1, 2**15)
     if max_seq_len is not None:
         checks.check_range("max_seq_len", max_seq_len, 0, 2**31 - 1)
-    checks.check_choice("dtype", dtype, checks.FLOAT_DTYPES)
+    checks.check_choice("dtype", dtype, QUERY_DTYPES)
     checks.check_choice("kv_cache_dtype", kv_cache_dtype, _CACHE_DTYPES)
     checks.check_choice("block_size", block_size, checks.BLOCK_SIZES)
     checks.check_choice("rescale", rescale, RESCALES)
@@ -147,7 +148,8 @@ def plan_mla_decode(
         if choice.impl == "hopper":
             from mla_kernels.decode.hopper.support import parts_for
 
-            num_parts = parts_for(num_heads * s_q, seq_lens.device, kv_cache_dtype, rescale)
+            rows = num_heads * s_q
+            num_parts = parts_for(rows, seq_lens.device, kv_cache_dtype, rescale, dtype)
         else:
             from mla_kernels.decode.triton.plan import parts_for as triton_parts_for
 

@@ -7,20 +7,26 @@ from mla_kernels import checks
 from mla_kernels.query.api import join_query
 
 Query = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+FP8 = torch.float8_e4m3fn
 
 
 def check_query(
-    q: Query, kv_lora_rank: int, dims: tuple[str, ...] = ("B", "s_q", "H")
+    q: Query,
+    kv_lora_rank: int,
+    dims: tuple[str, ...] = ("B", "s_q", "H"),
+    dtypes: tuple[torch.dtype, ...] = checks.FLOAT_DTYPES,
 ) -> tuple[int, ...]:
     """(*dims, Dk) of queries whose shapes, dtypes and devices fit each other."""
     if isinstance(q, torch.Tensor):
         checks.check_shape("q", q, (*dims, "Dk"))
-        checks.check_dtype("q", q, checks.FLOAT_DTYPES)
+        checks.check_dtype("q", q, dtypes)
         return tuple(q.shape)
     if not isinstance(q, tuple) or len(q) != 2:
         raise ValueError(f"Expected q to be a tensor or its two parts, got {type(q).__name__}")
     latent, rope = q
     checks.check_shape("q[0]", latent, (*dims, kv_lora_rank))
+    if latent.dtype == FP8 and FP8 in dtypes:
+        raise ValueError("Expected q of float8_e4m3fn as one tensor, got its two parts")
     checks.check_dtype("q[0]", latent, checks.FLOAT_DTYPES)
     sizes = tuple(latent.shape[:-1])
     checks.check_shape("q[1]", rope, (*sizes, "P"))
@@ -36,6 +42,28 @@ def first_part(q: Query) -> torch.Tensor:
     return q if isinstance(q, torch.Tensor) else q[0]
 
 
+def check_q_scale(q: Query, q_scale: object) -> None:
+    """None, or the scale of a q of fp8 codes."""
+    first = first_part(q)
+    if q_scale is None:
+        return
+    if first.dtype != FP8:
+        raise ValueError(f"Expected q_scale=None for q of {first.dtype}, got {q_scale!r}")
+    checks.check_fp8_scale("q_scale", q_scale, "q", first.device)
+
+
+def dequantised(q: torch.Tensor, q_scale: float | torch.Tensor | None) -> torch.Tensor:
+    """q of float8_e4m3fn as the fp32 numbers that it stands for; of other dtypes as it is."""
+    if q.dtype != FP8:
+        return q
+    return q.float() if q_scale is None else q.float() * q_scale
+
+
+def result_dtype(q_dtype: torch.dtype) -> torch.dtype:
+    """Of the attention's output: q's, but for fp8 queries bf16."""
+    return torch.bfloat16 if q_dtype == FP8 else q_dtype
+
+
 def results_for(
     q: Query, kv_lora_rank: int, out: torch.Tensor | None, lse: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,7 +71,7 @@ def results_for(
     first = first_part(q)
     rows = first.shape[:-1]
     if out is None:
-        out = first.new_empty((*rows, kv_lora_rank))
+        out = first.new_empty((*rows, kv_lora_rank), dtype=result_dtype(first.dtype))
     if lse is None:
         lse = first.new_empty(rows, dtype=torch.float32)
     return out, lse

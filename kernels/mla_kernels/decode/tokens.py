@@ -20,6 +20,7 @@ def mla_decode_tokens(
     plan: MlaDecodePlan,
     kv_lora_rank: int = 512,
     kv_scale: float | torch.Tensor | None = None,
+    q_scale: float | torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     **options: Any,
@@ -32,11 +33,12 @@ def mla_decode_tokens(
     """
     modes = tuple(map(kind, options.values()))
     tensors = kind(q), kind(kv_cache), kind(block_table), kind(seq_lens), kind(out), kind(lse)
-    key = tensors, kind(kv_lora_rank), kind(kv_scale), *options, *modes
+    key = tensors, kind(kv_lora_rank), kind(kv_scale), kind(q_scale), *options, *modes
     replay = plan.recordings.find(key)
     if replay is not None:
         out, lse = results_for(q, kv_lora_rank, out, lse)
-        replay(operands_of(q, kv_cache, block_table, seq_lens, kv_scale, out, lse, plan))
+        operands = (q, kv_cache, block_table, seq_lens, kv_scale, q_scale, out, lse)
+        replay(operands_of(*operands, plan))
         return out, lse
     B = seq_lens.shape[0]
     T = first_part(q).shape[0]
@@ -53,6 +55,7 @@ def mla_decode_tokens(
             plan=plan,
             kv_lora_rank=kv_lora_rank,
             kv_scale=kv_scale,
+            q_scale=q_scale,
             out=out.unflatten(0, (B, -1)),
             lse=lse.unflatten(0, (B, -1)),
             **options,
@@ -61,8 +64,8 @@ def mla_decode_tokens(
     if plan.device_plan is None:
         call()
     else:
-        operands = operands_of(q, kv_cache, block_table, seq_lens, kv_scale, out, lse, plan)
-        plan.recordings.record(key, operands, call)
+        operands = (q, kv_cache, block_table, seq_lens, kv_scale, q_scale, out, lse)
+        plan.recordings.record(key, operands_of(*operands, plan), call)
     return out, lse
 
 

@@ -83,6 +83,7 @@ def test_views_are_told_from_dense_tensors(strided, monkeypatch):
     elif strided == "start":
         q = torch.nn.functional.pad(q.flatten(), (1, 0))[1:].view(q.shape)
     api.check_arguments(
-        q, kv_cache, block_table, seq_lens, 0.1, 512, None, "pow2", "auto", None, None, None, False
-    )
+        q, kv_cache, block_table, seq_lens, 0.1, 512, None, None, "pow2", "auto",
+        None, None, None, False,
+    )  # fmt: skip
     assert seen["contiguous"] == (strided is None)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launching the Hopper kernel. Arguments are checked by `mla_kernels.decode.api`."""
 
+import importlib
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ def mla_decode_hopper(
     *,
     scale: float,
     kv_scale: float | torch.Tensor | None,
+    q_scale: float | torch.Tensor | None,
     causal: bool,
     rescale: str,
     plan: MlaDecodePlan | None,
@@ -46,6 +48,7 @@ def mla_decode_hopper(
     """`mla_decode` into contiguous out and lse. Allocates nothing when given a plan, but for parts
     of q with strides that TMA does not take."""
     _, s_q, H, _ = first_part(q).shape
+    q_dtype = first_part(q).dtype
     device_plan = None if plan is None else plan.device_plan
     if device_plan is None:
         device_plan = build_plan(
@@ -54,10 +57,16 @@ def mla_decode_hopper(
             s_q=s_q,
             deterministic=deterministic,
             max_seq_len=block_table.shape[1] * kv_cache.shape[1],
-            num_parts=parts_for(s_q * H, seq_lens.device, kv_cache.dtype, rescale),
+            num_parts=parts_for(s_q * H, seq_lens.device, kv_cache.dtype, rescale, q_dtype),
         )
     config = choose_config(s_q * H, FORMATS[kv_cache.dtype], rescale)
-    if config is not None and out.data_ptr() % 4 == 0:  # it writes two columns at once
+    if q_dtype == torch.float8_e4m3fn:
+        fp8_query = importlib.import_module("mla_kernels.decode.hopper.fp8_query.launcher")
+        fp8_query.launch_fp8_query(
+            q, kv_cache, block_table, seq_lens, device_plan, out, lse,
+            scale=scale, q_scale=q_scale, kv_scale=kv_scale, causal=causal,
+        )  # fmt: skip
+    elif config is not None and out.data_ptr() % 4 == 0:  # it writes two columns at once
         launch_fp8(
             q, kv_cache, block_table, seq_lens, device_plan, out, lse, config,
             scale=scale, kv_scale=kv_scale, causal=causal,

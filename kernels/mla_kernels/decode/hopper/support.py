@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the Hopper kernel serves, and how many parts a plan for it has."""
 
+import importlib.util
+
 import torch
 import triton
 
@@ -18,6 +20,8 @@ def refusal(
     """Why this kernel cannot serve such a batch; None if it can."""
     if dims != MlaDims(512, 64):
         return f"it needs kv_lora_rank 512 and rope 64, got {dims.kv_lora_rank} and {dims.rope_dim}"
+    if dtype == torch.float8_e4m3fn:
+        return _fp8_query_refusal(kv_cache_dtype, block_size, rescale)
     if dtype != torch.bfloat16:
         return f"it needs q in bf16, got {dtype}"
     if kv_cache_dtype not in FORMATS:
@@ -29,14 +33,30 @@ def refusal(
     return None
 
 
+def _fp8_query_refusal(kv_cache_dtype: torch.dtype, block_size: int, rescale: str) -> str | None:
+    """The same for q of float8_e4m3fn and dims of 512 + 64."""
+    if importlib.util.find_spec("mla_kernels.decode.hopper.fp8_query") is None:
+        return "there is no kernel for q of float8_e4m3fn"
+    if kv_cache_dtype != torch.float8_e4m3fn:
+        return f"for q of float8_e4m3fn it needs a cache of the same dtype, got {kv_cache_dtype}"
+    if block_size != layouts.BLOCK.value:
+        return f"it needs blocks of {layouts.BLOCK.value} tokens, got {block_size}"
+    if rescale != "pow2":
+        return f"for q of float8_e4m3fn it rescales by 'pow2', got {rescale!r}"
+    return None
+
+
 def parts_for(
     rows: int,
     device: torch.device,
     kv_cache_dtype: torch.dtype = torch.bfloat16,
     rescale: str = "pow2",
+    dtype: torch.dtype = torch.bfloat16,
 ) -> int:
     """Parts for which parts x row tiles fill the device, one CTA an SM."""
-    config = choose_config(rows, FORMATS[kv_cache_dtype], rescale)
+    config = None
+    if dtype != torch.float8_e4m3fn:
+        config = choose_config(rows, FORMATS[kv_cache_dtype], rescale)
     tile = config["N"] if config else layouts.BLOCK.value
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     return max(1, sms // triton.cdiv(rows, tile))
