@@ -69,6 +69,14 @@ ENV_VARS: dict[str, EnvVar] = {
             "add, or the usual multiply.",
         ),
         EnvVar(
+            "MLA_BACKEND_FP8_QUERY",
+            "0",
+            _parse_bool,
+            "With `--kv-cache-dtype fp8` on sm_90: round the queries of decode attention to e4m3 "
+            "and multiply in fp8, as vLLM's FLASHMLA does. Queries and softmax weights then have 4 "
+            "significant bits. Refused at start-up wherever it cannot be had.",
+        ),
+        EnvVar(
             "MLA_BACKEND_EXTEND_TOKENS",
             "auto",
             _auto_or_count(512),

@@ -35,7 +35,8 @@ STATS = Stats()
 
 def snapshot() -> dict[str, Any]:
     """All of it as a plain dict, with the process id. `decode` is empty until a dense layer exists;
-    then it names the implementation of mla_decode, the reason for it, and the rescale variant.
+    then it names the implementation of mla_decode, the reason for it, the rescale variant and the
+    dtype of the queries.
     `sparse` is the same for layers with sparse attention.
     """
     return {"pid": os.getpid(), **asdict(STATS)}

@@ -8,7 +8,7 @@ from mla_kernels.layouts import Fp8DsMlaLayout, MlaDims
 from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
 
 from mla_backend import compat
-from mla_backend.attention import support
+from mla_backend.attention import fp8_query, support
 from mla_backend.attention.impl import MlaImpl
 from mla_backend.attention.metadata import MlaMetadataBuilder
 
@@ -94,4 +94,4 @@ class MlaBackend(MLACommonBackend):
         An empty list means it can. vLLM raises with the list at start-up.
         """
         reasons = support.explain(super().validate_configuration(**config), config)
-        return reasons + support.combination_reasons(config)
+        return reasons + support.combination_reasons(config) + fp8_query.reasons(config)

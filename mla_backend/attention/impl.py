@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from mla_kernels.cache.rows import rows_as_float
-from mla_kernels.decode.query import Query, first_part, tokens_of
+from mla_kernels.decode.query import Query, first_part, results_for, tokens_of
 from mla_kernels.decode.tokens import mla_decode_tokens
 from mla_kernels.layouts import MlaDims
 from vllm.model_executor.layers.attention.mla_attention import MLACommonImpl
@@ -54,7 +54,6 @@ class MlaImpl(CacheWrites, MLACommonImpl[MlaMetadata]):
             **mla_args,
         )
         support.refuse_layer_options(alibi_slopes, sliding_window, logits_soft_cap, attn_type)
-        self.supports_quant_query_input = False
         self._on_cpu = current_platform.is_cpu()
         self.decode_kernel = DecodeKernel.choose(
             MlaDims(self.kv_lora_rank, self.qk_rope_head_dim),
@@ -63,6 +62,8 @@ class MlaImpl(CacheWrites, MLACommonImpl[MlaMetadata]):
             torch.device(current_platform.device_type),
         )
         self._fp8_cache = self.decode_kernel.kv_cache_dtype == torch.float8_e4m3fn
+        # vLLM then quantises the absorbed query of every token that `forward_mqa` gets.
+        self.supports_quant_query_input = self.decode_kernel.query_dtype == torch.float8_e4m3fn
         if self._on_cpu:
             compat.keep_kv_b_weight(self.kv_b_proj)
 
@@ -73,7 +74,8 @@ class MlaImpl(CacheWrites, MLACommonImpl[MlaMetadata]):
         attn_metadata: MlaMetadata,
         layer: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Absorbed attention of q [T, H, Dk], or its latent and rope parts.
+        """Absorbed attention of q [T, H, Dk], or its latent and rope parts; or codes of e4m3 with
+        the layer's `_q_scale`.
 
         The T tokens are those of one launch or more (`MlaDecodeMetadata.rest`). Returns out
         [T, H, kv_lora_rank] and lse [T, H], fp32, natural log.
@@ -82,19 +84,19 @@ class MlaImpl(CacheWrites, MLACommonImpl[MlaMetadata]):
             lay_out_absorbed_weights(layer)
         decode = attn_metadata.decode
         assert decode is not None
-        latent = first_part(q)
-        T, H, _ = latent.shape
+        T = len(first_part(q))
         STATS.forward_mqa_calls += 1
         STATS.forward_mqa_tokens += T
         cache, kv_scale = kv_c_and_k_pe_cache, self._kv_scale(layer._k_scale)
+        q_scale = layer._q_scale if self.supports_quant_query_input else None
         if decode.rest is None:
-            return self._decode(q, cache, kv_scale, decode)
-        out = latent.new_empty(T, H, self.kv_lora_rank)
-        lse = latent.new_empty(T, H, dtype=torch.float32)
+            return self._decode(q, cache, kv_scale, q_scale, decode)
+        out, lse = results_for(q, self.kv_lora_rank, None, None)
         start, launch = 0, decode
         while launch is not None:
             part = slice(start, start + launch.tokens)
-            self._decode(tokens_of(q, part), cache, kv_scale, launch, out[part], lse[part])
+            results = out[part], lse[part]
+            self._decode(tokens_of(q, part), cache, kv_scale, q_scale, launch, *results)
             start, launch = part.stop, launch.rest
         return out, lse
 
@@ -102,7 +104,8 @@ class MlaImpl(CacheWrites, MLACommonImpl[MlaMetadata]):
         self,
         q: Query,
         cache: torch.Tensor,
-        kv_scale: float | torch.Tensor | None,
+        kv_scale: torch.Tensor | None,
+        q_scale: torch.Tensor | None,
         decode: MlaDecodeMetadata,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
@@ -117,6 +120,7 @@ class MlaImpl(CacheWrites, MLACommonImpl[MlaMetadata]):
             scale=self.scale,
             kv_lora_rank=self.kv_lora_rank,
             kv_scale=kv_scale,
+            q_scale=q_scale,
             rescale=self.decode_kernel.rescale,
             impl=self.decode_kernel.impl,
             plan=decode.plan,

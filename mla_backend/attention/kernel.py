@@ -10,7 +10,7 @@ from mla_kernels.layouts import MlaDims
 from vllm import envs as vllm_envs
 
 from mla_backend import envs
-from mla_backend.attention import support
+from mla_backend.attention import fp8_query, support
 from mla_backend.stats import STATS
 
 _QUANTISED = {
@@ -32,7 +32,8 @@ class DecodeKernel:
     impl: str
     rescale: str
     dims: MlaDims
-    dtype: torch.dtype
+    dtype: torch.dtype  # the model's
+    query_dtype: torch.dtype  # the same, or float8_e4m3fn (MLA_BACKEND_FP8_QUERY)
     kv_cache_dtype: torch.dtype
     deterministic: bool  # vLLM's batch-invariant mode
 
@@ -44,26 +45,30 @@ class DecodeKernel:
         kv_cache_dtype: str,
         device: torch.device,
     ) -> "DecodeKernel":
-        """By MLA_BACKEND_IMPL and MLA_BACKEND_RESCALE; the choice and its reason go to STATS.
+        """By MLA_BACKEND_IMPL, MLA_BACKEND_RESCALE and MLA_BACKEND_FP8_QUERY; the choice and its
+        reason go to STATS.
 
         kv_cache_dtype is vLLM's name. ValueError if what is asked for cannot run here.
         """
         rescale = envs.get("MLA_BACKEND_RESCALE")
+        query_dtype = torch.float8_e4m3fn if fp8_query.asked() else dtype
         choice = choose_decode_impl(
             envs.get("MLA_BACKEND_IMPL"),
             device,
             dims=dims,
-            dtype=dtype,
+            dtype=query_dtype,
             kv_cache_dtype=cache_dtype(kv_cache_dtype, dtype),
             block_size=support.BLOCK_SIZE,
             rescale=rescale,
         )
         STATS.decode = {"impl": choice.impl, "reason": choice.reason, "rescale": rescale}
+        STATS.decode["query_dtype"] = str(query_dtype).removeprefix("torch.")
         return cls(
             choice.impl,
             rescale,
             dims,
             dtype,
+            query_dtype,
             cache_dtype(kv_cache_dtype, dtype),
             deterministic=bool(vllm_envs.VLLM_BATCH_INVARIANT),
         )
@@ -90,7 +95,7 @@ class DecodeKernel:
             rope_dim=self.dims.rope_dim,
             impl=self.impl,
             rescale=self.rescale,
-            dtype=self.dtype,
+            dtype=self.query_dtype,
             kv_cache_dtype=self.kv_cache_dtype,
             block_size=support.BLOCK_SIZE,
             lender=lender,

@@ -5,9 +5,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from mla_kernels.decode.query import Query, tokens_of
 from mla_kernels.layouts import Fp8DsMlaLayout
 
 from mla_backend.attention import support
+from mla_backend.attention.kernel import DecodeKernel
 from mla_backend.attention.step_plans import StepPlans
 
 # Kernels are specialised by the number of requests: up to here perhaps by each, then by powers of
@@ -59,8 +61,7 @@ def warm_up(
     lengths = torch.zeros(most, dtype=torch.int32, device=device)
     for s_q in range(1, max_s_q + 1):
         largest = plans.most_requests(s_q)
-        q_latent = new(num_heads, largest * s_q, latent).transpose(0, 1)
-        q_rope = new(largest * s_q, num_heads, rope)
+        query = queries(kernel, num_heads, largest * s_q, device)
         for B in batch_sizes(largest):
             T = B * s_q
             plan = plans.for_step(lengths[:B], s_q)
@@ -68,4 +69,15 @@ def warm_up(
                 block_table=table[:B], seq_lens=lengths[:B], plan=plan, tokens=T, rest=None
             )
             step = SimpleNamespace(decode=decode)
-            impl.forward_mqa((q_latent[:T], q_rope[:T]), cache, step, layer)
+            impl.forward_mqa(tokens_of(query, slice(T)), cache, step, layer)
+
+
+def queries(kernel: DecodeKernel, num_heads: int, tokens: int, device: torch.device) -> Query:
+    """Zeros in the form in which vLLM hands queries over: the two parts, or one tensor of codes."""
+    latent, rope = kernel.dims.kv_lora_rank, kernel.dims.rope_dim
+    if kernel.query_dtype == torch.float8_e4m3fn:
+        codes = torch.zeros(tokens, num_heads, latent + rope, dtype=torch.uint8, device=device)
+        return codes.view(torch.float8_e4m3fn)
+    q_latent = torch.zeros(num_heads, tokens, latent, dtype=kernel.dtype, device=device)
+    q_rope = torch.zeros(tokens, num_heads, rope, dtype=kernel.dtype, device=device)
+    return q_latent.transpose(0, 1), q_rope

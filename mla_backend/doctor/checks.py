@@ -3,7 +3,7 @@
 
 from collections.abc import Callable
 
-from mla_backend.doctor import installation, machine, plugins
+from mla_backend.doctor import fp8_query, installation, machine, plugins
 from mla_backend.doctor.facts import Facts
 from mla_backend.doctor.report import Result
 
@@ -20,6 +20,7 @@ CHECKS: tuple[Callable[[Facts], Result], ...] = (
     plugins.backend_registered,
     plugins.platform,
     plugins.settings,
+    fp8_query.asked_for,
     machine.devices,
     machine.memory,
     machine.libnuma,

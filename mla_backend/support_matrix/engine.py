@@ -2,6 +2,9 @@
 """What vLLM may ask of the backend: the answers of `validate_configuration`, on a CPU and a GPU."""
 
 import inspect
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -10,12 +13,13 @@ from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from mla_backend import compat
-from mla_backend.attention import support
+from mla_backend.attention import fp8_query, support
 from mla_backend.attention.backend import MlaBackend
 from mla_backend.attention.sparse.backend import SparseMlaBackend
 from mla_backend.support_matrix.table import table, yes
 
 _GPU = DeviceCapability(9, 0)
+_FP8_QUERY = ((fp8_query.VARIABLE, "1"),)
 _CPU_NAME, _GPU_NAME = "CPU", "NVIDIA GPU"
 
 
@@ -24,6 +28,7 @@ class Asked(NamedTuple):
 
     what: str
     changes: dict[str, Any]
+    env: tuple[tuple[str, str], ...] = ()
 
 
 def _features() -> list[Asked]:
@@ -41,6 +46,11 @@ def _features() -> list[Asked]:
         ),
         Asked("decode context parallelism", {"use_dcp": True}),
         Asked("prefill context parallelism", {"use_pcp": True}),
+        Asked("fp8 queries, KV cache dtype auto", {}, _FP8_QUERY),
+        *(
+            Asked(f"fp8 queries, KV cache dtype {name}, on sm_90", _cache(name), _FP8_QUERY)
+            for name in fp8_query.KV_CACHE_DTYPES
+        ),
         Asked("batch-invariant mode", {"use_batch_invariant": True}),
         Asked(
             "sparse attention, batch-invariant mode",
@@ -78,12 +88,24 @@ def _reasons(changes: dict[str, Any], capability: DeviceCapability | None) -> li
     return reasons
 
 
+@contextmanager
+def _environment(changes: tuple[tuple[str, str], ...]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
 def section() -> str:
     """The table of features and the list of refusals."""
     rows: list[list[str]] = []
     refusals: list[tuple[str, str]] = []
-    for what, changes in _features():
-        on_cpu, on_gpu = _reasons(changes, None), _reasons(changes, _GPU)
+    for what, changes, env in _features():
+        with _environment(env):
+            on_cpu, on_gpu = _reasons(changes, None), _reasons(changes, _GPU)
         rows.append([what, yes(not on_cpu), yes(not on_gpu)])
         refusals += [(what, reason) for reason in on_gpu or on_cpu]
     low = ".".join(map(str, support.MIN_COMPUTE_CAPABILITY))

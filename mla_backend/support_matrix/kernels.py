@@ -17,6 +17,7 @@ from mla_backend.support_matrix.table import table
 
 _IMPLS = ("hopper", "triton", "torch", "reference")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_FP8 = torch.float8_e4m3fn
 _QUANTISED = (torch.float8_e4m3fn, torch.uint8)
 _DIMS = (MlaDims(512, 64), MlaDims(256, 64), MlaDims(256, 32), MlaDims(384, 64))
 _NAMES = {
@@ -75,6 +76,10 @@ def _decode() -> str:
     for name, part in parts.items():
         cells = [", ".join(dict.fromkeys(map(part, taken[impl]))) for impl in _IMPLS]
         rows.append([name, *cells])
+        if name == "cache":
+            fp8 = {impl: [case for case in taken[impl] if case[1] == _FP8] for impl in _IMPLS}
+            cells = [", ".join(dict.fromkeys(map(part, fp8[impl]))) for impl in _IMPLS]
+            rows.append(["cache for q of fp8 e4m3", *cells])
     return table(["`mla_decode`", *_IMPLS], rows)
 
 
@@ -82,8 +87,8 @@ def _cases() -> list[Case]:
     """Combinations that `mla_decode` itself lets through."""
     return [
         (dims, dtype, cache, block, rescale)
-        for dims, dtype, block, rescale in product(_DIMS, _DTYPES, BLOCK_SIZES, RESCALES)
-        for cache in (dtype, *_QUANTISED)
+        for dims, dtype, block, rescale in product(_DIMS, (*_DTYPES, _FP8), BLOCK_SIZES, RESCALES)
+        for cache in (*(_DTYPES if dtype == _FP8 else (dtype,)), *_QUANTISED)
     ]
 
 

@@ -28,6 +28,7 @@ def test_bool(monkeypatch, text, value):
     [
         ("MLA_BACKEND_CHECK", "maybe"),
         ("MLA_BACKEND_IMPL", "cuda"),
+        ("MLA_BACKEND_FP8_QUERY", "e4m3"),
         ("MLA_BACKEND_EXTEND_TOKENS", "513"),
         ("MLA_BACKEND_EXTEND_TOKENS", "-1"),
     ],

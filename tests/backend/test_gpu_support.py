@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the dense backend says of a GPU, asked on any machine."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from mla_kernels.decode.api import MAX_HEADS, MAX_S_Q
+from mla_kernels.dispatch import Choice
 from mla_kernels.layouts import MlaDims
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionCGSupport
@@ -14,7 +17,8 @@ from mla_backend.attention.backend import MlaBackend
 from mla_backend.attention.kernel import DecodeKernel
 from mla_backend.attention.metadata import MlaMetadataBuilder
 from mla_backend.attention.step_plans import StepPlans
-from mla_backend.attention.warmup import batch_sizes
+from mla_backend.attention.warmup import batch_sizes, queries
+from mla_backend.stats import STATS
 
 
 def reasons(capability, **changes):
@@ -34,6 +38,96 @@ def reasons(capability, **changes):
 )
 def test_a_gpu_takes(changes):
     assert reasons(DeviceCapability(9, 0), **changes) == []
+
+
+@pytest.fixture
+def fp8_query(monkeypatch):
+    monkeypatch.setenv("MLA_BACKEND_FP8_QUERY", "1")
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"use_dcp": True}, {"use_batch_invariant": True}, {"block_size": 128}]
+)
+@pytest.mark.parametrize("cache", ["fp8", "fp8_e4m3"])
+def test_fp8_queries_are_taken_with_an_fp8_cache(fp8_query, cache, changes):
+    assert reasons(DeviceCapability(9, 0), kv_cache_dtype=cache, **changes) == []
+    fp8_query.setenv("MLA_BACKEND_IMPL", "hopper")
+    assert reasons(DeviceCapability(9, 0), kv_cache_dtype=cache, **changes) == []
+
+
+@pytest.mark.parametrize(
+    "capability, changes, env, needs",
+    [
+        ((9, 0), {"kv_cache_dtype": "auto"}, {}, "--kv-cache-dtype fp8, not auto"),
+        ((9, 0), {"kv_cache_dtype": "fp8_ds_mla"}, {}, "--kv-cache-dtype fp8, not fp8_ds_mla"),
+        ((8, 0), {}, {}, "an sm_90 GPU, not sm_80"),
+        ((10, 0), {}, {}, "an sm_90 GPU, not sm_100"),
+        (None, {}, {}, "an sm_90 GPU, not a CPU"),
+        ((9, 0), {"dtype": torch.float16}, {}, "model dtype bfloat16, not float16"),
+        ((9, 0), {}, {"IMPL": "triton"}, "MLA_BACKEND_IMPL of auto or hopper, not triton"),
+        ((9, 0), {}, {"IMPL": "torch"}, "MLA_BACKEND_IMPL of auto or hopper, not torch"),
+        ((9, 0), {}, {"RESCALE": "amla"}, "MLA_BACKEND_RESCALE=pow2, not amla"),
+    ],
+)
+def test_fp8_queries_are_refused_where_they_cannot_be_had(
+    fp8_query, capability, changes, env, needs
+):
+    for name, value in env.items():
+        fp8_query.setenv(f"MLA_BACKEND_{name}", value)
+    device = capability and DeviceCapability(*capability)
+    (reason,) = reasons(device, **{"kv_cache_dtype": "fp8"} | changes)
+    assert reason == f"MLA_BACKEND_FP8_QUERY=1 needs {needs}. Mend: unset MLA_BACKEND_FP8_QUERY"
+    fp8_query.setenv("MLA_BACKEND_FP8_QUERY", "0")
+    assert reasons(device, **{"kv_cache_dtype": "fp8"} | changes) == []
+
+
+def test_fp8_queries_of_a_sparse_layer_are_refused(fp8_query):
+    from mla_backend.attention.sparse.backend import SparseMlaBackend
+
+    layer = AttentionSelectorConfig(
+        head_size=576, dtype=torch.bfloat16, kv_cache_dtype="fp8", block_size=64, use_mla=True,
+        use_sparse=True,
+    )  # fmt: skip
+    (reason,) = SparseMlaBackend.validate_configuration(
+        device_capability=DeviceCapability(9, 0), **layer._asdict()
+    )
+    assert "needs dense attention, not DeepSeek Sparse Attention" in reason
+
+
+def test_the_kernel_of_fp8_queries_is_chosen_and_planned_as_such(fp8_query, monkeypatch):
+    from mla_backend.attention import kernel as module
+
+    asked, planned = {}, {}
+
+    def choose(impl, device, **known):
+        asked.update(known)
+        return Choice("hopper", "why")
+
+    monkeypatch.setattr(module, "choose_decode_impl", choose)
+    monkeypatch.setattr(module, "plan_mla_decode", lambda *_, **known: planned.update(known))
+    device = torch.device("cpu")
+    kernel = DecodeKernel.choose(MlaDims(), torch.bfloat16, "fp8", device)
+    fp8 = torch.float8_e4m3fn
+    assert (kernel.dtype, kernel.query_dtype, kernel.kv_cache_dtype) == (torch.bfloat16, fp8, fp8)
+    assert STATS.decode["query_dtype"] == "float8_e4m3fn"
+    kernel.plan(torch.zeros(1, dtype=torch.int32), 16, 1)
+    assert asked["dtype"] == planned["dtype"] == fp8
+    fp8_query.setenv("MLA_BACKEND_FP8_QUERY", "0")
+    kernel = DecodeKernel.choose(MlaDims(), torch.bfloat16, "fp8", device)
+    assert kernel.query_dtype == torch.bfloat16 and STATS.decode["query_dtype"] == "bfloat16"
+
+
+def test_queries_of_the_warm_up_are_those_of_a_step():
+    """As vLLM hands them over: two parts, the first out of a product over heads, or codes."""
+    dims, device = MlaDims(), torch.device("cpu")
+    bf16, fp8 = torch.bfloat16, torch.float8_e4m3fn
+    kernel = DecodeKernel("hopper", "pow2", dims, bf16, bf16, fp8, deterministic=False)
+    latent, rope = queries(kernel, 16, 6, device)
+    assert latent.shape == (6, 16, 512) and latent.transpose(0, 1).is_contiguous()
+    assert rope.shape == (6, 16, 64) and latent.dtype == rope.dtype == bf16
+    codes = queries(replace(kernel, query_dtype=fp8), 16, 6, device)
+    assert codes.shape == (6, 16, 576) and codes.dtype == fp8 and codes.is_contiguous()
 
 
 def test_a_cpu_has_no_context_parallelism():

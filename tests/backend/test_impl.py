@@ -249,6 +249,41 @@ def test_decode_of_mixed_lengths(
     assert tokens == launches
 
 
+@pytest.mark.parametrize("q_scale", [1.0, 0.03])
+@pytest.mark.parametrize("query_lens", [[1, 1, 1], [2, 2, 2], [1, 1, 9], [2, 2, 9]])
+def test_decode_of_fp8_queries(vllm_config, monkeypatch, q_scale, query_lens):
+    """As vLLM quantises them for a layer that takes them; a prompt's end among them too."""
+    from vllm.model_executor.layers.attention.mla_attention import _DecodeConcatQuantFP8
+    from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
+
+    monkeypatch.setenv("MLA_BACKEND_FP8_QUERY", "1")
+    impl = make_impl(512, torch.bfloat16, "fp8")  # a CPU computes it, though none is offered it
+    assert impl.supports_quant_query_input
+    k_scale, q_scale = torch.tensor(0.5), torch.tensor(q_scale)
+    cache, table, seq_lens, written = make_cache(
+        [70, 64, 200], 512, impl, "fp8", torch.bfloat16, k_scale
+    )
+    decode = build_decode(impl, table, seq_lens, query_lens)
+    assert (decode.rest is None) == (query_lens != [2, 2, 9])
+    T = sum(query_lens)
+    q = torch.randn(T, H, 576, generator=torch.Generator().manual_seed(2)).bfloat16()
+    quantise = _DecodeConcatQuantFP8(static=True, group_shape=GroupShape.PER_TENSOR)
+    codes = quantise.forward_native(*q.split([512, ROPE], -1), q_scale)
+    assert codes.dtype == torch.float8_e4m3fn and codes.is_contiguous()
+    layer = types.SimpleNamespace(_k_scale=k_scale, _q_scale=q_scale)
+    metadata = types.SimpleNamespace(decode=decode)
+    out, lse = impl.forward_mqa(codes, cache.view(torch.float8_e4m3fn), metadata, layer)
+    assert out.shape == (T, H, 512) and out.dtype == torch.bfloat16
+
+    def dequantise(rows):
+        return dequantised(rows, "fp8", 512, k_scale)
+
+    values = codes.float() * q_scale
+    check_decode(out, lse, values, written, query_lens, dequantise, 2.0**-8)
+    monkeypatch.setenv("MLA_BACKEND_FP8_QUERY", "0")
+    assert not make_impl(512, torch.bfloat16, "fp8").supports_quant_query_input
+
+
 @pytest.mark.parametrize("rank, dtype, kv_cache_dtype, tolerance", CASES)
 def test_prefill(vllm_config, rank, dtype, kv_cache_dtype, tolerance):
     from mla_backend.attention.prefill import plan_prefill

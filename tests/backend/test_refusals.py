@@ -38,6 +38,22 @@ def test_kv_cache_dtype(start_up, demo_checkpoint, dtype):
         start_up(demo_checkpoint("v3"), kv_cache_dtype=dtype)
 
 
+def test_fp8_queries_on_a_cpu(monkeypatch):
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from mla_backend.plugin import register
+
+    register()
+    monkeypatch.setenv("MLA_BACKEND_FP8_QUERY", "1")
+    with pytest.raises(
+        ValueError, match=r"FP8_QUERY=1 needs an sm_90 GPU, not a CPU\. Mend: unset"
+    ):
+        current_platform.get_attn_backend_cls(
+            AttentionBackendEnum.CUSTOM, selector_config(kv_cache_dtype="fp8")
+        )
+
+
 @pytest.mark.parametrize("block_size", [16, 48, 96])
 def test_block_size(start_up, demo_checkpoint, block_size):
     with pytest.raises(ValueError, match=rf"block size {block_size} .*multiple of 64.*Mend"):

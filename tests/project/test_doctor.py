@@ -120,6 +120,26 @@ BROKEN = [
         "expected one of pow2, amla",
     ),
     ("settings", {"environ": {"MLA_BACKEND_RESCAL": "amla"}}, "fail", "no setting of ours"),
+    ("fp8 queries", {"environ": {"MLA_BACKEND_FP8_QUERY": "1"}}, "fail", "not a CPU"),
+    (
+        "fp8 queries",
+        {
+            "environ": {"MLA_BACKEND_FP8_QUERY": "1"},
+            **seen(gpus=[GPU, {**GPU, "capability": [8, 0]}]),
+        },
+        "fail",
+        "sm_90 GPU, not sm_80",
+    ),
+    (
+        "fp8 queries",
+        {
+            "environ": {"MLA_BACKEND_FP8_QUERY": "1", "MLA_BACKEND_RESCALE": "amla"},
+            **seen(gpus=[GPU]),
+        },
+        "fail",
+        "MLA_BACKEND_RESCALE=pow2, not amla | unset MLA_BACKEND_FP8_QUERY",
+    ),
+    ("fp8 queries", {"environ": {"MLA_BACKEND_FP8_QUERY": "x"}}, "fail", "settings above"),
     ("devices", seen(gpus=[{**GPU, "capability": [7, 5]}]), "fail", "capability 7.5"),
     ("devices", {"nvidia_driver": True}, "warn", "sees no GPU"),
     ("memory", {"memory_available": 5 * GIB}, "warn", "5.0 GiB"),
@@ -168,6 +188,11 @@ def test_every_check_has_a_case_here():
         (vllm_sees(platform="vllm.platforms.cuda.CudaPlatform"), "vLLM's own"),
         (seen(gpus=[GPU, GPU]), "H200, compute capability 9.0, 130 of 140 GiB free; H200"),
         (vllm_sees(), "Without CUSTOM it changes nothing"),
+        ({}, "not asked for (MLA_BACKEND_FP8_QUERY)"),
+        (
+            {"environ": {"MLA_BACKEND_FP8_QUERY": "1"}, **seen(gpus=[GPU])},
+            "decode attention multiplies in fp8",
+        ),
     ],
 )
 def test_what_is_fine_is_ok(change, says):
