@@ -16,6 +16,7 @@ TITLES = {
     "sustained": "# Dense MLA decode under sustained load",
 }
 FAST_PEERS = ("peer/flashmla", "peer/fa3")
+FP8 = ("mla_kernels/hopper/fp8_query", "peer/flashmla_fp8")
 
 
 def write_report(report: dict[str, Any], folder: Path) -> None:
@@ -76,12 +77,44 @@ def markdown(report: dict[str, Any]) -> str:
         won = sum(w >= 1 for w in wins)
         lines += ["", f"Hopper kernel against the better peer: geometric mean {mean:.3f}, at least "
                   f"as fast in {won} of {len(wins)} cases."]  # fmt: skip
+    lines += fp8_queries(cases)
     lines += energy(report, cases, impls)
     failed = [row for row in report["rows"] if "failed" in row]
     if failed:
         lines += ["", "Not timed:", ""]
         lines += [f"* {row['case']} {row['impl']}: {row['failed']}" for row in failed]
     return "\n".join(lines) + "\n"
+
+
+def fp8_queries(cases: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
+    """Ours beside FlashMLA's where both multiply in fp8; nothing if neither was there."""
+    found = {case: [rows.get(impl, {}) for impl in FP8] for case, rows in cases.items()}
+    found = {case: both for case, both in found.items() if any("us" in row for row in both)}
+    if not found:
+        return []
+    lines = [
+        "",
+        "## fp8 queries",
+        "",
+        "q and the softmax weights in e4m3, both products in fp8. `error`: relative, in the",
+        "Frobenius norm, against the definition with q as it was before it was rounded.",
+        "",
+        "| case | hopper/fp8_query | FlashMLA fp8 | FlashMLA : ours | error | FlashMLA's |",
+        "|---" * 6 + "|",
+    ]
+    wins = []
+    for case, (mine, peer) in found.items():
+        ratio = _ratio(peer.get("us"), mine.get("us"))
+        errors = [str(row.get("rel_err", "")) for row in (mine, peer)]
+        cells = [_us(row or None) for row in (mine, peer)]
+        lines.append("| " + " | ".join([case, *cells, ratio, *errors]) + " |")
+        if ratio:
+            wins.append(peer["us"] / mine["us"])
+    if wins:
+        mean = math.exp(sum(map(math.log, wins)) / len(wins))
+        won = sum(win >= 1 for win in wins)
+        lines += ["", f"Geometric mean {mean:.3f}, at least as fast in {won} of {len(wins)} cases."]
+    return lines
 
 
 def energy(

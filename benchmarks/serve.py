@@ -3,6 +3,7 @@
 
     python benchmarks/serve.py --mode steps [--family v3.2] [--heads 128 16] [--time-limit 240]
     python benchmarks/serve.py --mode steps --family v3.2 --heads 16 --kv-cache-dtype fp8_ds_mla
+    python benchmarks/serve.py --mode steps --kv-cache-dtype fp8
     python benchmarks/serve.py --mode serve [--shapes 1024/1024] [--concurrency 32] [--rates 1 4]
     python benchmarks/serve.py --mode serve --reduced --together --rounds 1 --open-requests 48
 
@@ -23,6 +24,9 @@ from typing import Any
 from serve_cases import (
     BACKENDS,
     CONCURRENCY,
+    FP8_BACKENDS,
+    FP8_CACHES,
+    FP8_QUERY,
     MODEL,
     SHAPES,
     SPARSE_BACKENDS,
@@ -41,7 +45,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--family", choices=("v3", "v3.2"), default="v3", help="dense or sparse attention"
     )
-    parser.add_argument("--backends", nargs="+", help="names of vLLM's")
+    parser.add_argument(
+        "--backends", nargs="+", help=f"names of vLLM's, or {FP8_QUERY}: ours with fp8 queries"
+    )
     parser.add_argument("--model", type=Path, help="a directory with config.json")
     parser.add_argument("--kv-cache-dtype", default="auto", help="vLLM's name")
     parser.add_argument("--time-limit", type=float, default=36000, help="seconds; then it stops")
@@ -87,7 +93,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     serve.add_argument("--server-options", type=shlex.split, default=[], help="more, in quotes")
     args = parser.parse_args(argv)
     sparse = args.family == "v3.2"
-    args.backends = args.backends or list(SPARSE_BACKENDS if sparse else BACKENDS)
+    dense = FP8_BACKENDS if args.kv_cache_dtype in FP8_CACHES else BACKENDS
+    args.backends = args.backends or list(SPARSE_BACKENDS if sparse else dense)
     args.model = args.model or (SPARSE_MODEL if sparse else MODEL)
     args.heads = args.heads or ([128] if sparse else [128, 16])
     if sparse:

@@ -6,8 +6,12 @@ from pathlib import Path
 from typing import Any
 
 OURS = "CUSTOM"
+# Ours with queries of e4m3, which FLASHMLA always has where the cache is fp8.
+FP8_QUERY = "CUSTOM+fp8_query"
 BACKENDS = (OURS, "FLASHMLA", "FLASH_ATTN_MLA", "TRITON_MLA")
-LABELS = {OURS: "mla-backend"}
+FP8_BACKENDS = (OURS, FP8_QUERY, "FLASHMLA", "TRITON_MLA")
+FP8_CACHES = ("fp8", "fp8_e4m3")
+LABELS = {OURS: "mla-backend", FP8_QUERY: "mla-backend, fp8 queries"}
 MODEL = Path(__file__).parents[1] / "configs" / "models" / "deepseek-v3-5-layers"
 RELEASED_HEADS = 128
 # DeepSeek-V3.2: sparse attention.
@@ -77,6 +81,13 @@ def loads(
         else:
             result += [Load(shape, rate=rate) for rate in rates]
     return result
+
+
+def engine_of(backend: str) -> tuple[str, dict[str, str]]:
+    """vLLM's name of a backend that is compared, and its environment."""
+    if backend in (OURS, FP8_QUERY):
+        return OURS, {"MLA_BACKEND_FP8_QUERY": str(int(backend == FP8_QUERY))}
+    return backend, {}
 
 
 def step_cases(batches: list[int] | None, contexts: list[int] | None) -> list[tuple[int, int]]:

@@ -43,6 +43,8 @@ def server_options(args: argparse.Namespace, asked: list[Load], tokenizer: Path)
         # For a token that the tokenizer lacks, vLLM would decode the whole prompt again.
         overrides["vocab_size"] = FAMILIES["v3"]["vocab_size"]
     options += ["--hf-overrides", json.dumps(overrides)] if overrides else []
+    if args.kv_cache_dtype != "auto":
+        options += ["--kv-cache-dtype", args.kv_cache_dtype]
     if args.eager:
         options += ["--enforce-eager"]
     elif not args.compile:

@@ -8,13 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from load import METRICS, STATISTICS
-from serve_cases import LABELS, OURS
+from serve_cases import FP8_QUERY, LABELS, OURS
 
 Row = dict[str, Any]
 STEMS = {"serve": "serving", "steps": "engine_steps"}
 SPARSE_STEMS = {"serve": "sparse_serving", "steps": "sparse_steps"}
 MEANS = {"step_ms": "Whole steps", "gpu_ms": "GPU", "attention_ms": "Attention"}
-COLOURS = {OURS: "tab:red", "FLASHMLA": "tab:blue", "FLASH_ATTN_MLA": "tab:green"}
+COLOURS = {
+    OURS: "tab:red",
+    FP8_QUERY: "tab:orange",
+    "FLASHMLA": "tab:blue",
+    "FLASH_ATTN_MLA": "tab:green",
+}
 
 
 @dataclass
@@ -91,6 +96,9 @@ def steps_lines(report: Report) -> list[str]:
             f"(2048 tokens are read), KV cache dtype {settings['kv_cache_dtype']}"
             f"{few if min(settings['heads']) < 128 else ''}"
         )
+    quantised = settings.get("kv_cache_dtype", "auto")
+    if not sparse and quantised != "auto":
+        model = f"{model}; KV cache dtype {quantised}"
     graphs = "no CUDA graphs" if settings["eager"] else "CUDA graphs of whole decode steps"
     lines = [
         f"Random weights: {model}. {settings['dtype']}, {graphs}, "
@@ -103,6 +111,12 @@ def steps_lines(report: Report) -> list[str]:
         "faster. Where a step takes longer than the GPU works, the host decides.",
         "",
     ]
+    if FP8_QUERY in report.backends:
+        lines += [
+            "`fp8 queries`: MLA_BACKEND_FP8_QUERY=1, so that queries and softmax weights are "
+            "rounded to e4m3, as FLASHMLA's are with such a cache; TRITON_MLA's are not.",
+            "",
+        ]
     for heads in dict.fromkeys(row["heads"] for row in report.rows if "batch" in row):
         lines += [f"## {heads} heads", ""] if not settings["as_is"] else []
         lines += _steps_table(report, heads)
@@ -131,11 +145,11 @@ def step_groups(report: Report, heads: int) -> dict[tuple[int, int], dict[str, R
     return dict(sorted(groups.items(), key=lambda item: item[0][::-1]))
 
 
-def ratio(rows: dict[str, Row], key: str) -> float | None:
-    """The best peer's `key` over ours."""
-    peers = [row[key] for name, row in rows.items() if name != OURS and row.get(key)]
-    ours = rows.get(OURS, {}).get(key)
-    return min(peers) / ours if peers and ours else None
+def ratio(rows: dict[str, Row], key: str, ours: str = OURS) -> float | None:
+    """The best peer's `key` over that of `ours`."""
+    peers = [row[key] for name, row in rows.items() if name not in LABELS and row.get(key)]
+    mine = rows.get(ours, {}).get(key)
+    return min(peers) / mine if peers and mine else None
 
 
 def _steps_table(report: Report, heads: int) -> list[str]:
@@ -144,7 +158,6 @@ def _steps_table(report: Report, heads: int) -> list[str]:
     head = ["b x context", *(f"{label(name)}: step, GPU, attn" for name in names)]
     head += ["best peer / ours: step", "GPU", "attn", "attention in our step"]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    ratios: dict[str, list[float]] = {key: [] for key in MEANS}
     for (batch, context), rows in groups.items():
         layers = {row.get("layers", report.settings["layers"]) for row in rows.values()}
         fewer = layers != {report.settings["layers"]} and not report.settings["as_is"]
@@ -154,20 +167,18 @@ def _steps_table(report: Report, heads: int) -> list[str]:
             cells.append(
                 ", ".join(_number(row.get(k), 3) for k in ("step_ms", "gpu_ms", "attention_ms"))
             )
-        for key, found in ratios.items():
-            value = ratio(rows, key)
-            cells.append(_number(value, 2))
-            if value:
-                found.append(value)
+        cells += [_number(ratio(rows, key), 2) for key in MEANS]
         share = rows.get(OURS, {}).get("attention_share")
         cells.append(f"{share:.0%}" if share is not None else "")
         lines.append("| " + " | ".join(cells) + " |")
-    for key, found in ratios.items():
-        if found:
-            mean = math.exp(sum(map(math.log, found)) / len(found))
-            won = sum(value >= 1 for value in found)
-            line = f"{MEANS[key]}, best peer / ours: geometric mean {mean:.3f}"
-            lines += ["", f"{line}, at least as fast in {won} of {len(found)} cases."]
+    for ours, words in ((OURS, "ours"), (FP8_QUERY, "ours with fp8 queries")):
+        for key, what in MEANS.items():
+            found = [value for rows in groups.values() if (value := ratio(rows, key, ours))]
+            if found:
+                mean = math.exp(sum(map(math.log, found)) / len(found))
+                won = sum(value >= 1 for value in found)
+                line = f"{what}, best peer / {words}: geometric mean {mean:.3f}"
+                lines += ["", f"{line}, at least as fast in {won} of {len(found)} cases."]
     return [*lines, ""]
 
 
@@ -231,7 +242,7 @@ def _serve_ratios(report: Report) -> list[str]:
     groups: dict[tuple[str, str, float], dict[str, Row]] = {}
     for row in serve_rows(report):
         groups.setdefault((row["shape"], *load_key(row)), {})[row["backend"]] = row
-    peers = [name for name in report.backends if name != OURS]
+    peers = [name for name in report.backends if name not in LABELS]
     if not any(OURS in rows and len(rows) > 1 for rows in groups.values()):
         return []
     lines = [

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from serve_cases import dense_overrides, step_cases
+from serve_cases import FP8_CACHES, dense_overrides, engine_of, step_cases
 from step_driver import ROUNDS, Engine, measure
 
 Row = dict[str, Any]
@@ -63,7 +63,8 @@ def token_bytes(args: argparse.Namespace, layers: int) -> int:
     config = json.loads((args.model / "config.json").read_text())
     layers = config["num_hidden_layers"] if args.as_is else layers
     row = config["kv_lora_rank"] + config["qk_rope_head_dim"]
-    row *= 4 if args.dtype == "float32" else 2
+    if args.kv_cache_dtype not in FP8_CACHES:
+        row *= 4 if args.dtype == "float32" else 2
     if args.kv_cache_dtype == "fp8_ds_mla":
         row = 656
     index = config["index_head_dim"] + 4 if "index_head_dim" in config else 0
@@ -101,7 +102,8 @@ def run(args: argparse.Namespace, save: Callable[[Row], None]) -> None:
             options = engine_options(args, heads, layers, chosen)
             for backend in args.backends:
                 log = Path(folder) / f"{backend}-{heads}-{layers}.log"
-                engine = Engine(backend, options, log)
+                name, env = engine_of(backend)
+                engine = Engine(name, options, log, env=env, label=backend)
                 stack.callback(engine.kill)
                 engines.setdefault((heads, layers), []).append(engine)
         for started in engines.values():

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 
 import psutil
+from serve_cases import engine_of
 
 START_SECONDS = 600
 STOP_SECONDS = 60
@@ -42,15 +43,17 @@ class Server:
             entry = [sys.executable, "-m", "mla_serving.cli", "serve"]
         else:
             entry = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        env = STOCK if backend == "stock" else {}
         if backend not in BACKENDS:
-            options = [*options, "--attention-backend", backend]
+            name, env = engine_of(backend)
+            options = [*options, "--attention-backend", name]
         options = [*options, "--host", "127.0.0.1", "--port", str(self.port)]
         self.log = log
         self.started = time.monotonic()
         with log.open("w") as out:
             self._process = subprocess.Popen(
                 [*entry, "--model", str(model), *options],
-                env={**os.environ, **QUIET, **(STOCK if backend == "stock" else {})},
+                env={**os.environ, **QUIET, **env},
                 stdout=out,
                 stderr=subprocess.STDOUT,
             )

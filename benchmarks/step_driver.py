@@ -27,8 +27,10 @@ class Engine:
         log: Path,
         worker: Path = WORKER,
         env: dict[str, str] | None = None,
+        label: str | None = None,
     ) -> None:
-        self.backend = backend
+        """backend: vLLM's name; label: that of the rows, if it is another."""
+        self.backend = label or backend
         self.log = log
         spec = {"engine": {**options, "attention_backend": backend}}
         with log.open("w") as out:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 PAGE = 64
-CODES = {132: 128, 656: 512}  # bytes of a token: indexer keys, fp8_ds_mla rows
+CODES = {132: 128, 576: 576, 656: 512}  # of a token: indexer keys, fp8 rows, fp8_ds_mla rows
 SCALE = 2.0**-6
 
 
@@ -16,10 +16,13 @@ def random_codes(*shape: int, device: torch.device) -> torch.Tensor:
 
 
 def random_pages(count: int, width: int, device: torch.device) -> torch.Tensor:
-    """[count, 64, width] bytes: indexer pages (width 132) or fp8_ds_mla rows (width 656)."""
+    """[count, 64, width] bytes: indexer pages (width 132), rows of fp8 alone (576) or fp8_ds_mla
+    rows (656)."""
     if width not in CODES:
         raise ValueError(f"Expected a cache of {sorted(CODES)} bytes a token, got {width}")
     codes = random_codes(count, PAGE, CODES[width], device=device)
+    if width == 576:
+        return codes
     if width == 132:  # the scales of a page stand after all its codes
         scales = torch.full((count, PAGE), SCALE, device=device)
         page = torch.cat([codes.flatten(1), scales.view(torch.uint8)], 1)

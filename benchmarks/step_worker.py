@@ -30,7 +30,7 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 # Kernels that are attention over the cache; each backend's plan and merge included.
 ATTENTION = re.compile(
-    r"mla_decode_kernel|hopper_(decode|fp8)_kernel|few_(rows|heads)|many_rows|merge_kernel|plan_kernel|"
+    r"mla_decode_kernel|hopper_(decode|fp8|fp8_query)_kernel|few_(rows|heads)|many_rows|merge_kernel|plan_kernel|"
     r"flash_fwd|FlashAttn|prepare_varlen|get_mla_metadata|_fwd_grouped_kernel|_fwd_kernel_stage|"
     # DeepSeek-V3.2: of both, the indexer too.
     r"sparse|token_rows|scores_kernel|mqa_logits|topk|select_kernel|group_max|clear_state|smxx|combine|"

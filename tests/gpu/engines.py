@@ -97,6 +97,12 @@ def all_engines():
     for backend in ("CUSTOM", "FLASHMLA", "TRITON_MLA"):
         add(f"{backend} fp8", attention_backend=backend, kv_cache_dtype="fp8")
     add("CUSTOM fp8_ds_mla", kv_cache_dtype="fp8_ds_mla")
+    fp8_query = {"env": {"MLA_BACKEND_FP8_QUERY": "1"}, "kv_cache_dtype": "fp8"}
+    add("CUSTOM fp8 query", **fp8_query)
+    add("CUSTOM fp8 query 128", 128, **fp8_query)
+    add("FLASHMLA fp8 128", 128, attention_backend="FLASHMLA", kv_cache_dtype="fp8")
+    add("CUSTOM fp8 query mtp", **fp8_query, compilation_config=MTP_GRAPHS, **MTP)
+    add("CUSTOM fp8 query compiled", **fp8_query, **COMPILED)
     for backend in ("CUSTOM", "FLASHMLA_SPARSE"):
         add(f"{backend} v3.2", "v3.2", attention_backend=backend)
     add("CUSTOM v3.2 eager", "v3.2", **EAGER)

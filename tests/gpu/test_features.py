@@ -21,11 +21,28 @@ def done(result, name):
 
 @pytest.mark.parametrize(
     "name, impl",
-    [("CUSTOM 16", "hopper"), ("CUSTOM fp8", "hopper"), ("portable kernel", "triton")],
+    [
+        ("CUSTOM 16", "hopper"),
+        ("CUSTOM fp8", "hopper"),
+        ("CUSTOM fp8 query", "hopper"),
+        ("CUSTOM fp8 query 128", "hopper"),
+        ("portable kernel", "triton"),
+    ],
 )
 def test_the_kernel_is_the_one_expected(name, impl, engines):
-    result = engines(name)
-    assert scenario(result, "plain")["after"]["decode"]["impl"] == impl
+    chosen = scenario(engines(name), "plain")["after"]["decode"]
+    assert chosen["impl"] == impl
+    asked = "fp8 query" in name
+    assert chosen["query_dtype"] == ("float8_e4m3fn" if asked else "bfloat16")
+
+
+def test_fp8_queries_are_other_numbers(engines):
+    """Else the variable did nothing."""
+    plain, rounded = (
+        [o["logprobs"] for o in scenario(engines(name), "plain")["outputs"]]
+        for name in ("CUSTOM fp8", "CUSTOM fp8 query")
+    )
+    assert all(a != b for a, b in zip(plain[1:], rounded[1:], strict=True))
 
 
 def test_graphs_replay_without_calls(engines):
@@ -37,6 +54,7 @@ def test_graphs_replay_without_calls(engines):
 
 
 OURS = ["CUSTOM 16", "CUSTOM 128", "CUSTOM fp8", "CUSTOM fp8_ds_mla", "portable kernel", "eager"]
+OURS += ["CUSTOM fp8 query", "CUSTOM fp8 query 128", "CUSTOM fp8 query mtp"]
 
 
 def our_kernels():
@@ -62,6 +80,7 @@ def test_prompts_are_chunked_and_prefixes_hit(engines):
 def test_ends_of_prompts_join_the_decode_tokens(engines):
     # 63 and 70 tokens behind 1024 cached ones, with 128 heads.
     assert done(engines("CUSTOM 128"), "prefix")["extend_steps"] > 0
+    assert done(engines("CUSTOM fp8 query 128"), "prefix")["extend_steps"] > 0
     assert done(engines("batch-invariant"), "together")["extend_steps"] == 0
 
 

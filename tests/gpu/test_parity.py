@@ -39,6 +39,33 @@ def test_tokens_and_logprobs_are_as_good_as_stock(kind, engines, checkpoint, par
     assert mine.p99 <= NOISE * max(d.p99 for d in theirs.values())
 
 
+@pytest.mark.parametrize("heads", ["", " 128"])
+def test_fp8_queries_are_as_good_as_stock(heads, engines, checkpoint, parity_table):
+    """Beside FLASHMLA, which rounds queries and weights to e4m3 too."""
+    path = checkpoint(128 if heads else 16)
+    names = f"CUSTOM fp8 query{heads}", f"FLASHMLA fp8{heads}"
+    ours, theirs = (outputs_of(engines(name)) for name in names)
+    mine, stock = distance(path, ours), distance(path, theirs)
+    gaps = divergences(path, ours, theirs)
+    parity_table(names[0], mine)
+    parity_table(names[1] + " beside it", stock, gaps, len(ours))
+    assert all(gap <= 2 * stock.max for gap in gaps), (gaps, stock)
+    assert mine.mean <= NOISE * stock.mean
+    assert mine.p99 <= NOISE * stock.p99
+
+
+@pytest.mark.parametrize("mode", ["mtp", "compiled"])
+def test_modes_of_fp8_queries_are_as_good_as_graphs(mode, engines, checkpoint, parity_table):
+    path, name = checkpoint(16), f"CUSTOM fp8 query {mode}"
+    plain, outputs = (outputs_of(engines(n)) for n in ("CUSTOM fp8 query", name))
+    bar, d = distance(path, plain), distance(path, outputs)
+    gaps = divergences(path, outputs, plain)
+    parity_table(name, d, gaps, len(outputs))
+    assert all(gap <= 2 * bar.max for gap in gaps), (gaps, bar)
+    assert d.mean <= NOISE * bar.mean
+    assert d.p99 <= NOISE * bar.p99
+
+
 MODES = ["eager", "compiled", "portable kernel", "mtp", "mtp 128", "CUSTOM fp8_ds_mla"]
 
 

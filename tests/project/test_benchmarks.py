@@ -49,6 +49,31 @@ def test_dense_report(mode, tmp_path):
     assert (tmp_path / f"{stem}.png").exists() == (mode == "cold")
 
 
+def test_fp8_queries_have_a_table_of_their_own():
+    from dense_report import markdown
+
+    found = report("cold")
+    assert "fp8 queries" not in markdown(found)
+    shared = {"mode": "cold", "floor_us": 80.0}
+    found["rows"] += [
+        {"case": "a_fp8", "impl": impl, "us": us, "rel_err": error, **shared}
+        for impl, us, error in (
+            ("mla_kernels/hopper/fp8_query", 100.0, 0.031),
+            ("peer/flashmla_fp8", 125.0, 0.04),
+        )
+    ]
+    found["rows"] += [
+        {"case": "b_fp8", "impl": "mla_kernels/hopper/fp8_query", "us": 9.0, **shared},
+        {"case": "b_fp8", "impl": "peer/flashmla_fp8", "failed": "fro inf", **shared},
+    ]
+    text = markdown(found)
+    assert "| a_fp8 | 100.0 | 125.0 | 1.25 | 0.031 | 0.04 |" in text
+    assert "| b_fp8 | 9.0 | failed |  |  |  |" in text
+    assert "Geometric mean 1.250, at least as fast in 1 of 1 cases." in text
+    # The table of all cases compares what is computed alike.
+    assert "against the better peer: geometric mean 1.100" in text
+
+
 def test_dense_report_without_nvml(tmp_path):
     from dense_report import write_report
 
@@ -69,7 +94,7 @@ def test_dense_options(capsys):
     assert (sustained.mode, cases(sustained)) == ("sustained", 4)
     assert sustained.impls.search("peer/fa3")
     assert not sustained.impls.search("mla_kernels/triton/amla")
-    assert cases(parse(["--sustained", "--cases", "^b1_"])) == 3
+    assert cases(parse(["--sustained", "--cases", "^b1_"])) == 5
     with pytest.raises(SystemExit):
         parse(["--paused", "--sustained"])
     assert "not allowed with" in capsys.readouterr().err

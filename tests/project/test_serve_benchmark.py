@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """benchmarks/serve.py without a GPU: its cases, its timing loop on a tiny engine, its tables."""
 
+import io
 import json
 import subprocess
 import sys
@@ -80,6 +81,8 @@ def test_kernels_are_told_apart_by_name_and_overlaps_count_once():
     assert row["gpu_ms"] == pytest.approx(0.195)
     assert row["attention_ms"] == pytest.approx(0.085)
     assert row["attention_share"] == pytest.approx(850 / 1950)
+    kernels = [("hopper_fp8_query_kernel", 0, 100), ("scaled_fp8_quant_kernel", 100, 110)]
+    assert kernel_times(kernels, 1)["attention_ms"] == pytest.approx(0.1)
     assert next(iter(row["top_kernels_us"])) == "nvjet_sm90_tst_128x64"
 
 
@@ -240,6 +243,53 @@ def test_family_names_model_backends_and_results():
     assert "KV cache dtype fp8_ds_mla; fewer than 128 heads with their share" in report.markdown()
 
 
+def test_an_fp8_cache_compares_ours_with_and_without_fp8_queries(tmp_path):
+    from serve import parse_arguments
+    from serve_cases import FP8_BACKENDS, engine_of
+    from serve_report import Report
+    from serve_steps import token_bytes
+
+    args = parse_arguments(["--mode", "steps", "--kv-cache-dtype", "fp8"])
+    assert args.backends == list(FP8_BACKENDS) and "FLASH_ATTN_MLA" not in FP8_BACKENDS
+    assert token_bytes(args, 6) == 6 * 576
+    assert [engine_of(name) for name in FP8_BACKENDS] == [
+        ("CUSTOM", {"MLA_BACKEND_FP8_QUERY": "0"}),
+        ("CUSTOM", {"MLA_BACKEND_FP8_QUERY": "1"}),
+        ("FLASHMLA", {}),
+        ("TRITON_MLA", {}),
+    ]
+    settings = {k: v for k, v in vars(args).items() if isinstance(v, (str, int, float))}
+    rows = [
+        step_row(name, 96, ms, ms / 2) for name, ms in zip(FP8_BACKENDS, (8, 4, 6, 9), strict=True)
+    ]
+    report = Report("steps", "python x", {"gpu": "G"}, settings | {"model": "m"}, rows)
+    page = report.markdown()
+    assert report.stem == "engine_steps_fp8" and "; KV cache dtype fp8." in page
+    assert "| 0.75 | 0.75 | 0.75 | 50% |" in page  # FLASHMLA over ours, which is no peer of itself
+    assert "Attention, best peer / ours: geometric mean 0.750" in page
+    assert "Attention, best peer / ours with fp8 queries: geometric mean 1.500" in page
+    assert "mla-backend, fp8 queries: step, GPU, attn" in page and "rounded to e4m3" in page
+
+
+def test_engines_get_their_environment(tmp_path, monkeypatch):
+    import step_driver
+
+    started = []
+
+    class Process:
+        stdin = stdout = io.StringIO()
+
+    def popen(command, env, **_):
+        started.append((json.loads(command[2])["engine"], env.get("MLA_BACKEND_FP8_QUERY")))
+        return Process()
+
+    monkeypatch.setattr(step_driver.subprocess, "Popen", popen)
+    log, env = tmp_path / "log", {"MLA_BACKEND_FP8_QUERY": "1"}
+    engine = step_driver.Engine("CUSTOM", {"seed": 0}, log, env=env, label="CUSTOM+fp8_query")
+    assert engine.backend == "CUSTOM+fp8_query"
+    assert started == [({"seed": 0, "attention_backend": "CUSTOM"}, "1")]
+
+
 def test_pages_of_bytes_decode_to_numbers():
     from mla_kernels.cache.rows import rows_as_float
     from mla_kernels.indexer.reference import page_keys
@@ -247,9 +297,11 @@ def test_pages_of_bytes_decode_to_numbers():
 
     keys = page_keys(random_pages(2, 132, "cpu"), 1)
     rows = rows_as_float(random_pages(2, 656, "cpu")[1], torch.bfloat16, 512, 576).double()
-    for x in (keys, rows):
+    codes = random_pages(2, 576, "cpu").view(torch.float8_e4m3fn)
+    fp8 = rows_as_float(codes, torch.bfloat16, 512, 576, 2.0**-3).double()
+    for x in (keys, rows, fp8):
         assert torch.isfinite(x).all() and 0 < x.abs().max() < 1 and x.std() > 0
-    with pytest.raises(ValueError, match=r"\[132, 656\] bytes a token, got 100"):
+    with pytest.raises(ValueError, match=r"\[132, 576, 656\] bytes a token, got 100"):
         random_pages(1, 100, "cpu")
 
 
