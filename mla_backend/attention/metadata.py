@@ -111,9 +111,10 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MlaMetadata]):
         self._plans.reserve(most_s_q)
         if layer.impl.decode_kernel.impl in support.GPU_IMPLS:
             logger.info_once(
-                "mla-backend decodes with %s: up to %d requests of 1 to %d new tokens, %d MiB of "
-                "workspace.",
+                "mla-backend decodes with %s (queries: %s), up to %d requests of 1 to %d new "
+                "tokens, %d MiB of workspace.",
                 layer.impl.decode_kernel.impl,
+                str(layer.impl.decode_kernel.query_dtype).removeprefix("torch."),
                 max_requests,
                 most_s_q,
                 self._plans.workspace_bytes >> 20,
