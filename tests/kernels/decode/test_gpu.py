@@ -152,6 +152,35 @@ def test_peaky_scores(impl, std, cache):
     check(unrounded_case([4096, 777], cache, num_heads=64, q_std=std, k_std=std), impl)
 
 
+@pytest.mark.parametrize(
+    ("cache", "heads"),
+    [
+        *(("fp8", heads) for heads in (8, 16, 32, 64, 128)),
+        *(("fp8_ds_mla", heads) for heads in (8, 16, 32)),
+    ],
+)
+@pytest.mark.parametrize("std", [1.0, 3.0, 10.0])
+def test_codes_times_scale_are_not_rounded(impl, cache, heads, std):
+    """At any scale, against values of fp32. That they are not those of bf16 shows in large scores,
+    so the ordinary reference is further off there."""
+    if impl == "triton" and heads > 32:
+        pytest.skip("this many rows are converted to bf16 first")
+    case = decode_case(
+        [4096, 777, 65], num_heads=heads, q_std=std, k_std=std, device="cuda", **CACHES[cache]
+    )
+    out, lse = mla_decode(*case.args, **case.options, impl=impl, out=case.poisoned_out())
+    q, *rest = case.args
+    values, rounded = (
+        mla_decode_reference(of, *rest, **case.options, causal=True) for of in (q.float(), q)
+    )
+    error = metrics.measure(out, values[0])
+    assert not metrics.SHORT_BAR.failures(error)
+    assert (lse - values[1]).abs().max() < 2**-8
+    if std > 1:
+        assert error.fro < metrics.measure(out, rounded[0]).fro
+        assert (lse - values[1]).abs().max() < (lse - rounded[1]).abs().max()
+
+
 def test_exact_sums(impl):
     for case, exact in (
         uniform_weights(device="cuda"),
