@@ -60,7 +60,7 @@ def mla_decode_hopper(
             num_parts=parts_for(s_q * H, seq_lens.device, kv_cache.dtype, rescale, q_dtype),
         )
     config = choose_config(s_q * H, FORMATS[kv_cache.dtype], rescale)
-    if q_dtype == torch.float8_e4m3fn:
+    if isinstance(q, torch.Tensor) and q_dtype == torch.float8_e4m3fn:
         fp8_query = importlib.import_module("mla_kernels.decode.hopper.fp8_query.launcher")
         fp8_query.launch_fp8_query(
             q, kv_cache, block_table, seq_lens, device_plan, out, lse,
