@@ -162,7 +162,8 @@ def test_peaky_scores(impl, std, cache):
 @pytest.mark.parametrize("std", [1.0, 3.0, 10.0])
 def test_codes_times_scale_are_not_rounded(impl, cache, heads, std):
     """At any scale, against values of fp32. That they are not those of bf16 shows in large scores,
-    so the ordinary reference is further off there."""
+    so the ordinary reference is further off there. The Hopper kernel has keys of fp8_ds_mla in
+    fp16, an eighth of bf16's error for the scale of a group and as much for the product."""
     if impl == "triton" and heads > 32:
         pytest.skip("this many rows are converted to bf16 first")
     case = decode_case(
@@ -173,12 +174,14 @@ def test_codes_times_scale_are_not_rounded(impl, cache, heads, std):
     values, rounded = (
         mla_decode_reference(of, *rest, **case.options, causal=True) for of in (q.float(), q)
     )
-    error = metrics.measure(out, values[0])
-    assert not metrics.SHORT_BAR.failures(error)
-    assert (lse - values[1]).abs().max() < 2**-8
+    error, other = (metrics.measure(out, of[0]) for of in (values, rounded))
+    off, other_off = ((lse - of[1]).abs().max() for of in (values, rounded))
+    if impl == "triton" or cache == "fp8":
+        assert not metrics.SHORT_BAR.failures(error)
+        assert off < 2**-8
     if std > 1:
-        assert error.fro < metrics.measure(out, rounded[0]).fro
-        assert (lse - values[1]).abs().max() < (lse - rounded[1]).abs().max()
+        assert error.fro < other.fro
+        assert off < other_off / 2
 
 
 def test_exact_sums(impl):
