@@ -142,22 +142,6 @@ def gpu(monkeypatch):
     return make
 
 
-@pytest.fixture
-def there(monkeypatch):
-    """there(False): as where there is no such kernel; there(True): as where there is."""
-    from mla_kernels.decode.hopper.support import importlib
-
-    find = importlib.util.find_spec
-
-    def pretend(found):
-        def find_spec(name, *more):
-            return found or None if name.endswith(".fp8_query") else find(name, *more)
-
-        monkeypatch.setattr(importlib.util, "find_spec", find_spec)
-
-    return pretend
-
-
 def choose(impl="auto", **changes):
     known = {"dtype": FP8, "kv_cache_dtype": FP8} | changes
     return choice.choose_decode_impl(impl, GPU, **known)
@@ -173,9 +157,8 @@ def choose(impl="auto", **changes):
         ({"contiguous": False}, "needs q, kv_cache and out contiguous"),
     ],
 )
-def test_nothing_stands_in_on_a_gpu(gpu, there, changes, why):
+def test_nothing_stands_in_on_a_gpu(gpu, changes, why):
     gpu(90)
-    there(True)
     with pytest.raises(ValueError, match=f"'hopper' .*{why}"):
         choose("hopper", **changes)
     with pytest.raises(ValueError, match=f"for the Hopper kernel alone: .*{why}.*torch"):
@@ -186,16 +169,14 @@ def test_nothing_stands_in_on_a_gpu(gpu, there, changes, why):
 
 
 @pytest.mark.parametrize("sm", [80, 89, 100, 120])
-def test_other_gpus_are_refused(gpu, there, sm):
+def test_other_gpus_are_refused(gpu, sm):
     gpu(sm)
-    there(True)
     with pytest.raises(ValueError, match=f"Hopper kernel alone: .* needs an sm_90 GPU.*sm_{sm}"):
         choose()
 
 
-def test_a_hopper_gpu_takes_its_kernel(gpu, there):
+def test_a_hopper_gpu_takes_its_kernel(gpu):
     gpu(90)
-    there(True)
     assert choose().impl == choose("hopper").impl == "hopper"
     assert "fp8 queries" in choose().reason
 
@@ -210,10 +191,3 @@ def test_parts_are_for_tiles_of_64_rows(monkeypatch, rows, tiles):
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     assert parts_for(rows, GPU, FP8, "pow2", FP8) == 132 // tiles
-
-
-def test_without_the_kernel_a_gpu_refuses(gpu, there):
-    gpu(90)
-    there(False)
-    with pytest.raises(ValueError, match=r"Hopper kernel alone: .* no kernel for q of float8_e4m3"):
-        choose()

@@ -26,6 +26,15 @@ def test_tolerances():
     assert "off by more than 7e-3" in PAGE
 
 
+def test_constants_of_fp8_weights():
+    pytest.importorskip("triton")
+    from mla_kernels.decode.hopper.fp8_query.softmax import HEADROOM, TAU
+
+    tau, headroom = int(TAU.value), int(HEADROOM.value)
+    assert f"passes it by {tau}, to {headroom} below that score" in PAGE
+    assert f"at most 2^{tau} and the largest at least 2^{headroom}: 2^-{headroom + 9} of" in PAGE
+
+
 def test_constants_of_the_algorithm():
     assert f"C = {numerics.GRID_OFFSET:.0f} " in PAGE
     assert f"if kb > k + {numerics.TAU:.0f} else" in PAGE

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launching the Hopper kernel. Arguments are checked by `mla_kernels.decode.api`."""
 
-import importlib
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from mla_kernels.arch import device_arch
 from mla_kernels.decode.hopper import layouts
 from mla_kernels.decode.hopper.fp8.configs import choose_config
 from mla_kernels.decode.hopper.fp8.launcher import launch_fp8
+from mla_kernels.decode.hopper.fp8_query.launcher import launch_fp8_query
 from mla_kernels.decode.hopper.kernel import hopper_decode_kernel
 from mla_kernels.decode.hopper.support import FORMATS, parts_for
 from mla_kernels.decode.plan import MlaDecodePlan
@@ -61,8 +61,7 @@ def mla_decode_hopper(
         )
     config = choose_config(s_q * H, FORMATS[kv_cache.dtype], rescale)
     if isinstance(q, torch.Tensor) and q_dtype == torch.float8_e4m3fn:
-        fp8_query = importlib.import_module("mla_kernels.decode.hopper.fp8_query.launcher")
-        fp8_query.launch_fp8_query(
+        launch_fp8_query(
             q, kv_cache, block_table, seq_lens, device_plan, out, lse,
             scale=scale, q_scale=q_scale, kv_scale=kv_scale, causal=causal,
         )  # fmt: skip

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the Hopper kernel serves, and how many parts a plan for it has."""
 
-import importlib.util
-
 import torch
 import triton
 
@@ -35,8 +33,6 @@ def refusal(
 
 def _fp8_query_refusal(kv_cache_dtype: torch.dtype, block_size: int, rescale: str) -> str | None:
     """The same for q of float8_e4m3fn and dims of 512 + 64."""
-    if importlib.util.find_spec("mla_kernels.decode.hopper.fp8_query") is None:
-        return "there is no kernel for q of float8_e4m3fn"
     if kv_cache_dtype != torch.float8_e4m3fn:
         return f"for q of float8_e4m3fn it needs a cache of the same dtype, got {kv_cache_dtype}"
     if block_size != layouts.BLOCK.value:
