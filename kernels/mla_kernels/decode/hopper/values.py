@@ -137,8 +137,10 @@ def values_warpgroup(
         splits = gl.load(requests + request * 4 + 1)
         after, after_lo, after_hi, after_end = next_segment(plan, request, hi, end)
         acc = gl.zeros([BLOCK, HALF], gl.float32, OUTPUT)
-        for _n in range(lo, hi - 1):
+        for n in range(lo, hi):
             mbarrier.wait(full_p.index(ip), pp)
+            if (n + 1) * BLOCK > length:
+                clear_rows_past(ring, iv, length - n * BLOCK)
             acc = rescale(acc, factors.index(ip), RESCALE)
             token = warpgroup_mma(p_ring.index(ip), ring.index(iv), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(token,))
@@ -148,20 +150,6 @@ def values_warpgroup(
             )  # fmt: skip
             iv = ring_step(iv, SLOTS)
             ip, pp = ring_next(ip, pp, SLOTS_P)
-
-        # The last tile is peeled: clearing its tail may not sit in a branch of the loop above.
-        mbarrier.wait(full_p.index(ip), pp)
-        if hi * BLOCK > length:
-            clear_rows_past(ring, iv, length - (hi - 1) * BLOCK)
-        acc = rescale(acc, factors.index(ip), RESCALE)
-        token = warpgroup_mma(p_ring.index(ip), ring.index(iv), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=(token,))
-        mbarrier.arrive(empty_p.index(ip), count=1)
-        cv = load_half(
-            cv, plan, q_desc, q_rope_desc, kv_desc, kv_rope_desc, COL, ring, full, ring_r, iv,
-        )  # fmt: skip
-        iv = ring_step(iv, SLOTS)
-        ip, pp = ring_next(ip, pp, SLOTS_P)
         # The next segment's query tile, once read, or else a tile of the past leaves its memory to
         # this epilogue.
         if after <= plan.last:
