@@ -28,8 +28,8 @@ def choose_decode_impl(
     ValueError if `impl` is named and cannot serve it, and for fp8 queries on a GPU whose Hopper
     kernel cannot: nothing else that is fast multiplies in fp8, so nothing stands in for it.
     """
-    # Up to 16 rows of fp8, H200: 90 us beside the portable kernel's 101 for 128 requests of 4096
-    # tokens, 42 beside 39 for one of 131072 (benchmarks/VERSIONS.md).
+    # Up to 16 rows of fp8, H200: 84 us beside the portable kernel's 100 for 128 requests of 4096
+    # tokens, 34 beside 37 for one of 131072 (benchmarks/VERSIONS.md).
     hopper_refusal = None
     if device.type == "cuda":
         from mla_kernels.decode.hopper.support import refusal

@@ -79,6 +79,7 @@ def hopper_decode_kernel(
     CAUSAL: gl.constexpr,
     CHUNKED: gl.constexpr,
     FULL: gl.constexpr,  # bf16 cache, s_q * H a multiple of 64: TMA writes out and part_acc
+    PEELED: gl.constexpr,  # bf16 cache: a segment's last tile has code of its own
 ):
     gdc_launch_dependents()
     start = read_start(parts)
@@ -115,13 +116,13 @@ def hopper_decode_kernel(
                     out, part_acc, q_desc, q_rope_desc, kv_desc, kv_rope_desc, table, table_stride,
                     start, requests, seq_lens, ring_a, full_a, ring_r,
                     p_ring, full_p_a, empty_p, full_q, factors, inverse, full_out, empty_out,
-                    num_rows, 0, SLOTS_A, SLOTS_P, RESCALE, CHUNKED, FULL,
+                    num_rows, 0, SLOTS_A, SLOTS_P, RESCALE, CHUNKED, FULL, PEELED,
                 )),
                 (values_warpgroup, (
                     out, part_acc, q_desc, q_rope_desc, kv_desc, kv_rope_desc, table, table_stride,
                     start, requests, seq_lens, ring_b, full_b, ring_r,
                     p_ring, full_p_b, empty_p, full_q, factors, inverse, full_out, empty_out,
-                    num_rows, HALF, SLOTS_B, SLOTS_P, RESCALE, CHUNKED, FULL,
+                    num_rows, HALF, SLOTS_B, SLOTS_P, RESCALE, CHUNKED, FULL, PEELED,
                 )),
             ],
             [4, 4],

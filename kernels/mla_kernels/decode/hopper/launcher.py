@@ -27,6 +27,9 @@ _BF16 |= {"SLOTS_CA": 0, "SLOTS_CB": 0}
 # An fp8 cache: two bf16 tiles a ring, and rings of codes.
 _FP8 = _BF16 | {"SLOTS_A": 2, "SLOTS_CA": 1, "SLOTS_CB": 1}
 CONFIGS = {"bf16": _BF16, "fp8": _FP8, "fp8_ds_mla": _FP8}
+# Up to here a branch in the loop over tiles costs less than fetching a second copy of its code;
+# with more, long requests take 2 to 5 % longer for it (benchmarks/VERSIONS.md, row 52).
+MOST_ROWS_IN_ONE_LOOP = 128
 
 
 def mla_decode_hopper(
@@ -135,6 +138,7 @@ def launch_decode(
         CAUSAL=causal,
         CHUNKED=chunked,
         FULL=full,
+        PEELED=kv_format == "bf16" and rows > MOST_ROWS_IN_ONE_LOOP,
         num_warps=4,
     )
 

@@ -36,7 +36,8 @@ def specialisations(arch: Arch) -> list[KernelSpec]:
     return [
         KernelSpec(
             name=f"decode/hopper/{kv_format}_{rescale}{'_causal' if causal else ''}"
-            f"{'_chunked' if chunked else ''}{'_full' if full else ''}",
+            f"{'_chunked' if chunked else ''}{'_full' if full else ''}"
+            f"{'_peeled' if peeled else ''}",
             fn=hopper_decode_kernel,
             signature=descriptors(kv_format)
             | POINTERS
@@ -51,6 +52,7 @@ def specialisations(arch: Arch) -> list[KernelSpec]:
                 "CAUSAL": causal,
                 "CHUNKED": chunked,
                 "FULL": full,
+                "PEELED": peeled,
             },
             aligned=tuple(name for name in POINTERS if not (full and name in RESULTS)),
             options={"num_warps": 4},
@@ -63,6 +65,7 @@ def specialisations(arch: Arch) -> list[KernelSpec]:
         for chunked in (False, True)
         for full in (False, True)
         if not full or (kv_format == "bf16" and not (causal and chunked))
+        for peeled in (False, True)[: 2 if kv_format == "bf16" else 1]
     ]
 
 

@@ -104,12 +104,37 @@ def load_half(
 
 
 @gluon.jit
+def add_tile(
+    acc, cv, iv, ip, pp, n, length, plan, q_desc, q_rope_desc, kv_desc, kv_rope_desc,
+    ring, full, ring_r, p_ring, full_p, empty_p, factors,
+    COL: gl.constexpr, SLOTS: gl.constexpr, SLOTS_P: gl.constexpr,
+    RESCALE: gl.constexpr, CLEAR: gl.constexpr,
+):  # fmt: skip
+    """O plus P V of tile n of a request, and the load that takes its slot. CLEAR: the tile may have
+    rows past the request's length."""
+    mbarrier.wait(full_p.index(ip), pp)
+    if CLEAR:  # noqa: SIM102 (known to the compiler, the other is not)
+        if (n + 1) * BLOCK > length:
+            clear_rows_past(ring, iv, length - n * BLOCK)
+    acc = rescale(acc, factors.index(ip), RESCALE)
+    token = warpgroup_mma(p_ring.index(ip), ring.index(iv), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=(token,))
+    mbarrier.arrive(empty_p.index(ip), count=1)
+    cv = load_half(
+        cv, plan, q_desc, q_rope_desc, kv_desc, kv_rope_desc, COL, ring, full, ring_r, iv,
+    )  # fmt: skip
+    iv = ring_step(iv, SLOTS)
+    ip, pp = ring_next(ip, pp, SLOTS_P)
+    return acc, cv, iv, ip, pp
+
+
+@gluon.jit
 def values_warpgroup(
     out, part_acc, q_desc, q_rope_desc, kv_desc, kv_rope_desc, table, table_stride,
     start, requests, seq_lens, ring, full, ring_r,
     p_ring, full_p, empty_p, full_q, factors, inverse, full_out, empty_out, num_rows,
     COL: gl.constexpr, SLOTS: gl.constexpr, SLOTS_P: gl.constexpr,
-    RESCALE: gl.constexpr, CHUNKED: gl.constexpr, FULL: gl.constexpr,
+    RESCALE: gl.constexpr, CHUNKED: gl.constexpr, FULL: gl.constexpr, PEELED: gl.constexpr,
 ):  # fmt: skip
     iv = gl.to_tensor(0)
     ip = gl.to_tensor(0)
@@ -137,19 +162,18 @@ def values_warpgroup(
         splits = gl.load(requests + request * 4 + 1)
         after, after_lo, after_hi, after_end = next_segment(plan, request, hi, end)
         acc = gl.zeros([BLOCK, HALF], gl.float32, OUTPUT)
-        for n in range(lo, hi):
-            mbarrier.wait(full_p.index(ip), pp)
-            if (n + 1) * BLOCK > length:
-                clear_rows_past(ring, iv, length - n * BLOCK)
-            acc = rescale(acc, factors.index(ip), RESCALE)
-            token = warpgroup_mma(p_ring.index(ip), ring.index(iv), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=(token,))
-            mbarrier.arrive(empty_p.index(ip), count=1)
-            cv = load_half(
-                cv, plan, q_desc, q_rope_desc, kv_desc, kv_rope_desc, COL, ring, full, ring_r, iv,
+        for n in range(lo, hi - 1 if PEELED else hi):
+            acc, cv, iv, ip, pp = add_tile(
+                acc, cv, iv, ip, pp, n, length, plan, q_desc, q_rope_desc, kv_desc, kv_rope_desc,
+                ring, full, ring_r, p_ring, full_p, empty_p, factors,
+                COL, SLOTS, SLOTS_P, RESCALE, not PEELED,
             )  # fmt: skip
-            iv = ring_step(iv, SLOTS)
-            ip, pp = ring_next(ip, pp, SLOTS_P)
+        if PEELED:
+            acc, cv, iv, ip, pp = add_tile(
+                acc, cv, iv, ip, pp, hi - 1, length, plan, q_desc, q_rope_desc, kv_desc,
+                kv_rope_desc, ring, full, ring_r, p_ring, full_p, empty_p, factors,
+                COL, SLOTS, SLOTS_P, RESCALE, True,
+            )  # fmt: skip
         # The next segment's query tile, once read, or else a tile of the past leaves its memory to
         # this epilogue.
         if after <= plan.last:
