@@ -45,7 +45,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=6 if gpu else 2, help="dense ones")
     contexts = [2048, 8192, 32768] if gpu else [512, 2048, 4096]
     parser.add_argument("--contexts", nargs="+", type=int, default=contexts)
-    new = [8, 32, 64, 128] if gpu else [4, 16, 32, 64]
+    new = [8, 32, 64, 128] if gpu else [4, 16, 32, 48]
     parser.add_argument("--new", nargs="+", type=int, default=new)
     parser.add_argument("--repeats", type=int, default=9 if gpu else 5)
     parser.add_argument("--time-limit", type=float, default=3600, help="seconds; then it stops")

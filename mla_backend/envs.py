@@ -82,8 +82,8 @@ ENV_VARS: dict[str, EnvVar] = {
             _auto_or_count(512),
             "The end of a prompt whose rest is cached attends in absorbed form, like decode "
             "tokens, if it has at most so many tokens. `auto`: twice the heads of a rank, with the "
-            "Hopper kernel twice the rows of a piece, at most 128; on a CPU four times the heads, "
-            "at most 64; `0`, or `auto` in batch-invariant mode: never.",
+            "Hopper kernel twice the rows of a piece, at most 128; on a CPU three times the heads, "
+            "at most 48; `0`, or `auto` in batch-invariant mode: never.",
         ),
         EnvVar(
             "MLA_BACKEND_CHECK",

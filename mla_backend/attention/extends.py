@@ -21,8 +21,8 @@ from mla_backend import envs
 from mla_backend.attention.kernel import DecodeKernel
 
 MOST_TOKENS = 128
-# On a CPU 64 of 16 heads still pay, 128 do not (benchmarks/results/cpu/extends.md).
-MOST_TOKENS_CPU = 64
+# On a CPU 48 of 16 heads still pay, 64 only behind long contexts, 128 do not (benchmarks/VERSIONS.md).
+MOST_TOKENS_CPU = 48
 # Rows of a step that are not its decode requests'.
 MOST_ROWS = 512
 # Query rows of a program of the Hopper kernel.
@@ -49,7 +49,7 @@ def longest_extend(kernel: DecodeKernel, num_heads: int) -> int:
 
     By MLA_BACKEND_EXTEND_TOKENS. By itself not in batch-invariant mode, where the form must not
     depend on what else is in a step. On a GPU twice the rows of a piece, as rows that do not fill a
-    tile of 64 pay less; on a CPU four times the heads, as thin matrices do.
+    tile of 64 pay less; on a CPU three times the heads, as thin matrices do.
     """
     asked: int | None = envs.get("MLA_BACKEND_EXTEND_TOKENS")
     if asked is not None:
@@ -57,7 +57,7 @@ def longest_extend(kernel: DecodeKernel, num_heads: int) -> int:
     if kernel.deterministic:
         return 0
     if kernel.impl == "torch":
-        return min(MOST_TOKENS_CPU, 4 * num_heads)
+        return min(MOST_TOKENS_CPU, 3 * num_heads)
     return min(MOST_TOKENS, 2 * num_heads * longest_piece(kernel, num_heads))
 
 
