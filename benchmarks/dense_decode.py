@@ -42,8 +42,8 @@ OURS = {
     "mla_kernels/triton/pow2/deterministic": {"impl": "triton", "deterministic": True},
 }
 
-# What rounds q and P to e4m3 cannot meet our bar: it is checked for being the same product.
-_FP8_BAR = Bar(1e-1, 2e-1, 2e-1)
+# What rounds q and P to e4m3 cannot meet our bar: P alone is off by 2.7e-2 (docs/numerics.md).
+_FP8_BAR = Bar(3e-2, 2e-1, 2e-1)
 BARS = {"peer/flashmla_fp8": _FP8_BAR, "mla_kernels/hopper/fp8_query": _FP8_BAR}
 
 
