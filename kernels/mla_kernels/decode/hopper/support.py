@@ -18,25 +18,23 @@ def refusal(
     """Why this kernel cannot serve such a batch; None if it can."""
     if dims != MlaDims(512, 64):
         return f"it needs kv_lora_rank 512 and rope 64, got {dims.kv_lora_rank} and {dims.rope_dim}"
+    if block_size != layouts.BLOCK.value:
+        return f"it needs blocks of {layouts.BLOCK.value} tokens, got {block_size}"
     if dtype == torch.float8_e4m3fn:
-        return _fp8_query_refusal(kv_cache_dtype, block_size, rescale)
+        return _fp8_query_refusal(kv_cache_dtype, rescale)
     if dtype != torch.bfloat16:
         return f"it needs q in bf16, got {dtype}"
     if kv_cache_dtype not in FORMATS:
         return f"it needs a cache of {list(FORMATS.values())}, got {kv_cache_dtype}"
-    if block_size != layouts.BLOCK.value:
-        return f"it needs blocks of {layouts.BLOCK.value} tokens, got {block_size}"
     if rescale not in RESCALES:
         return f"it rescales by {list(RESCALES)}, got {rescale!r}"
     return None
 
 
-def _fp8_query_refusal(kv_cache_dtype: torch.dtype, block_size: int, rescale: str) -> str | None:
-    """The same for q of float8_e4m3fn and dims of 512 + 64."""
+def _fp8_query_refusal(kv_cache_dtype: torch.dtype, rescale: str) -> str | None:
+    """The same for q of float8_e4m3fn; dims and blocks are known to fit."""
     if kv_cache_dtype != torch.float8_e4m3fn:
         return f"for q of float8_e4m3fn it needs a cache of the same dtype, got {kv_cache_dtype}"
-    if block_size != layouts.BLOCK.value:
-        return f"it needs blocks of {layouts.BLOCK.value} tokens, got {block_size}"
     if rescale != "pow2":
         return f"for q of float8_e4m3fn it rescales by 'pow2', got {rescale!r}"
     return None
