@@ -115,6 +115,24 @@ def store_group(
 
 
 @gluon.jit
+def store_segment(
+    sums, out, part_acc, inverse, full_out, empty_out, phase, request, slot, split, splits,
+    num_rows, COL: gl.constexpr, N: gl.constexpr,
+):  # fmt: skip
+    """Write a warpgroup's columns of a segment's O, from COL units on, once 1 / l is there."""
+    mbarrier.wait(full_out, phase)
+    store_group(
+        sums[0], sums[1], out, part_acc, inverse, request, slot, split, splits, num_rows,
+        2 * COL, N,
+    )  # fmt: skip
+    store_group(
+        sums[2], sums[3], out, part_acc, inverse, request, slot, split, splits, num_rows,
+        2 * COL + 128, N,
+    )  # fmt: skip
+    mbarrier.arrive(empty_out, count=1)
+
+
+@gluon.jit
 def values_warpgroup(
     out, part_acc, kv_desc, rope_desc, scale_desc, table, table_stride, start, requests, seq_lens,
     ring, rope_ring, scale_ring, full, p_ring, factors, moved, ratios, full_p, empty_p,
@@ -167,16 +185,11 @@ def values_warpgroup(
             ip, pp = ring_next(ip, pp, 2)
 
         after, after_lo, after_hi, after_end = next_segment(plan, request, hi, end)
-        mbarrier.wait(full_out, po)
-        po = po ^ 1
-        store_group(
-            o_a, o_b, out, part_acc, inverse, request, slot, split, splits, num_rows, 2 * COL, N
-        )
-        store_group(
-            o_c, o_d, out, part_acc, inverse, request, slot, split, splits, num_rows,
-            2 * COL + 128, N,
+        store_segment(
+            (o_a, o_b, o_c, o_d), out, part_acc, inverse, full_out, empty_out, po, request, slot,
+            split, splits, num_rows, COL, N,
         )  # fmt: skip
-        mbarrier.arrive(empty_out, count=1)
+        po = po ^ 1
         split = gl.where(after == request, split + 1, 0)
         request = after + 0
         lo = after_lo + 0

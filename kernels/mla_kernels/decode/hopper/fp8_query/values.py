@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from mla_kernels.decode.hopper.fp8.loads import Place, load_half, page_of
-from mla_kernels.decode.hopper.fp8.values import clear_rows_past, store_group
+from mla_kernels.decode.hopper.fp8.values import clear_rows_past, store_segment
 from mla_kernels.decode.hopper.fp8_query.operands import (
     ACCUMULATOR,
     EVEN,
@@ -162,16 +162,11 @@ def values_warpgroup(
         i, phase = ring_next(i, phase, SLOTS)
         ip, pp = ring_next(ip, pp, SLOTS_P)
 
-        mbarrier.wait(full_out, po)
-        po = po ^ 1
-        store_group(
-            o_a, o_b, out, part_acc, inverse, request, slot, split, splits, num_rows, 2 * COL, BLOCK
-        )
-        store_group(
-            o_c, o_d, out, part_acc, inverse, request, slot, split, splits, num_rows,
-            2 * COL + 128, BLOCK,
+        store_segment(
+            (o_a, o_b, o_c, o_d), out, part_acc, inverse, full_out, empty_out, po, request, slot,
+            split, splits, num_rows, COL, BLOCK,
         )  # fmt: skip
-        mbarrier.arrive(empty_out, count=1)
+        po = po ^ 1
         split = gl.where(after == request, split + 1, 0)
         request = after + 0
         lo = after_lo + 0
