@@ -5,7 +5,9 @@
 
 Completions of random lengths, streamed or not, clients that leave, bad requests, greedy probes with
 known answers, and a cache so small that requests are preempted. Ends with one line; the exit status
-is 1 if anything was wrong. Writes soak.json and soak.md to results/cpu or h200 beside this file.
+is 1 if anything was wrong. Writes soak.json and soak.md to results/cpu or h200 beside this file, as
+it goes too: a soak that is killed leaves what it had seen. SIGTERM ends the load early, and the end
+is judged as ever.
 """
 
 import argparse
@@ -14,10 +16,10 @@ import json
 import os
 import random
 import shlex
+import signal
 import sys
 import tempfile
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,9 @@ from machine import describe_machine, nvidia_smi
 from mla_serving.demo_model import FAMILIES, demo_model_path, make_demo_model
 from prometheus_client.parser import text_string_to_metric_families
 from servers import Server
-from soak_ledger import End, Ledger, markdown, summary_line, verdict
+from soak_ledger import End, Ledger, verdict
 from soak_load import FIRST_TOKEN, NAME, PATH, Client, Scope
+from soak_report import Report
 
 BLOCK = 64
 IDLE_SECONDS = 60.0
@@ -128,13 +131,14 @@ class Watch:
         memory = await asyncio.to_thread(self.memory)
         self.ledger.samples.append(row | {k: round(v, 1) for k, v in memory.items()})
 
-    async def run(self, every: float) -> None:
-        """Sample until cancelled."""
+    async def run(self, every: float, report: Report) -> None:
+        """Sample until cancelled, and report what was seen so far."""
         while True:
             try:
                 await self.sample()
             except (httpx.HTTPError, psutil.Error) as error:
                 self.ledger.fault(f"the server cannot be watched: {type(error).__name__}: {error}")
+            report.so_far((time.monotonic() - self.start) / 60, self.ledger)
             await asyncio.sleep(every)
 
     async def info(self) -> Row:
@@ -156,10 +160,15 @@ class Watch:
 
 
 async def soak(
-    server: Server, args: argparse.Namespace, scope: Scope
+    server: Server,
+    args: argparse.Namespace,
+    scope: Scope,
+    report: Report,
 ) -> tuple[float, Ledger, End | None]:
     """Load the server; returns the minutes it took, what was seen, and the state at the end."""
     ledger = Ledger()
+    ended = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=server.url, timeout=None, limits=limits) as http:
         watch = Watch(http, server.pid, ledger)
@@ -172,10 +181,10 @@ async def soak(
         before = await watch.metrics()
         tensors = gpu_mib(await watch.info())
         start = watch.start = time.monotonic()
-        watching = asyncio.create_task(watch.run(args.sample_seconds))
+        watching = asyncio.create_task(watch.run(args.sample_seconds, report))
         rngs = [random.Random(f"{args.seed}-{i}") for i in range(args.concurrency)]
-        deadline = start + 60 * args.minutes
-        await asyncio.gather(*(client.work(rng, deadline, pause=1.0) for rng in rngs))
+        asyncio.get_running_loop().call_later(60 * args.minutes, ended.set)
+        await asyncio.gather(*(client.work(rng, ended, pause=1.0) for rng in rngs))
         minutes = (time.monotonic() - start) / 60
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
@@ -222,6 +231,17 @@ def public(words: list[str]) -> str:
     return shlex.join(["python", "benchmarks/soak.py", *kept])
 
 
+def describe(args: argparse.Namespace, config: Row, words: list[str]) -> Row:
+    """The soak itself; `config` is the model's, `words` the command's."""
+    heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
+    return {
+        "command": public(words),
+        "machine": describe_machine(),
+        "model": f"{args.model.name if args.model else 'demo v3'}, {layers} layers, {heads} heads",
+        "settings": {k: v for k, v in vars(args).items() if k not in ("results", "model")},
+    }
+
+
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -233,10 +253,12 @@ def main(argv: list[str] | None = None) -> int:
         config = json.loads((model / "config.json").read_text())
         scope = Scope(args.max_model_len, args.longest_answer, config["vocab_size"])
         log = Path(scratch) / "server.log"
+        words = sys.argv[1:] if argv is None else argv
+        report = Report(args.results, describe(args, config, words))
         try:
             with Server("ours", model, server_options(args, model), log) as server:
                 server.wait_ready()
-                minutes, ledger, end = asyncio.run(soak(server, args, scope))
+                minutes, ledger, end = asyncio.run(soak(server, args, scope, report))
         except RuntimeError:
             print(log.read_text()[-4000:], file=sys.stderr)
             raise
@@ -244,24 +266,7 @@ def main(argv: list[str] | None = None) -> int:
         if wrong:
             args.results.mkdir(parents=True, exist_ok=True)
             (args.results / "soak-server.log").write_bytes(log.read_bytes())
-    line = summary_line(minutes, ledger, end, wrong)
-    counts = {k: v for k, v in vars(ledger).items() if k not in ("samples", "faults")}
-    settings = {k: v for k, v in vars(args).items() if k not in ("results", "model")}
-    heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
-    report = {
-        "line": line,
-        "wrong": wrong,
-        "command": public(sys.argv[1:] if argv is None else argv),
-        "machine": describe_machine(),
-        "model": f"{args.model.name if args.model else 'demo v3'}, {layers} layers, {heads} heads",
-        "settings": settings,
-        "counts": counts,
-        "end": asdict(end) if end else None,
-        "samples": ledger.samples,
-    }
-    args.results.mkdir(parents=True, exist_ok=True)
-    (args.results / "soak.json").write_text(json.dumps(report, indent=1) + "\n")
-    (args.results / "soak.md").write_text(markdown(report))
+    line = report.write(minutes, ledger, end, wrong)
     for text in wrong:
         print(f"  {text}")
     print(line)

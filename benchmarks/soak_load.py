@@ -5,7 +5,6 @@ import asyncio
 import json
 import math
 import random
-import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -225,12 +224,12 @@ class Client:
             answers.append(await self._whole(case))
         return answers
 
-    async def work(self, rng: random.Random, deadline: float, pause: float) -> None:
-        """One request after the other until `deadline` (monotonic), up to `pause` s between.
+    async def work(self, rng: random.Random, ended: asyncio.Event, pause: float) -> None:
+        """One request after the other until `ended`, up to `pause` s between.
 
         Ends early when nearly all is going wrong.
         """
-        while time.monotonic() < deadline and self.ledger.fault_count < MOST_FAULTS:
+        while not ended.is_set() and self.ledger.fault_count < MOST_FAULTS:
             await self.send(draw(rng, self.scope, self.probes))
             await asyncio.sleep(rng.uniform(0, pause))
 

@@ -158,7 +158,7 @@ def test_the_page(alive):
     from dataclasses import asdict
 
     from soak import parse_arguments, public
-    from soak_ledger import markdown
+    from soak_report import markdown
 
     args = vars(parse_arguments(["--minutes", "1", "--dtype", "float32"]))
     assert args["blocks"] == 1 + 141
@@ -180,3 +180,21 @@ def test_the_page(alive):
     assert "GPU" not in page
     assert ("* WRONG: the server has no sound end state" in page) != alive
     assert ("before and after: yes" in page) == alive
+
+
+def test_a_soak_that_is_killed_leaves_what_it_had_seen(tmp_path):
+    import json
+
+    from soak import describe, parse_arguments
+    from soak_report import Report
+
+    words = ["--minutes", "1", "--dtype", "float32", "--results", str(tmp_path)]
+    config = {"num_attention_heads": 16, "num_hidden_layers": 4}
+    report = Report(tmp_path, describe(parse_arguments(words), config, words))
+    report.so_far(0.5, sound_ledger())
+    left = json.loads((tmp_path / "soak.json").read_text())
+    assert left["line"].endswith("FAILED: the soak did not come to its end")
+    assert (left["end"], left["counts"]["outcomes"]["done"]) == (None, 10)
+    assert "soak: 0.5 min, 40 requests" in (tmp_path / "soak.md").read_text()
+    assert report.write(1.0, sound_ledger(), sound_end(), []).endswith("no NaN")
+    assert json.loads((tmp_path / "soak.json").read_text())["end"]["health"] == 200

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files that a soak leaves, while it runs too."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from soak_ledger import GROWTH_MIB, MEMORY, MIN_SAMPLES, End, Ledger, growth_mib, summary_line
+
+UNFINISHED = "the soak did not come to its end"
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Report:
+    """soak.json and soak.md in `results`; `about`: command, machine, model and settings."""
+
+    results: Path
+    about: Row
+
+    def so_far(self, minutes: float, ledger: Ledger) -> None:
+        """What is left if nothing is written after it."""
+        self.write(minutes, ledger, None, [*ledger.faults, UNFINISHED])
+
+    def write(self, minutes: float, ledger: Ledger, end: End | None, wrong: list[str]) -> str:
+        """`wrong` as `verdict` gives it. Returns the soak in one line."""
+        line = summary_line(minutes, ledger, end, wrong)
+        report = {
+            "line": line,
+            "wrong": wrong,
+            **self.about,
+            "counts": {k: v for k, v in vars(ledger).items() if k not in ("samples", "faults")},
+            "end": asdict(end) if end else None,
+            "samples": ledger.samples,
+        }
+        self.results.mkdir(parents=True, exist_ok=True)
+        (self.results / "soak.json").write_text(json.dumps(report, indent=1) + "\n")
+        (self.results / "soak.md").write_text(markdown(report))
+        return line
+
+
+def markdown(report: Row) -> str:
+    """The page of a report as soak.py writes it."""
+    machine, settings, end = report["machine"], report["settings"], report["end"] or {}
+    counts, samples = report["counts"], report["samples"]
+    lines = [
+        "# Soak",
+        "",
+        f"    {report['line']}",
+        "",
+        f"Written by `{report['command']}`. {machine.get('gpu', machine['cpu'])}, vLLM "
+        f"{machine['vllm']}, torch {machine['torch']}. {report['model']}; {settings['dtype']}, "
+        f"context {settings['max_model_len']}, {settings['blocks']} cache blocks of 64 tokens, "
+        f"{settings['concurrency']} clients.",
+        "",
+        *(f"* WRONG: {text}" for text in report["wrong"]),
+        *(f"* {text}" for text in report.get("notes", ())),
+        f"* {counts['prompt_tokens']} prompt tokens, {counts['longest_prompt']} in the longest; "
+        f"{counts['answer_tokens']} answer tokens checked.",
+        f"* The cache was at most {max((row['kv_cache_usage'] for row in samples), default=0):.0%} "
+        f"full; at the end {end.get('blocks_used', '?')} blocks are in use.",
+        "* Probes are the same bit for bit on the idle server before and after: "
+        f"{'yes' if end.get('same_probes') else 'no'}. Under load logprobs moved by at most "
+        f"{counts['widest_drift']:.2g} nats, and {counts['other_tokens']} of "
+        f"{counts['outcomes'].get('probes', 0)} answers had another token, held at most "
+        f"{counts['widest_gap']:.2g} nats below (allowed: {settings['tolerance']:g}, and twice).",
+        "",
+        "| memory, MiB | begin | middle | end | most | growth in the second half |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
+    for name, label in MEMORY.items():
+        values = [row[name] for row in samples if name in row]
+        if len(values) >= MIN_SAMPLES:
+            marks = (values[0], values[len(values) // 2], values[-1], max(values))
+            cells = " | ".join(f"{value:.0f}" for value in marks)
+            lines.append(f"| {label} | {cells} | {growth_mib(samples, name):+.1f} |")
+    if (leak := end.get("gpu_leak_mib")) is not None:
+        lines += ["", f"Tensors on the idle GPU, against before the load: {leak:+.1f} MiB."]
+    lines += [
+        "",
+        "Growth: twice the rise of the least value from the third to the last quarter; more than "
+        f"{GROWTH_MIB:.0f} MiB fails.",
+    ]
+    return "\n".join(lines) + "\n"
