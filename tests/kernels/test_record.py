@@ -13,35 +13,42 @@ from mla_kernels.triton_common.record import Recordings, kind, rows_kind
 from triton.runtime.jit import JITFunction
 
 STREAM = 4711
-HEADER = 13  # what Triton's launcher takes before the kernel's own arguments
+# What Triton's C function takes before the kernel's own arguments: one of each kernel (3.6), or one
+# of all (from 3.7 on), which takes these as a list.
+HEADERS = {
+    "each": (STREAM, "function", False, True, None, None, "metadata", None, None, None),
+    "all": (
+        *(STREAM, "function", False, True, "metadata", None, None, None, None, None),
+        *("annotations", "signature"),
+    ),
+}
 META = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [64], "fp4_padded": False}
 
 
 class Compiled:
-    """Stands in for a compiled kernel; `direct` are the calls of its C function."""
+    """Stands in for a compiled kernel; `direct` are the calls of its C function, (grid, what else
+    comes before the kernel's own arguments, these)."""
 
     function, packed_metadata = "function", "metadata"
+    form = "each"  # the fixture `form`
 
     def __init__(self, boxes=False, scratch=0):
         self.direct = []
-
-        def launcher(*args):
-            self.direct.append(args)
-
+        launcher = _Builtin(self.direct, len(HEADERS[self.form]), self.form == "all")
         tensordesc_indices, tensordesc_meta = {0}, [META]
 
         def inner(*args):
             launcher(*args, tensordesc_indices, tensordesc_meta)
 
         self.run = types.SimpleNamespace(
-            launch=inner if boxes else self.direct.append,
+            launch=inner if boxes else launcher,
             global_scratch_size=scratch,
             profile_scratch_size=0,
             launch_cooperative_grid=False,
             launch_pdl=True,
         )
-        if not boxes:
-            self.run.launch = _Builtin(self.direct)
+        if self.form == "all":
+            self.run.arg_annotations, self.run.kernel_signature = "annotations", "signature"
 
     def __getitem__(self, grid):
         return lambda *args: None
@@ -50,11 +57,14 @@ class Compiled:
 class _Builtin:
     """Not a Python function, as the C function is not."""
 
-    def __init__(self, calls):
-        self.calls = calls
+    def __init__(self, calls, header, listed):
+        self.calls, self.header, self.listed = calls, header, listed
 
     def __call__(self, *args):
-        self.calls.append(args)
+        before = 3 + self.header
+        values = args[before] if self.listed else args[before:]
+        assert len(args) == before + 1 or not self.listed
+        self.calls.append((args[:3], args[3:before], tuple(values)))
 
 
 class Kernel(JITFunction):
@@ -69,6 +79,16 @@ class Kernel(JITFunction):
         return lambda *args, **named: self.compiled
 
 
+@pytest.fixture(autouse=True, params=HEADERS)
+def form(request, monkeypatch):
+    """Of Triton's C function, whichever Triton is installed."""
+    monkeypatch.setattr(Compiled, "form", request.param)
+    format = direct._FORM_OF_A_KERNEL if request.param == "each" else None
+    monkeypatch.setattr(direct.driver, "_BASE_ARGS_FORMAT", format, raising=False)
+    monkeypatch.setattr(direct, "_source", lambda: f'Parse(args, "{direct._FORM_OF_ALL}")')
+    return request.param
+
+
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch):
     """A device whose driver notes what it is asked to encode."""
@@ -78,7 +98,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(module, "_READY", {})
     monkeypatch.setattr(direct, "_FORMS", {})
 
-    def make(arg, meta):
+    def make(arg, meta, unused=None):
         encoded.append(arg.base.data_ptr())
         return [("box", arg.base.data_ptr()), *arg.shape, *arg.strides]
 
@@ -100,7 +120,7 @@ def double(kernel, x, y):
     module.launch(kernel, (2, 2), rows[1:].flatten(), y, 3, BLOCK=32)
 
 
-def test_a_replay_is_the_call_at_other_addresses():
+def test_a_replay_is_the_call_at_other_addresses(form):
     store, compiled = Recordings(), Compiled()
     kernel = Kernel(compiled)
     for i in range(3):
@@ -113,14 +133,10 @@ def test_a_replay_is_the_call_at_other_addresses():
         compiled.direct.clear()
         replay([x, y])
         one, two = compiled.direct
-        assert one[:3] == (8, 1, 1) and two[:3] == (2, 2, 1)
-        assert one[3:HEADER] == (
-            STREAM, "function", False, True, None, None, "metadata", None, None, None
-        )  # fmt: skip
-        assert one[HEADER:] == (x.data_ptr(), y.data_ptr(), 3, 64)
-        assert two[HEADER:] == (x.data_ptr() + 32, y.data_ptr(), 3, 32)
+        assert one == ((8, 1, 1), HEADERS[form], (x.data_ptr(), y.data_ptr(), 3, 64))
+        assert two == ((2, 2, 1), HEADERS[form], (x.data_ptr() + 32, y.data_ptr(), 3, 32))
         replay([x, y], (5, 1, 1))
-        assert compiled.direct[2][:3] == (5, 1, 1)
+        assert compiled.direct[2][0] == (5, 1, 1)
 
 
 def test_every_replay_has_temporaries_of_its_own(monkeypatch):
@@ -142,9 +158,9 @@ def test_every_replay_has_temporaries_of_its_own(monkeypatch):
 
     monkeypatch.setattr(torch, "empty_strided", noted)
     store.find("key")([x])
-    one, two = ([*args[HEADER:]] for args in compiled.direct)
-    assert one[:2] == [x.data_ptr(), made[0].data_ptr() + 64]
-    assert two[:2] == [made[1].data_ptr(), made[0].data_ptr()]
+    one, two = (values[:2] for _, _, values in compiled.direct)
+    assert one == (x.data_ptr(), made[0].data_ptr() + 64)
+    assert two == (made[1].data_ptr(), made[0].data_ptr())
     assert made[0].shape == (2, 16) and made[0].dtype == torch.float32
     assert made[1].shape == (5,) and made[1].dtype == torch.int32
 
@@ -163,8 +179,7 @@ def test_boxes_are_encoded_once_an_address(gpu):
     for other in [*others, *others]:
         store.find("key")([other, y])
         at = other.data_ptr() + 32
-        args = compiled.direct[-1][HEADER:]
-        assert args == (("box", at), 4, 8, 16, 1, y.data_ptr(), 3, 64)
+        assert compiled.direct[-1][2] == (("box", at), 4, 8, 16, 1, y.data_ptr(), 3, 64)
     assert gpu == [other.data_ptr() + 32 for other in others]
 
 
@@ -233,6 +248,7 @@ def test_a_launcher_of_another_triton_is_not_called(monkeypatch):
         store.record("key", [x], lambda k=kernel: module.launch(k, (1,), x, 2, 3))
         assert store.find("key") is None
         monkeypatch.setattr(direct.driver, "_BASE_ARGS_FORMAT", "iiiKKpOOOOO")
+        monkeypatch.setattr(direct, "_source", lambda: 'Parse(args, "iiiKKpp(iii)OOOOOOOy*O")')
 
 
 def test_not_on_another_device_nor_past_a_profiler(monkeypatch):
@@ -261,7 +277,7 @@ def test_a_recording_within_another_is_part_of_it():
     store.record("key", [x, y], call)
     assert inner.find("inner") is None
     store.find("key")([y, x])
-    assert compiled.direct[0][HEADER:] == (y.data_ptr(), x.data_ptr(), 3, 64)
+    assert compiled.direct[0][2] == (y.data_ptr(), x.data_ptr(), 3, 64)
 
 
 def test_nothing_is_replayed_within_a_recording():

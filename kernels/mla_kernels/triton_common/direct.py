@@ -6,9 +6,11 @@ look up, and with TMA descriptors that were encoded before. That function's argu
 own business, so their form is compared with the one known here; for another `prepare` says no.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,11 +18,19 @@ import torch
 from triton import knobs
 from triton.backends.nvidia import driver
 
-# Of the C function, before the kernel's own: grid, stream, function, cooperative, PDL, two kinds of
-# scratch memory, metadata for itself and for hooks, two hooks (Triton 3.6).
-_FORM = "iiiKKppOOOOOO"
+# What the C function parses. Triton 3.6 makes one for each kernel: grid, stream, function,
+# cooperative, PDL, two kinds of scratch memory, metadata for itself and for hooks, two hooks, then
+# the kernel's own arguments. From 3.7 to 3.9 one serves all kernels: the same, but scratch memory
+# behind the hooks and metadata taken apart, then two descriptions of the kernel's arguments and the
+# list of them.
+_FORM_OF_A_KERNEL = "iiiKKppOOOOOO"
+_FORM_OF_ALL = "iiiKKpp(iii)OOOOOOy*O"
 _STREAM = 3
-_CLOSURE = {"launcher", "tensordesc_indices", "tensordesc_meta"}
+# What the function around it that encodes TMA descriptors holds on to.
+_CLOSURES = (
+    {"launcher", "tensordesc_indices", "tensordesc_meta"},
+    {"launcher", "tensordesc_meta", "signature", "relevant_paths", "make_tensordesc_arg"},
+)
 # Encoded descriptors of one form: more than an engine has layers. And how many forms.
 _MOST_BOXES, _MOST_FORMS = 256, 2048
 
@@ -32,27 +42,33 @@ Find = Callable[[torch.Tensor], tuple[int, int] | None]
 class DirectLaunch:
     """One launch; `__call__` with the addresses of the call's operands.
 
-    values    the C function's arguments
-    pointers  (place among them, operand, offset in bytes), boxes the same for TMA descriptors
+    header    the C function's arguments before the kernel's own
+    values    the kernel's own; with `listed` they are one argument, a list
+    pointers  (place in `values`, operand, offset in bytes), boxes the same for TMA descriptors
     """
 
     function: Callable[..., None]
+    header: list[Any]
     values: list[Any]
+    listed: bool
     pointers: list[tuple[int, int, int]]
     boxes: list[tuple[int, int, int, "_Boxes"]]
 
     def __call__(
         self, addresses: Sequence[int], stream: int, grid: tuple[int, int, int] | None
     ) -> None:
-        values = self.values.copy()
-        values[_STREAM] = stream
+        header, values = self.header.copy(), self.values.copy()
+        header[_STREAM] = stream
         if grid is not None:
-            values[:_STREAM] = grid
+            header[:_STREAM] = grid
         for place, operand, offset in self.pointers:
             values[place] = addresses[operand] + offset
         for place, operand, offset, boxes in self.boxes:
             values[place] = boxes[addresses[operand] + offset]
-        self.function(*values)
+        if self.listed:
+            self.function(*header, values)
+        else:
+            self.function(*header, *values)
 
 
 class Replay:
@@ -96,13 +112,15 @@ class _Boxes(dict[int, Any]):
 
     def __init__(self, descriptor: Any, meta: Any) -> None:
         self._meta = meta
-        self._like = {name: getattr(descriptor, name) for name in ("shape", "strides", "padding")}
+        self._like = {name: getattr(descriptor, name, None) for name in _OF_A_BOX}
 
     def arguments(self, address: int) -> list[Any]:
         """What Triton makes of a descriptor: the encoded one, shape and strides."""
         base = SimpleNamespace(data_ptr=lambda: address)
         like = SimpleNamespace(base=base, **self._like)
-        made: list[Any] = driver.make_tensordesc_arg(like, self._meta)
+        # From 3.9 on there is a third parameter, of no use to an NVIDIA GPU.
+        unused = [None] * (len(inspect.signature(driver.make_tensordesc_arg).parameters) - 2)
+        made: list[Any] = driver.make_tensordesc_arg(like, self._meta, *unused)
         return made
 
     def __missing__(self, address: int) -> Any:
@@ -112,12 +130,14 @@ class _Boxes(dict[int, Any]):
         return encoded
 
 
+# `round_f32_to_tf32` is new in 3.7.
+_OF_A_BOX = ("shape", "strides", "padding", "round_f32_to_tf32")
 _FORMS: dict[Any, _Boxes] = {}
 
 
 def _boxes_of(descriptor: Any, meta: Any) -> _Boxes:
     """Those of the descriptor's form, which all launches share: layers have caches of one form."""
-    form = (*descriptor.shape, *descriptor.strides, descriptor.padding, repr(meta))
+    form = (*(repr(getattr(descriptor, name, None)) for name in _OF_A_BOX), repr(meta))
     if form not in _FORMS:
         if len(_FORMS) >= _MOST_FORMS:
             _FORMS.clear()  # launches keep theirs
@@ -133,14 +153,13 @@ def prepare(
 
     args  all parameters of the kernel in order, constants too
     """
-    launcher = _launcher(compiled)
+    launcher = _launcher(compiled.run)
     if launcher is None:
         return None
     function, metas = launcher
-    run, metas = compiled.run, list(metas)
-    values: list[Any] = [*grid, *(1,) * (3 - len(grid)), 0, compiled.function]
-    values += [run.launch_cooperative_grid, run.launch_pdl, None, None]
-    values += [compiled.packed_metadata, None, None, None]
+    listed, metas = _of_all(compiled.run), list(metas)
+    header = [*grid, *(1,) * (3 - len(grid)), *_header(compiled)]
+    values: list[Any] = []
     pointers, boxes = [], []
     for arg in args:
         if isinstance(arg, torch.Tensor):
@@ -158,20 +177,49 @@ def prepare(
             values += encoded.arguments(arg.base.data_ptr())
         else:
             values.append(arg)
-    return DirectLaunch(function, values, pointers, boxes)
+    return DirectLaunch(function, header, values, listed, pointers, boxes)
 
 
-def _launcher(compiled: Any) -> tuple[Callable[..., None], Sequence[Any]] | None:
-    """Triton's C function for a kernel, and how its TMA descriptors are encoded."""
-    run = compiled.run
-    if getattr(driver, "_BASE_ARGS_FORMAT", None) != _FORM:
+def _of_all(run: Any) -> bool:
+    """Whether the C function of this launcher is one for all kernels."""
+    return hasattr(run, "kernel_signature")
+
+
+def _header(compiled: Any) -> list[Any]:
+    """What the C function takes between the grid and the kernel's own arguments; stream 0."""
+    run, metadata = compiled.run, compiled.packed_metadata
+    header = [0, compiled.function, run.launch_cooperative_grid, run.launch_pdl]
+    scratch, for_hooks, hooks = [None, None], [None], [None, None]
+    if not _of_all(run):
+        return [*header, *scratch, metadata, *for_hooks, *hooks]
+    described = [run.arg_annotations, run.kernel_signature]
+    return [*header, metadata, *for_hooks, *hooks, *scratch, *described]
+
+
+def _launcher(run: Any) -> tuple[Callable[..., None], Sequence[Any]] | None:
+    """The C function of a kernel's launcher, and how its TMA descriptors are encoded."""
+    if not _form_is_known(_of_all(run)):
         return None
-    if run.global_scratch_size or run.profile_scratch_size:
+    if run.global_scratch_size or run.profile_scratch_size or getattr(run, "gsan_enabled", False):
         return None
     if not inspect.isfunction(run.launch):
         return run.launch, ()
     names, cells = run.launch.__code__.co_freevars, run.launch.__closure__ or ()
     closure = {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
-    if set(closure) != _CLOSURE:
+    if set(closure) not in _CLOSURES:
         return None
     return closure["launcher"], closure["tensordesc_meta"]
+
+
+def _form_is_known(of_all: bool) -> bool:
+    """Whether Triton's C function, one of all kernels or of each, takes what is known here."""
+    if of_all:
+        return f'"{_FORM_OF_ALL}"' in _source()
+    return getattr(driver, "_BASE_ARGS_FORMAT", None) == _FORM_OF_A_KERNEL
+
+
+@functools.cache
+def _source() -> str:
+    """Of the C functions that Triton compiles on the machine."""
+    path = Path(driver.__file__).with_name("driver.c")
+    return path.read_text() if path.is_file() else ""
