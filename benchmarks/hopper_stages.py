@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 from gpu import DEVICE, describe_versions
-from mla_kernels.decode.hopper.gluon_compat import cta_barrier
 from mla_kernels.decode.hopper.layouts import (
     BLOCK,
     HALF,
@@ -32,6 +31,7 @@ from mla_kernels.decode.hopper.layouts import (
 )
 from mla_kernels.decode.hopper.scores import issue_scores
 from mla_kernels.decode.hopper.softmax import EXPONENT_FLOOR, publish_factors, softmax_step
+from mla_kernels.triton_common.gluon_compat import cta_barrier
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (

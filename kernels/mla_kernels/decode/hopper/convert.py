@@ -6,11 +6,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.language.nvidia.hopper.tma import tensor_descriptor
 
-from mla_kernels.decode.hopper.gluon_compat import aggregate, tma_load
 from mla_kernels.decode.hopper.layouts import BLOCK, PASS_64, SCALES_READ
 from mla_kernels.decode.hopper.stream import Cursor, next_segment, ring_next
 from mla_kernels.layouts import Fp8DsMlaLayout
 from mla_kernels.triton_common.dequantize import SCALED_BF16, SCALED_REGS
+from mla_kernels.triton_common.gluon_compat import aggregate, reinterpret, tma_load
 
 # The first fp32 column of an fp8_ds_mla row's scales. A TMA load starts at a multiple of 16 bytes
 # ("illegal instruction" otherwise), so both halves of a row load all four.
@@ -109,7 +109,7 @@ def convert_next(c, plan, r, ic, pc, slot):
     tile = r.tiles.index(slot)
     for j in gl.static_range(r.WIDTH // 64):
         if r.GROUPED:
-            scales = r.scales.index(ic)._reinterpret(gl.float32, [BLOCK, 4], SCALES_READ)
+            scales = reinterpret(r.scales.index(ic), gl.float32, [BLOCK, 4], SCALES_READ)
             scale = scales.slice((r.COL + j * 64) // 128, 1, dim=1).load(PASS_64)
         else:
             scale = r.scale

@@ -10,8 +10,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from mla_kernels.decode.hopper.gluon_compat import aggregate, tma_load
 from mla_kernels.decode.hopper.layouts import BLOCK, HALF, QUERY_TILE, ROPE
+from mla_kernels.triton_common.gluon_compat import aggregate, reinterpret, tma_load
 
 LATENT = gl.constexpr(2 * HALF.value)
 
@@ -180,7 +180,7 @@ def stream_start(request, lo, hi, end):
 @gluon.jit
 def load_query(q_desc, request, COL: gl.constexpr, full, tile, ok):
     """Ask for a request's rows of this program, from column COL on; rows past its last are zero."""
-    box = tile._reinterpret(gl.bfloat16, [1, tile.shape[0], tile.shape[1]], QUERY_TILE)
+    box = reinterpret(tile, gl.bfloat16, [1, tile.shape[0], tile.shape[1]], QUERY_TILE)
     tma_load(q_desc, [request, gl.program_id(0) * BLOCK, COL], full, box, pred=ok)
 
 

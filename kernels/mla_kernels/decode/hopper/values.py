@@ -11,7 +11,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mla_kernels.decode.hopper.gluon_compat import cta_barrier, tma_store, tma_store_wait
 from mla_kernels.decode.hopper.layouts import (
     BLOCK,
     HALF,
@@ -30,6 +29,12 @@ from mla_kernels.decode.hopper.stream import (
     ring_step,
     start_segment,
     stream_start,
+)
+from mla_kernels.triton_common.gluon_compat import (
+    cta_barrier,
+    reinterpret,
+    tma_store,
+    tma_store_wait,
 )
 
 
@@ -73,7 +78,7 @@ def store_segment(
         if splits == 1:
             store_tile(acc.to(gl.bfloat16), stage, out, request * num_rows + first_row, COL)
         else:
-            half = stage._reinterpret(gl.float32, [BLOCK, HALF // 2], PARTIAL)
+            half = reinterpret(stage, gl.float32, [BLOCK, HALF // 2], PARTIAL)
             left, right = gl.split(gl.permute(gl.reshape(acc, [BLOCK, 2, HALF // 2]), (0, 2, 1)))
             row = (slot + split) * num_rows + first_row
             store_tile(left, half, part_acc, row, COL)

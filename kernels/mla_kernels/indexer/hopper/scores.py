@@ -19,9 +19,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from mla_kernels.decode.hopper.gluon_compat import cta_barrier, tma_load
 from mla_kernels.topk.triton.keys import GROUP, ordered_key
 from mla_kernels.triton_common.dequantize import TO_F16
+from mla_kernels.triton_common.gluon_compat import cta_barrier, reinterpret, tma_load
 
 PROPAGATE_NAN = gl.constexpr(tl.PropagateNan.ALL)
 PAGE = gl.constexpr(64)
@@ -156,7 +156,7 @@ def hopper_scores_kernel(
         for n in range(first, stop):
             mbarrier.wait(full.index(slot), phase)
             codes = keys.index(slot).load(BYTES)
-            scale = scales.index(slot)._reinterpret(gl.float32, [PAGE], SCALE_VECTOR).load(TOKEN)
+            scale = reinterpret(scales.index(slot), gl.float32, [PAGE], SCALE_VECTOR).load(TOKEN)
             cta_barrier()
             if n + STAGES < stop:
                 load_page(keys_desc, scales_desc, page, keys, scales, full, slot)

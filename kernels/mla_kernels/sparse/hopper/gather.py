@@ -6,12 +6,11 @@ A slot that names no row copies nothing: its row of the tile is zeroed, its scor
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from mla_kernels import numerics
-from mla_kernels.decode.hopper.gluon_compat import aggregate
 from mla_kernels.decode.hopper.layouts import BLOCK
 from mla_kernels.sparse.hopper.layouts import SCAN
+from mla_kernels.triton_common.gluon_compat import aggregate, copy_to_shared
 
 GRID_OFFSET = gl.constexpr(numerics.GRID_OFFSET)
 SCANNED = gl.constexpr(512)
@@ -105,7 +104,7 @@ def gather(tile, base, row, ok, COL: gl.constexpr, LAYOUT: gl.constexpr):
     mask = gl.convert_layout(ok, gl.SliceLayout(1, LAYOUT))[:, None]
     column = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
     at = gl.multiple_of(row, ALIGNED)[:, None] + column[None, :]
-    async_copy.async_copy_global_to_shared(tile, base + COL + at, mask=mask)
+    copy_to_shared(tile, base + COL + at, mask=mask)
 
 
 @gluon.jit

@@ -11,7 +11,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from mla_kernels import numerics
-from mla_kernels.decode.hopper.gluon_compat import tma_load
 from mla_kernels.decode.hopper.layouts import (
     BLOCK,
     HALF,
@@ -33,6 +32,7 @@ from mla_kernels.decode.hopper.softmax import (
 from mla_kernels.decode.hopper.stream import ring_next, ring_previous
 from mla_kernels.sparse.hopper.gather import count_tiles, program_rows, program_token
 from mla_kernels.sparse.hopper.layouts import SUMS, SUMS_ROW
+from mla_kernels.triton_common.gluon_compat import reinterpret, tma_load
 
 LN2 = gl.constexpr(numerics.LN2)
 LOG2E = gl.constexpr(numerics.LOG2E)
@@ -44,11 +44,11 @@ def load_query(q_desc, q_rope_desc, token, first_head, landed_q, tile_a, tile_b,
     """The query tile of a program, asynchronous; rows past the last head are zero."""
     token = token.to(gl.int32)
     mbarrier.expect(landed_q, BLOCK * (2 * HALF + ROPE) * 2)
-    box_a = tile_a._reinterpret(gl.bfloat16, [1, BLOCK, HALF], QUERY_TILE)
+    box_a = reinterpret(tile_a, gl.bfloat16, [1, BLOCK, HALF], QUERY_TILE)
     tma_load(q_desc, [token, first_head, 0], landed_q, box_a)
-    box_b = tile_b._reinterpret(gl.bfloat16, [1, BLOCK, HALF], QUERY_TILE)
+    box_b = reinterpret(tile_b, gl.bfloat16, [1, BLOCK, HALF], QUERY_TILE)
     tma_load(q_desc, [token, first_head, HALF], landed_q, box_b)
-    box_r = tile_r._reinterpret(gl.bfloat16, [1, BLOCK, ROPE], QUERY_TILE)
+    box_r = reinterpret(tile_r, gl.bfloat16, [1, BLOCK, ROPE], QUERY_TILE)
     tma_load(q_rope_desc, [token, first_head, 0], landed_q, box_r)
 
 

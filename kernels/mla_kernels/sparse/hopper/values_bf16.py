@@ -7,7 +7,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from mla_kernels.decode.hopper.gluon_compat import cta_barrier
 from mla_kernels.decode.hopper.layouts import BLOCK, HALF, OUTPUT
 from mla_kernels.decode.hopper.stream import ring_next, ring_step
 from mla_kernels.sparse.hopper.gather import (
@@ -21,6 +20,7 @@ from mla_kernels.sparse.hopper.gather import (
 )
 from mla_kernels.sparse.hopper.layouts import GATHER_BF16
 from mla_kernels.sparse.hopper.values import LATENT, add_values, store_output
+from mla_kernels.triton_common.gluon_compat import cta_barrier
 
 
 @gluon.jit

@@ -8,7 +8,6 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from mla_kernels.decode.hopper.convert import widen
-from mla_kernels.decode.hopper.gluon_compat import aggregate, cta_barrier
 from mla_kernels.decode.hopper.layouts import BLOCK, HALF, OUTPUT, PASS_64
 from mla_kernels.decode.hopper.stream import ring_next, ring_step
 from mla_kernels.layouts import Fp8DsMlaLayout
@@ -23,6 +22,7 @@ from mla_kernels.sparse.hopper.gather import (
 )
 from mla_kernels.sparse.hopper.layouts import GATHER_CODES, GATHER_ROPE, GATHER_SCALES
 from mla_kernels.sparse.hopper.values import add_values, store_output
+from mla_kernels.triton_common.gluon_compat import aggregate, cta_barrier
 
 SCALE_COL = gl.constexpr(Fp8DsMlaLayout().scale_offset // 4)
 ROPE_COL = gl.constexpr(Fp8DsMlaLayout().rope_offset // 2)

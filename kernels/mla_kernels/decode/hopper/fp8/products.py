@@ -20,6 +20,7 @@ from mla_kernels.decode.hopper.fp8.operands import (
     scaled,
     value_units,
 )
+from mla_kernels.triton_common.gluon_compat import reinterpret
 
 
 @gluon.jit
@@ -40,7 +41,7 @@ def tile_scores(
     units = key_units(ring_a, ring_b, rope_ring, slot, 0, OPERAND)
     s_rope = s
     if GROUPED:
-        rope_q = query.index(8)._reinterpret(gl.bfloat16, [N, 64], rows_of(64))
+        rope_q = reinterpret(query.index(8), gl.bfloat16, [N, 64], rows_of(64))
         s_rope = warpgroup_mma(
             rope_ring.index(slot), rope_q.permute((1, 0)), s, use_acc=False, is_async=True
         )

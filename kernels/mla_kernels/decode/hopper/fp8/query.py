@@ -6,9 +6,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from mla_kernels.decode.hopper.fp8.operands import rows_of
-from mla_kernels.decode.hopper.gluon_compat import tma_load
 from mla_kernels.decode.hopper.layouts import QUERY_TILE
 from mla_kernels.decode.triton.few_rows.operands import powers_of_two
+from mla_kernels.triton_common.gluon_compat import reinterpret, tma_load
 
 GROUP = gl.constexpr(32)  # columns that one thread reorders: two B operands of a product
 
@@ -20,9 +20,9 @@ def load_query(q_desc, q_rope_desc, request, query, full):
     N: gl.constexpr = query.shape[1]
     row = gl.program_id(0) * N
     mbarrier.expect(full, N * 576 * 2)
-    box = query._reinterpret(gl.bfloat16, [1, N, 512], QUERY_TILE)
+    box = reinterpret(query, gl.bfloat16, [1, N, 512], QUERY_TILE)
     tma_load(q_desc, [request, row, 0], full, box)
-    box = query.index(8)._reinterpret(gl.bfloat16, [1, N, 64], QUERY_TILE)
+    box = reinterpret(query.index(8), gl.bfloat16, [1, N, 64], QUERY_TILE)
     tma_load(q_rope_desc, [request, row, 0], full, box)
 
 
@@ -82,13 +82,13 @@ def pairs_apart(x):
 def wide_blocks(query):
     """[9, N, 64] as blocks of 4096 elements, 32 a thread; with 64 rows the rope part is one."""
     N: gl.constexpr = query.shape[1]
-    return query._reinterpret(gl.bfloat16, [9 * N // 64, N, 4096 // N], rows_of(64))
+    return reinterpret(query, gl.bfloat16, [9 * N // 64, N, 4096 // N], rows_of(64))
 
 
 @gluon.jit
 def rope_of(query):
     N: gl.constexpr = query.shape[1]
-    return query.index(8)._reinterpret(gl.bfloat16, [N, 64], rows_of(64))
+    return reinterpret(query.index(8), gl.bfloat16, [N, 64], rows_of(64))
 
 
 @gluon.jit

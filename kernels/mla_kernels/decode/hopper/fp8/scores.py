@@ -32,6 +32,7 @@ from mla_kernels.decode.hopper.layouts import BLOCK, SCALES_READ
 from mla_kernels.decode.hopper.stream import next_segment, start_segment
 from mla_kernels.decode.triton.few_rows.operands import LEAST_SCALE
 from mla_kernels.decode.triton.softmax import integer_reference, pow2_int
+from mla_kernels.triton_common.gluon_compat import reinterpret
 
 LN2 = gl.constexpr(numerics.LN2)
 GRID_OFFSET = gl.constexpr(numerics.GRID_OFFSET)
@@ -152,7 +153,7 @@ def scores_warpgroup(
             WEIGHT: gl.constexpr = highs.type.layout
             above = highs - along_pairs(base, WEIGHT)
             votes = p_ring.index(ME).slice(0, max(8, 256 // N), dim=0)  # nobody reads it now
-            moves = any_moves(above, votes._reinterpret(gl.int32, [32, 4], SCALES_READ))
+            moves = any_moves(above, reinterpret(votes, gl.int32, [32, 4], SCALES_READ))
             moved.index(ME).store(gl.full([1], 0, gl.int32, ONE) + moves)
             if moves != 0:
                 most = gl.convert_layout(of_warps(x, True), COLUMNS)

@@ -6,6 +6,7 @@ from triton.experimental.gluon import language as gl
 
 from mla_kernels import numerics
 from mla_kernels.decode.hopper.layouts import BLOCK, SCALES_READ
+from mla_kernels.triton_common.gluon_compat import reinterpret
 
 
 @gluon.jit
@@ -45,7 +46,7 @@ def store_ratios(scales, inverse, target):
 @gluon.jit
 def load_scale(scales, g: gl.constexpr, L: gl.constexpr):
     """fp32 [64]: the scale of group g of each token."""
-    scales = scales._reinterpret(gl.float32, [BLOCK, 4], SCALES_READ)
+    scales = reinterpret(scales, gl.float32, [BLOCK, 4], SCALES_READ)
     return gl.max(scales.slice(g, 1, dim=1).load(L.parent), 1)
 
 

@@ -19,10 +19,10 @@ from mla_kernels.decode.hopper.fp8_query.operands import (
     ROPE_CODES,
 )
 from mla_kernels.decode.hopper.fp8_query.softmax import lane_sums, lowest, move_reference, weights
-from mla_kernels.decode.hopper.gluon_compat import cta_barrier, tma_load
 from mla_kernels.decode.hopper.layouts import BLOCK, QUADS, SCORES_ROW
 from mla_kernels.decode.hopper.softmax import of_rows, publish_factors, sums_of_rows
 from mla_kernels.decode.hopper.stream import next_segment, ring_next, start_segment
+from mla_kernels.triton_common.gluon_compat import cta_barrier, reinterpret, tma_load
 
 LN2 = gl.constexpr(numerics.LN2)
 EXPONENT_FLOOR = gl.constexpr(numerics.EXPONENT_FLOOR)
@@ -35,9 +35,9 @@ def load_query(q_desc, q_rope_desc, request, query, rope, full, ok):
     """Ask for a request's rows of this program; rows past its last are zero."""
     row = gl.program_id(0) * BLOCK
     mbarrier.expect(full, BLOCK * 576, pred=ok)
-    box = query._reinterpret(gl.bfloat16, [1, BLOCK, 256], QUERY_LATENT)
+    box = reinterpret(query, gl.bfloat16, [1, BLOCK, 256], QUERY_LATENT)
     tma_load(q_desc, [request, row, 0], full, box, pred=ok)
-    box = rope._reinterpret(gl.bfloat16, [1, BLOCK, 32], QUERY_ROPE)
+    box = reinterpret(rope, gl.bfloat16, [1, BLOCK, 32], QUERY_ROPE)
     tma_load(q_rope_desc, [request, row, 256], full, box, pred=ok)
 
 
@@ -46,14 +46,14 @@ def issue_scores(query, rope, ring_a, ring_b, rope_ring, full_a, full_b, i, phas
     """Q K^T of one tile, asynchronous."""
     s = gl.zeros([BLOCK, BLOCK], gl.float32, ACCUMULATOR)
     mbarrier.wait(full_a.index(i), phase)
-    keys = ring_a.index(i)._reinterpret(gl.float8e4nv, [BLOCK, 256], LATENT_CODES)
+    keys = reinterpret(ring_a.index(i), gl.float8e4nv, [BLOCK, 256], LATENT_CODES)
     part = query.slice(0, 256, dim=1)
     s = warpgroup_mma(part, keys.permute((1, 0)), s, use_acc=False, is_async=True)
     mbarrier.wait(full_b.index(i), phase)
-    keys = ring_b.index(i)._reinterpret(gl.float8e4nv, [BLOCK, 256], LATENT_CODES)
+    keys = reinterpret(ring_b.index(i), gl.float8e4nv, [BLOCK, 256], LATENT_CODES)
     part = query.slice(256, 256, dim=1)
     s = warpgroup_mma(part, keys.permute((1, 0)), s, is_async=True)
-    keys = rope_ring.index(i)._reinterpret(gl.float8e4nv, [BLOCK, 64], ROPE_CODES)
+    keys = reinterpret(rope_ring.index(i), gl.float8e4nv, [BLOCK, 64], ROPE_CODES)
     return warpgroup_mma(rope, keys.permute((1, 0)), s, is_async=True)
 
 
@@ -98,8 +98,8 @@ def scores_warpgroup(
     else:
         scale_log2 = scale_log2 * q_scale
     scale_log2 = scale_log2 * cache_scale
-    query = query_units._reinterpret(gl.float8e4nv, [BLOCK, 512], LATENT_CODES)
-    rope = rope_units._reinterpret(gl.float8e4nv, [BLOCK, 64], ROPE_CODES)
+    query = reinterpret(query_units, gl.float8e4nv, [BLOCK, 512], LATENT_CODES)
+    rope = reinterpret(rope_units, gl.float8e4nv, [BLOCK, 64], ROPE_CODES)
     first_row = gl.program_id(0) * BLOCK
     i = gl.to_tensor(0)
     phase = gl.to_tensor(0)

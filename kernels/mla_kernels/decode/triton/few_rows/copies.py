@@ -7,7 +7,8 @@ A tile is (latent [groups, BN, units of 128 columns], rope [BN, units], scales [
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from mla_kernels.triton_common.gluon_compat import copy_to_shared
 
 
 @gluon.jit
@@ -33,7 +34,7 @@ def copy_latent(kv_ptr, base, left, target, ROW: gl.constexpr, WARPS: gl.constex
     )
     group, row, unit = indices(COPY, target.shape[0], target.shape[1], UNITS)
     at = kv_ptr + base + (group * UNITS + row * ROW + unit)
-    async_copy.async_copy_global_to_shared(target, at, mask=row < left)
+    copy_to_shared(target, at, mask=row < left)
 
 
 @gluon.jit
@@ -48,7 +49,7 @@ def copy_rows(
     row = gl.arange(0, target.shape[0], gl.SliceLayout(1, COPY))[:, None]
     column = gl.arange(0, N, gl.SliceLayout(0, COPY))[None, :]
     at = ptr + base + (row * ROW + (OFFSET + column))
-    async_copy.async_copy_global_to_shared(target, at, mask=row < left)
+    copy_to_shared(target, at, mask=row < left)
 
 
 @gluon.jit

@@ -26,7 +26,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from mla_kernels import numerics
-from mla_kernels.decode.hopper.gluon_compat import cta_barrier
 from mla_kernels.decode.hopper.layouts import BLOCK, HALF, ROPE, TILE
 from mla_kernels.decode.hopper.stream import next_segment, read_start, ring_next, start_segment
 from mla_kernels.decode.triton.hopper.softmax import (
@@ -39,6 +38,7 @@ from mla_kernels.decode.triton.hopper.softmax import (
 )
 from mla_kernels.decode.triton.hopper.stream import loader
 from mla_kernels.decode.triton.softmax import pow2_int
+from mla_kernels.triton_common.gluon_compat import cta_barrier, reinterpret
 
 EXPONENT_FLOOR = gl.constexpr(numerics.EXPONENT_FLOOR)
 LN2 = gl.constexpr(numerics.LN2)
@@ -58,7 +58,7 @@ PASS_ROW = gl.constexpr(gl.SliceLayout(1, PASS.value))
 @gluon.jit
 def clear_rows_past(ring, slot, left):
     """Zero the rows of half a tile at or past `left`: 0 * NaN would reach O."""
-    columns = ring._reinterpret(ring.dtype, [2 * (HALF // 64), BLOCK, 64], TILE)
+    columns = reinterpret(ring, ring.dtype, [2 * (HALF // 64), BLOCK, 64], TILE)
     row = gl.arange(0, BLOCK, PASS_ROW)
     for quarter in range(HALF // 64):
         part = columns.index(slot * (HALF // 64) + quarter)

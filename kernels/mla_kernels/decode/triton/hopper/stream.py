@@ -5,9 +5,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from mla_kernels.decode.hopper.gluon_compat import tma_load
 from mla_kernels.decode.hopper.layouts import BLOCK, HALF, QUERY_TILE, ROPE
 from mla_kernels.decode.hopper.stream import next_segment, ring_next, start_segment
+from mla_kernels.triton_common.gluon_compat import reinterpret, tma_load
 
 HALF_BYTES = gl.constexpr(BLOCK.value * HALF.value * 2)
 ROPE_BYTES = gl.constexpr(BLOCK.value * ROPE.value * 2)
@@ -25,11 +25,11 @@ def load_query(q_desc, q_rope_desc, request, q_a, q_b, q_r, full):
     """Ask for a request's rows of this program; rows past its last are zero."""
     first = gl.program_id(0) * BLOCK
     mbarrier.expect(full, 2 * HALF_BYTES + ROPE_BYTES)
-    half = q_a.index(0)._reinterpret(q_a.dtype, [1, BLOCK, HALF], QUERY_TILE)
+    half = reinterpret(q_a.index(0), q_a.dtype, [1, BLOCK, HALF], QUERY_TILE)
     tma_load(q_desc, [request, first, 0], full, half)
-    half = q_b.index(0)._reinterpret(q_b.dtype, [1, BLOCK, HALF], QUERY_TILE)
+    half = reinterpret(q_b.index(0), q_b.dtype, [1, BLOCK, HALF], QUERY_TILE)
     tma_load(q_desc, [request, first, HALF], full, half)
-    rope = q_r.index(0)._reinterpret(q_r.dtype, [1, BLOCK, ROPE], QUERY_TILE)
+    rope = reinterpret(q_r.index(0), q_r.dtype, [1, BLOCK, ROPE], QUERY_TILE)
     tma_load(q_rope_desc, [request, first, 0], full, rope)
 
 

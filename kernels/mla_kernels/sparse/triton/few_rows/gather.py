@@ -7,11 +7,10 @@ row copies nothing: its row of the tile is zeroed.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from mla_kernels import numerics
-from mla_kernels.decode.hopper.gluon_compat import aggregate
 from mla_kernels.decode.triton.few_rows.copies import indices
+from mla_kernels.triton_common.gluon_compat import aggregate, copy_to_shared
 
 GRID_OFFSET = gl.constexpr(numerics.GRID_OFFSET)
 
@@ -93,7 +92,7 @@ def gather_part(
     ok = gl.convert_layout(ok, gl.SliceLayout(1, COPY), assert_trivial=True)
     column = gl.arange(0, target.shape[1], gl.SliceLayout(0, COPY))[None, :]
     at = ptr + (gl.multiple_of(row, VECTOR)[:, None] + (OFFSET + column))
-    async_copy.async_copy_global_to_shared(target, at, mask=ok[:, None])
+    copy_to_shared(target, at, mask=ok[:, None])
 
 
 @gluon.jit
@@ -111,6 +110,6 @@ def gather_tile(
     group, _, unit = indices(latent_copy(WARPS), latent.shape[0], latent.shape[1], 64)
     at = gl.expand_dims(gl.expand_dims(gl.multiple_of(row, 8), 0), 2) + (group * 64 + unit)
     mask = gl.expand_dims(gl.expand_dims(ok, 0), 2)
-    async_copy.async_copy_global_to_shared(latent, rows.kv + at, mask=mask)
+    copy_to_shared(latent, rows.kv + at, mask=mask)
     gather_part(rows.kv, row, ok, rope, ROPE_OFFSET, 8, WARPS)
     gather_part(rows.scales, row // 2, ok, scales, SCALE_OFFSET, 4, WARPS)

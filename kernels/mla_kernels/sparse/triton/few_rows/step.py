@@ -12,7 +12,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from mla_kernels import numerics
-from mla_kernels.decode.hopper.gluon_compat import aggregate
 from mla_kernels.decode.triton.few_rows.operands import (
     KEYS_TO_F16,
     LEAST_SCALE,
@@ -21,6 +20,7 @@ from mla_kernels.decode.triton.few_rows.operands import (
 )
 from mla_kernels.decode.triton.few_rows.results import per_row
 from mla_kernels.decode.triton.softmax import integer_reference, pow2_int
+from mla_kernels.triton_common.gluon_compat import aggregate
 
 GRID_OFFSET = gl.constexpr(numerics.GRID_OFFSET)
 TAU = gl.constexpr(numerics.TAU)
