@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which implementation of an op runs where: the choice behind impl="auto", with its reason."""
 
-import importlib.util
 from dataclasses import dataclass
 
 import torch
 
 from mla_kernels.arch import device_arch
+from mla_kernels.versions import no_triton
 
 IMPLS = ("auto", "hopper", "triton", "torch", "reference")
 
@@ -56,8 +56,8 @@ def choose_impl(
 
 def triton_refusal(device: torch.device) -> str | None:
     """Why Triton kernels cannot run on `device`; None if they can."""
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
+    if refused := no_triton():
+        return refused
     if device.type == "cpu":
         from mla_kernels.triton_common.runtime import INTERPRET
 

@@ -3,6 +3,7 @@
 
 from pathlib import Path
 
+from mla_kernels import versions
 from packaging.requirements import Requirement
 
 from mla_backend import compat
@@ -70,6 +71,15 @@ def triton(facts: Facts) -> Result:
         return Result("triton", "fail", "triton is not installed", "pip install triton")
     if version is None:
         return Result("triton", "ok", "not installed; not needed without a GPU")
+    numbers = compat.parse_version(version)
+    oldest, newest = ("{}.{}".format(*v) for v in (versions.OLDEST_TRITON, versions.NEWEST_TRITON))
+    if facts.gpus and (numbers is None or numbers < versions.OLDEST_TRITON):
+        mend = f"install a torch that brings triton {oldest} or newer"
+        return Result("triton", "fail", f"triton {version}, older than {oldest}", mend)
+    if facts.gpus and numbers is not None and numbers > versions.NEWEST_TRITON:
+        found = f"triton {version}: the kernels were compiled with {oldest} to {newest} only"
+        mend = "if a kernel does not compile, MLA_BACKEND_IMPL=triton avoids those for Hopper"
+        return Result("triton", "warn", found, mend)
     return Result("triton", "ok", f"triton {version}")
 
 

@@ -90,6 +90,8 @@ BROKEN = [
         "torchvision: RuntimeError: torchvision::nms",
     ),
     ("triton", seen(gpus=[GPU]), "fail", "not installed"),
+    ("triton", {**versions(triton="3.5.1"), **seen(gpus=[GPU])}, "fail", "older than 3.6"),
+    ("triton", {**versions(triton="3.10.0"), **seen(gpus=[GPU])}, "warn", "3.6 to 3.9 only"),
     ("package kernels", {"kernels_origin": "/home/me/kernels/__init__.py"}, "fail", "/home/me"),
     ("entry points", seen(entry_points=OURS[:1]), "fail", "does not see mla_backend_cpu"),
     (
@@ -157,7 +159,8 @@ def run_all(facts):
 
 
 def test_a_healthy_machine_passes_every_check():
-    for facts in (HEALTHY, replace(HEALTHY, **versions(triton="3.6.0"), **seen(gpus=[GPU]))):
+    gpus = [replace(HEALTHY, **versions(triton=v), **seen(gpus=[GPU])) for v in ("3.6.0", "3.9.1")]
+    for facts in (HEALTHY, *gpus):
         assert [r for r in run_all(facts).values() if r.status != "ok" or r.mend] == []
 
 
