@@ -12,6 +12,7 @@ from mla_kernels.decode.api import MAX_HEADS, MAX_S_Q
 from mla_kernels.decode.choice import AVAILABLE
 from mla_kernels.decode.rescale import RESCALES
 from mla_kernels.layouts import Fp8DsMlaLayout, IndexerLayout, MlaDims
+from mla_kernels.versions import NEWEST_TRITON, OLDEST_TRITON
 
 from mla_backend.support_matrix.table import table
 
@@ -45,6 +46,7 @@ def section() -> str:
         "The Triton kernels compile for all of these and for AMD; `hopper` for sm_90 alone.\n",
         _archs(),
         "",
+        _triton(),
         "## Cache layouts\n",
         "Byte for byte in [cache_layouts.md](cache_layouts.md).\n",
         _layouts(),
@@ -124,6 +126,17 @@ def _archs() -> str:
         for sm, arch in ARCHS.items()
     ]
     return table(["GPU", "shared memory", "tensor cores", "fp8 to bf16", "kernels"], rows)
+
+
+def _triton() -> str:
+    oldest, newest = ("{}.{}".format(*v) for v in (OLDEST_TRITON, NEWEST_TRITON))
+    return (
+        f"Triton {oldest} to {newest}; an older one is refused, of a newer one the doctor warns. "
+        "All measurements are with 3.6, which vLLM 0.26 brings. With 3.7.1, which 0.27 to 0.33 "
+        "bring, 3.8 and 3.9 the kernels have been compiled and not run: 3.8 refuses the Hopper "
+        "kernel for fp8 caches, for which `auto` then takes the portable one; 3.9 gives some "
+        "kernels for sm_90 a few loads of spilled registers in a loop.\n"
+    )
 
 
 def _layouts() -> str:
