@@ -43,7 +43,8 @@ def section() -> str:
         _decode(),
         "",
         "## Architectures\n",
-        "The Triton kernels compile for all of these and for AMD; `hopper` for sm_90 alone.\n",
+        "The Triton kernels compile for all of these, without spills in their loops, and for AMD's "
+        "gfx942 (MI300), where they have not been run; `hopper` for sm_90 alone.\n",
         _archs(),
         "",
         _triton(),

@@ -92,6 +92,13 @@ def descriptor(base, block_shape, layout):
     return types.SimpleNamespace(base=base, block_shape=block_shape, layout=LAYOUTS[layout])
 
 
+def test_amd_gets_no_option_of_nvidia(kernel, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    for _ in range(2):  # and Triton looks at every call
+        call(kernel, torch.zeros(64), launch_pdl=False, maxnreg=255)
+    assert [named for *_, named in kernel.through_triton] == [{"BLOCK": 64, "num_warps": 4}] * 2
+
+
 def test_another_device_has_its_own(kernel, monkeypatch):
     call(kernel, torch.zeros(64))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import mla_kernels
 import pytest
-from mla_kernels.arch import ARCHS
-from mla_kernels.offline import CompileReport, KernelSpec, check, sass
+from mla_kernels.arch import AMD, ARCHS
+from mla_kernels.offline import CompileReport, KernelSpec, amd, check, sass
 
 SPEC = KernelSpec("op/variant", fn=None, signature={}, tensor_core="native")
 GOOD = {"registers": 100, "shared_memory": 1000, "tensor_core": {"wgmma": 4}}
@@ -104,6 +104,17 @@ def test_one_specialisation_of_each_kernel_compiles_for_every_arch():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_an_option_that_amd_does_not_know_is_a_problem():
+    with pytest.raises(ValueError, match=r"options that HIP knows, got \['warps_per_cta'\]"):
+        amd.build(None, {"num_warps": 4, "maxnreg": 255, "warps_per_cta": 4}, AMD)
+
+
+def test_an_unknown_arch_is_named():
+    done = offline("--arch", "75")
+    assert done.returncode == 2
+    assert "expected one of [80, 86, 89, 90, 100, 120] or amd, got '75'" in done.stderr
+
+
 def test_nothing_matching_is_an_error():
     done = offline("--match", "no-such-kernel")
     assert done.returncode == 1
@@ -130,4 +141,8 @@ def test_every_kernel_is_listed_for_every_arch(args):
         if sm == 90 or not hopper_only
         if ARCHS[sm].e4m3_convert or name not in ("few_rows_kernel", "few_rows_sparse_kernel")
     }
+    # No tile for AMD takes kernels on mma.sync, and rows of a top-k are not shared there.
+    not_on_amd = {"few_rows_kernel", "few_rows_sparse_kernel", "spread_topk_kernel"}
+    not_on_amd |= {"clear_state_kernel"} | {name for name, hopper_only in kernels if hopper_only}
+    wanted |= {("amd", name) for name, _ in kernels if name not in not_on_amd}
     assert wanted - listed == set()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import triton
 
-from mla_kernels.arch import ARCHS, KB
+from mla_kernels.arch import AMD, ARCHS, KB, Arch
 from mla_kernels.offline.check import check
 from mla_kernels.offline.compiler import CompileReport, compile_spec
 from mla_kernels.offline.spec import all_specs
@@ -24,16 +24,16 @@ HEADER = (
 def main(argv: list[str] | None = None) -> int:
     args = _parse(argv)
     selected = [
-        (sm, spec)
-        for sm in args.arch
-        for spec in all_specs(ARCHS[sm])
+        (arch, spec)
+        for arch in args.arch
+        for spec in all_specs(arch)
         if all(word in spec.name for word in args.match) and (spec.quick or not args.quick)
     ]
     if args.list:
-        for sm, spec in selected:
-            print(f"sm_{sm} {spec.fn.__name__} {spec.name}")
+        for arch, spec in selected:
+            print(f"{arch.name} {spec.fn.__name__} {spec.name}")
         return 0
-    jobs = [(sm, spec.name) for sm, spec in selected]
+    jobs = [(arch, spec.name) for arch, spec in selected]
     if not jobs:
         print("no specification matches", file=sys.stderr)
         return 1
@@ -53,7 +53,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m mla_kernels.offline", description=__doc__)
-    parser.add_argument("--arch", type=int, nargs="+", choices=sorted(ARCHS), default=sorted(ARCHS))
+    every = [*(ARCHS[sm] for sm in sorted(ARCHS)), AMD]
+    arch = parser.add_argument("--arch", type=_arch, nargs="+", default=every)
+    arch.metavar, arch.help = "SM", f"of {', '.join(map(str, sorted(ARCHS)))} or amd; default: all"
     parser.add_argument("--match", nargs="+", default=[], help="all of these words in the name")
     parser.add_argument("--quick", action="store_true", help="one specialisation of each kernel")
     parser.add_argument("--list", action="store_true", help="print arch, kernel and name only")
@@ -62,19 +64,26 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def _arch(text: str) -> Arch:
+    if text == "amd":
+        return AMD
+    if not text.isdecimal() or int(text) not in ARCHS:
+        raise argparse.ArgumentTypeError(f"expected one of {sorted(ARCHS)} or amd, got {text!r}")
+    return ARCHS[int(text)]
+
+
 def _compile_all(
-    jobs: list[tuple[int, str]], processes: int, dump: Path | None
+    jobs: list[tuple[Arch, str]], processes: int, dump: Path | None
 ) -> Iterator[tuple[str, list[str]]]:
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=spawn) as pool:
-        futures = [pool.submit(_compile_one, sm, name, dump) for sm, name in jobs]
+        futures = [pool.submit(_compile_one, arch, name, dump) for arch, name in jobs]
         for future in as_completed(futures):
             yield future.result()
 
 
-def _compile_one(sm: int, name: str, dump: Path | None) -> tuple[str, list[str]]:
+def _compile_one(arch: Arch, name: str, dump: Path | None) -> tuple[str, list[str]]:
     """Runs in a worker: kernels cannot be pickled, so it finds the specification again."""
-    arch = ARCHS[sm]
     spec = next(s for s in all_specs(arch) if s.name == name)
     report = compile_spec(spec, arch, dump)
     return _row(report), check(report)

@@ -22,6 +22,8 @@ _READY: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 # Kernels and descriptor layouts whose id() is in a key, so that they stay alive.
 _ALIVE: dict[int, Any] = {}
 _LARGEST_INT32 = 2**31
+# Options that AMD's compiler does not know; both ask for speed alone.
+NVIDIA_OPTIONS = frozenset({"maxnreg", "launch_pdl"})
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
@@ -36,7 +38,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **named: Any) -> None
     """
     record = recording()
     if not isinstance(kernel, JITFunction) or torch.version.hip is not None:
-        kernel[grid](*args, **named)  # the interpreter; on AMD Triton looks at more of a tensor
+        # The interpreter, or AMD, where Triton looks at more of a tensor.
+        kernel[grid](*args, **{k: v for k, v in named.items() if k not in NVIDIA_OPTIONS})
         if record is not None:
             record.spoil()
         return

@@ -58,6 +58,10 @@ def choose_tile(
     m = tile_rows(rows, arch)
     if arch.tensor_core == "wgmma":
         return _hopper_tile(m, dims, kv_format, rescale)
+    if arch.tensor_core == "mfma":
+        # Compiled only: four warps have 512 registers a lane; more warps, tokens or stages spill.
+        tokens = 32 if m == 16 else 16
+        return Tile(m, tokens, warps=4, stages=1, carry=kv_format != "float")
     large = arch.shared_memory > 128 * KB
     if kv_format != "float":
         return Tile(m, 32, warps=8, stages=1, carry=True)

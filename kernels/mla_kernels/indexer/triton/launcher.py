@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mla_kernels.arch import MAX_REGISTERS_PER_THREAD, Arch, device_arch
+from mla_kernels.arch import AMD, MAX_REGISTERS_PER_THREAD, Arch, device_arch
 from mla_kernels.indexer.triton.scores import scores_kernel
 from mla_kernels.layouts import BLOCK_SIZE
 from mla_kernels.triton_common.launch import launch
@@ -60,7 +60,8 @@ def score_tiles(arch: Arch, rows: int, heads: int, D: int, key_bytes: int) -> Sc
     narrow = 128 if arch.tensor_core in ("wgmma", "tcgen05") else 64
     num_warps = 4 if rows * padded <= narrow else 8
     maxnreg = None if arch.e4m3_convert else MAX_REGISTERS_PER_THREAD
-    return ScoreTiles(rows, num_warps, 2 * PAGES_IN_FLIGHT + 2, maxnreg)
+    pages = 1 if arch == AMD and key_bytes > 1 else PAGES_IN_FLIGHT  # its 64 KB hold no more
+    return ScoreTiles(rows, num_warps, 2 * pages + 2, maxnreg)
 
 
 def padded_heads(heads: int) -> int:

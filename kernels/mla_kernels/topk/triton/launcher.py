@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from mla_kernels.arch import device_arch
+from mla_kernels.arch import AMD, Arch, device_arch
 from mla_kernels.topk.plan import (
     TopkTiles,
     cdiv,
@@ -74,10 +74,15 @@ def exact_topk_triton(
             ptx=arch is not None and arch.sm > 0,
             pdl=pdl,
         ),
-        num_warps=tiles.num_warps,
+        num_warps=select_warps(tiles, arch),
         launch_pdl=pdl,
     )
     return out
+
+
+def select_warps(tiles: TopkTiles, arch: Arch | None) -> int:
+    """Warps of the select kernel; on AMD more of them would spill."""
+    return 4 if arch == AMD else tiles.num_warps
 
 
 def select_constants(

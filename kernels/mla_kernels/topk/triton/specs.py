@@ -4,7 +4,12 @@
 from mla_kernels.arch import Arch
 from mla_kernels.offline.spec import KernelSpec
 from mla_kernels.topk.plan import SPREAD_CHUNKS, topk_tiles
-from mla_kernels.topk.triton.launcher import GROUP_MAX_WARPS, group_max_constants, select_constants
+from mla_kernels.topk.triton.launcher import (
+    GROUP_MAX_WARPS,
+    group_max_constants,
+    select_constants,
+    select_warps,
+)
 from mla_kernels.topk.triton.select import group_max_kernel, select_kernel
 from mla_kernels.topk.triton.spread import OUTPUT, clear_state_kernel, spread_topk_kernel
 from mla_kernels.topk.triton.spread_launcher import (
@@ -22,8 +27,10 @@ SHAPES = ((2048, 64), (8192, 2048), (16384, 2048), (32768, 2048), (131072, 2048)
 
 def specialisations(arch: Arch) -> list[KernelSpec]:
     group_max = [_group_max(arch, width) for width in (131072, 2**20)]
-    spread = [_spread(arch, chunk) for chunk in SPREAD_CHUNKS]
-    return [_select(arch, width, k) for width, k in SHAPES] + group_max + spread + [_clear(arch)]
+    specs = [_select(arch, width, k) for width, k in SHAPES] + group_max
+    if arch.sm == 0:  # AMD: rows are not shared (spread_launcher.resident_programs)
+        return specs
+    return specs + [_spread(arch, chunk) for chunk in SPREAD_CHUNKS] + [_clear(arch)]
 
 
 def _select(arch: Arch, width: int, k: int) -> KernelSpec:
@@ -40,11 +47,14 @@ def _select(arch: Arch, width: int, k: int) -> KernelSpec:
         constexprs={
             **unused,
             **select_constants(
-                tiles, k, width, has_lengths=True, ptx=True, pdl=arch.programmatic_launch
+                tiles, k, width, has_lengths=True, ptx=arch.sm > 0, pdl=arch.programmatic_launch
             ),
         },
         aligned=(*pointers, "width", *strides, *(["stride_out"] if k % 16 == 0 else [])),
-        options={"num_warps": tiles.num_warps, "launch_pdl": arch.programmatic_launch},
+        options={
+            "num_warps": select_warps(tiles, arch),
+            "launch_pdl": arch.programmatic_launch,
+        },
         quick=width in (8192, 131072),
     )
 
