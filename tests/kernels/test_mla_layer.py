@@ -176,6 +176,11 @@ def good_arguments():
         ({"block_table": torch.full((2, 1), 9).int()}, "block_table entries in 0.*got 9 in row 0"),
         ({"block_table": torch.zeros(2, 1, device="meta").int()}, "block_table on cpu.*got meta"),
         ({"kv_scale": 1.0}, "kv_scale=None"),
+        ({"seq_lens": torch.ones(1).int().expand(2)}, r"seq_lens with a contiguous.*\(0,\)"),
+        (
+            {"block_table": torch.ones(2, 2).int().T, "table": rope_table(CONFIG, 32)},
+            r"block_table with a contiguous.*\(1, 2\)",
+        ),
     ],
 )
 def test_bad_arguments_are_refused_before_anything_is_written(change, message):

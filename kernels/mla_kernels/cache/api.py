@@ -59,7 +59,7 @@ def write_kv_cache(
     checks.check_shape("slot_mapping", slot_mapping, ("T",))
     checks.check_dtype("slot_mapping", slot_mapping, (torch.int32, torch.int64))
     checks.check_range("length of slot_mapping", slot_mapping.shape[0], 0, T)
-    for name, x in (("kv_c", kv_c), ("k_pe", k_pe)):
+    for name, x in (("kv_c", kv_c), ("k_pe", k_pe), ("slot_mapping", slot_mapping)):
         checks.check_last_contiguous(name, x)
     for name, x in (("k_pe", k_pe), ("kv_cache", kv_cache), ("slot_mapping", slot_mapping)):
         checks.check_device(name, x, kv_c.device)

@@ -239,12 +239,13 @@ def check_arguments(
     checks.check_last_contiguous("block_table", block_table)
     checks.check_shape("seq_lens", seq_lens, (B,))
     checks.check_dtype("seq_lens", seq_lens, (torch.int32,))
+    checks.check_last_contiguous("seq_lens", seq_lens)
     for name, x in (("kv_cache", kv_cache), ("block_table", block_table), ("seq_lens", seq_lens)):
         checks.check_device(name, x, device)
     if plan is not None:
         if not isinstance(plan, MlaDecodePlan):
             raise ValueError(f"Expected plan from plan_mla_decode, got {type(plan).__name__}")
-        plan.check_fits(B, s_q, H, deterministic)
+        plan.check_fits(B, s_q, H, kv_lora_rank, deterministic)
     # Parts are joined where the kernel cannot take their strides.
     for_tma = [kv_cache, q] if isinstance(q, torch.Tensor) else [kv_cache]
     if dtype == torch.float8_e4m3fn and isinstance(out, torch.Tensor):

@@ -31,6 +31,7 @@ class MlaDecodePlan:
     num_requests: int
     s_q: int
     num_heads: int
+    kv_lora_rank: int
     deterministic: bool
     device_plan: DevicePlan | None = None
     recordings: Recordings = field(
@@ -44,6 +45,7 @@ class MlaDecodePlan:
         """
         checks.check_shape("seq_lens", seq_lens, (self.num_requests,))
         checks.check_dtype("seq_lens", seq_lens, (torch.int32,))
+        checks.check_last_contiguous("seq_lens", seq_lens)
         if self.device_plan is not None:
             checks.check_device("seq_lens", seq_lens, self.device_plan.requests.device)
             self.device_plan.update(seq_lens)
@@ -74,13 +76,19 @@ class MlaDecodePlan:
             device_plan = replace(device_plan, requests=requests)
         return replace(self, num_requests=num_requests, device_plan=device_plan)
 
-    def check_fits(self, num_requests: int, s_q: int, num_heads: int, deterministic: bool) -> None:
+    def check_fits(
+        self, num_requests: int, s_q: int, num_heads: int, kv_lora_rank: int, deterministic: bool
+    ) -> None:
         """ValueError if the plan was made for a batch of another shape or in the other mode."""
         made_for = (self.num_requests, self.s_q, self.num_heads)
         if made_for != (num_requests, s_q, num_heads):
             raise ValueError(
                 f"Expected a plan for (requests, s_q, heads) = {(num_requests, s_q, num_heads)}, "
                 f"got one for {made_for}"
+            )
+        if self.kv_lora_rank != kv_lora_rank:  # partial results would not fit the workspace
+            raise ValueError(
+                f"Expected a plan with kv_lora_rank={kv_lora_rank}, got {self.kv_lora_rank}"
             )
         if self.deterministic != deterministic:
             raise ValueError(
@@ -121,6 +129,7 @@ def plan_mla_decode(
     """
     checks.check_shape("seq_lens", seq_lens, ("B",))
     checks.check_dtype("seq_lens", seq_lens, (torch.int32,))
+    checks.check_last_contiguous("seq_lens", seq_lens)
     checks.check_range("num_heads", num_heads, 1, MAX_HEADS)
     checks.check_range("s_q", s_q, 1, MAX_S_Q)
     checks.check_range("kv_lora_rank", kv_lora_rank, 1, 2**15)
@@ -164,4 +173,5 @@ def plan_mla_decode(
             num_parts=num_parts,
             lender=lender.device_plan if lender else None,
         )
-    return MlaDecodePlan(seq_lens.shape[0], s_q, num_heads, deterministic, device_plan)
+    B = seq_lens.shape[0]
+    return MlaDecodePlan(B, s_q, num_heads, kv_lora_rank, deterministic, device_plan)

@@ -39,6 +39,7 @@ def write_indexer_cache(
     checks.check_range("length of slot_mapping", slot_mapping.shape[0], 0, k.shape[0])
     checks.check_choice("scale_format", scale_format, SCALE_FORMATS)
     checks.check_last_contiguous("k", k)
+    checks.check_last_contiguous("slot_mapping", slot_mapping)
     for name, x in (("k_cache", k_cache), ("slot_mapping", slot_mapping)):
         checks.check_device(name, x, k.device)
     choice = choose_impl("write_indexer_cache", impl, k.device, available=AVAILABLE)

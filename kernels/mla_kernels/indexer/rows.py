@@ -24,7 +24,6 @@ def check_rows(
 ) -> None:
     """ValueError unless the arguments describe T rows."""
     checks.check_shape("block_table", block_table, ("B", "max_blocks"))
-    checks.check_last_contiguous("block_table", block_table)
     B = block_table.shape[0]
     checks.check_shape("seq_lens", seq_lens, (B,))
     per_row = {"positions": positions, "request_ids": request_ids, "lengths": lengths}
@@ -34,6 +33,7 @@ def check_rows(
                 checks.check_shape(name, x, (T,))
             checks.check_dtype(name, x, (torch.int32,))
             checks.check_device(name, x, device)
+            checks.check_last_contiguous(name, x)
     if request_ids is not None and positions is None and lengths is None:
         raise ValueError("Expected positions (or lengths) together with request_ids, got neither")
     if request_ids is None and (T % B if B else T):

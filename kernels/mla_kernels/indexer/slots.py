@@ -53,6 +53,7 @@ def positions_to_slots(
     if request_ids is not None:
         checks.check_shape("request_ids", request_ids, (T,))
         checks.check_dtype("request_ids", request_ids, (torch.int32,))
+        checks.check_last_contiguous("request_ids", request_ids)
         checks.check_device("request_ids", request_ids, positions.device)
     elif T % B if B else T:
         raise ValueError(f"Expected a multiple of {B} rows without request_ids, got {T}")

@@ -96,6 +96,8 @@ def _check(
     checks.check_dtype("block_table", block_table, (torch.int32,))
     checks.check_shape("seq_lens", seq_lens, (x.shape[0],))
     checks.check_dtype("seq_lens", seq_lens, (torch.int32,))
+    for name, tensor in (("block_table", block_table), ("seq_lens", seq_lens)):
+        checks.check_last_contiguous(name, tensor)
     checks.check_shape("table", table, ("positions", c.rope_dim))
     checks.check_dtype("table", table, (torch.float32,))
     capacity = block_table.shape[1] * kv_cache.shape[1]

@@ -182,10 +182,12 @@ def _check_arguments(
     if lengths is not None:
         checks.check_shape("lengths", lengths, (T,))
         checks.check_dtype("lengths", lengths, (torch.int32,))
+        checks.check_last_contiguous("lengths", lengths)
         tensors["lengths"] = lengths
     if sink is not None:
         checks.check_shape("sink", sink, (H,))
         checks.check_dtype("sink", sink, (torch.float32,))
+        checks.check_last_contiguous("sink", sink)
         tensors["sink"] = sink
     results = (
         ("out", out, (T, H, kv_lora_rank), dtype),

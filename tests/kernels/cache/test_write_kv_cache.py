@@ -109,6 +109,10 @@ def test_reading_back():
             r"slot_mapping in 0\.\.9, got 10",
         ),
         (lambda a: a.update(slot_mapping=torch.zeros(9)), r"slot_mapping.dtype in .*float32"),
+        (
+            lambda a: a.update(slot_mapping=torch.arange(18)[::2]),
+            r"slot_mapping with a contiguous.*\(2,\)",
+        ),
         (lambda a: a.update(impl="hopper"), r"impl of write_kv_cache in .*got 'hopper'"),
         (
             lambda a: a.update(slot_mapping=torch.arange(8, -1, -1) * 2 * BLOCK // 8),

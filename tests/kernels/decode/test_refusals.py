@@ -35,6 +35,10 @@ BAD = {
         lambda c: {"block_table": c.block_table[[0, 1, 1]]},
         r"block_table of shape \[2, max_blocks\], got \[3",
     ),
+    "lengths apart": (
+        lambda c: {"seq_lens": c.seq_lens.repeat_interleave(2)[::2]},
+        r"seq_lens with a contiguous last dimension, got strides \(2,\)",
+    ),
     "lengths of 3": (lambda c: {"seq_lens": c.seq_lens[[0, 1, 1]]}, r"seq_lens of shape \[2\]"),
     "table elsewhere": (
         lambda c: {"block_table": c.block_table.to("meta")},
@@ -80,6 +84,10 @@ BAD = {
     "plan of another batch": (
         lambda c: {"plan": plan_mla_decode(c.seq_lens[:1], num_heads=16, s_q=1)},
         r"plan for .*\(2, 1, 16\), got one for \(1, 1, 16\)",
+    ),
+    "plan of another rank": (
+        lambda c: {"plan": plan_mla_decode(c.seq_lens, num_heads=16, s_q=1, kv_lora_rank=256)},
+        "plan with kv_lora_rank=512, got 256",
     ),
 }
 
@@ -135,6 +143,7 @@ LENGTHS = torch.tensor([5, 70], dtype=torch.int32)
         ({"seq_lens": [5, 70]}, "seq_lens to be a tensor, got list"),
         ({"seq_lens": LENGTHS.long()}, r"seq_lens.dtype in .*int32.*got torch.int64"),
         ({"seq_lens": LENGTHS[None]}, r"seq_lens of shape \[B\], got \[1, 2\]"),
+        ({"seq_lens": LENGTHS[:1].expand(2)}, r"seq_lens with a contiguous.*got strides \(0,\)"),
         ({"num_heads": 0}, r"num_heads in 1\.\.128, got 0"),
         ({"num_heads": 129}, r"num_heads in 1\.\.128, got 129"),
         ({"s_q": 0}, r"s_q in 1\.\.8, got 0"),
@@ -160,6 +169,7 @@ def test_plans_that_fit_no_decode(change, message):
         (LENGTHS[[0, 1, 1]], r"seq_lens of shape \[2\], got \[3\]"),
         (LENGTHS[:1], r"seq_lens of shape \[2\], got \[1\]"),
         (LENGTHS.long(), "seq_lens.dtype in .*got torch.int64"),
+        (LENGTHS[:1].expand(2), r"seq_lens with a contiguous.*got strides \(0,\)"),
     ],
 )
 def test_a_plan_is_updated_with_lengths_of_its_batch_only(lengths, message):

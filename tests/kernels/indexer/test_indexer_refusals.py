@@ -51,6 +51,13 @@ def test_lengths(change, message):
         ({"block_table": TABLE - 1}, r"block_table entries in 0\.\.3, got -1"),
         ({"k_cache": torch.zeros(0, 64, 132, dtype=torch.uint8)}, r"entries in 0\.\.-1, got 0"),
         ({"request_ids": ints(0, 2), "positions": ints(1, 1)}, "request_ids below 2, got 2"),
+        ({"seq_lens": ints(5, 0, 70)[::2]}, r"seq_lens with a contiguous.*\(2,\)"),
+        ({"positions": ints(0, 0, 1)[::2]}, r"positions with a contiguous.*\(2,\)"),
+        ({"lengths": ints(0, 0, 1)[::2]}, r"lengths with a contiguous.*\(2,\)"),
+        (
+            {"request_ids": ints(0, 0, 1)[::2], "positions": ints(1, 1)},
+            r"request_ids with a contiguous.*\(2,\)",
+        ),
     ],
 )
 def test_scores_and_topk(function, change, message):
@@ -94,6 +101,8 @@ def test_slots_without_pages_and_of_no_request():
     assert positions_to_slots(positions[:0], TABLE[:0]).shape == (0, 1)
     with pytest.raises(ValueError, match="request_ids below 2, got 9"):
         positions_to_slots(positions, TABLE, request_ids=ints(0, 9))
+    with pytest.raises(ValueError, match=r"request_ids with a contiguous.*\(2,\)"):
+        positions_to_slots(positions, TABLE, request_ids=ints(0, 0, 1)[::2])
 
 
 @pytest.mark.parametrize(
@@ -103,6 +112,7 @@ def test_slots_without_pages_and_of_no_request():
             {"slot_mapping": torch.tensor([0, 1, 128])},
             "slot_mapping below 128.*got 128 for token 2",
         ),
+        ({"slot_mapping": torch.arange(6)[::2]}, r"slot_mapping with a contiguous.*\(2,\)"),
         (
             {"k": torch.zeros(3, 0), "k_cache": torch.zeros(2, 64, 4, dtype=torch.uint8)},
             "D .*got 0",

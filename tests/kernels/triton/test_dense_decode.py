@@ -38,7 +38,7 @@ def decode(case, parts=None, **options):
         )
         device_plan.acc.fill_(torch.nan)
         device_plan.sums.fill_(torch.nan)
-        options["plan"] = MlaDecodePlan(B, s_q, H, deterministic, device_plan)
+        options["plan"] = MlaDecodePlan(B, s_q, H, rank, deterministic, device_plan)
     return mla_decode(*case.args, **case.options, **options, impl="triton", out=case.poisoned_out())
 
 
