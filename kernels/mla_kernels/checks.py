@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Argument checks shared by the ops: ValueError naming the value and what is allowed."""
 
-import math
 from numbers import Real
 
 import torch
@@ -10,6 +9,8 @@ from mla_kernels.layouts import Fp8DsMlaLayout, MlaDims
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BLOCK_SIZES = (16, 32, 64, 128)
+# Scales that fp32 holds without loss, multiplied by log2(e) too.
+MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**127
 
 
 def check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
@@ -18,14 +19,21 @@ def check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
 
 
 def check_range(name: str, value: int, low: int, high: int) -> None:
-    if not hasattr(value, "__index__") or not low <= value <= high:
+    integer = hasattr(value, "__index__") and not isinstance(value, (bool, torch.Tensor))
+    if not integer or not low <= value <= high:
         raise ValueError(f"Expected {name} in {low}..{high}, got {value!r}")
 
 
 def check_scale(scale: float) -> None:
     """A softmax scale: a number of the host, as reading one back would wait for the device."""
-    if not isinstance(scale, Real) or not math.isfinite(scale) or scale <= 0:
-        raise ValueError(f"Expected a finite softmax scale above 0, got {scale!r}")
+    _check_positive("softmax scale", scale)
+
+
+def _check_positive(name: str, value: object) -> None:
+    if not isinstance(value, Real) or not value <= MAX_SCALE or value < MIN_SCALE:
+        raise ValueError(
+            f"Expected a finite {name} above 0, got {value!r} (allowed: 2^-126 to 2^127)"
+        )
 
 
 def check_tensor(name: str, x: object) -> None:
@@ -62,6 +70,16 @@ def check_last_contiguous(name: str, x: torch.Tensor) -> None:
         )
 
 
+def check_aligned(name: str, x: torch.Tensor, *dims: int) -> None:
+    """Address and strides in multiples of 4 bytes: kernels read fp32 scales among the bytes."""
+    strides = [x.stride(dim) * x.element_size() for dim in dims]
+    if any(n % 4 for n in (x.data_ptr(), *strides)):
+        raise ValueError(
+            f"Expected {name} at an address and with strides of multiples of 4 bytes, got "
+            f"{x.data_ptr():#x} and {strides}"
+        )
+
+
 def check_kv_cache(kv_cache: torch.Tensor, dims: MlaDims, kv_scale: object) -> None:
     """A paged cache of one of the layouts in layouts.py, for rows of `dims`."""
     check_dtype("kv_cache", kv_cache, (*FLOAT_DTYPES, torch.float8_e4m3fn, torch.uint8))
@@ -76,6 +94,8 @@ def check_kv_cache(kv_cache: torch.Tensor, dims: MlaDims, kv_scale: object) -> N
     check_shape("kv_cache", kv_cache, ("num_blocks", "block_size", width))
     check_choice("block size (kv_cache.shape[1])", kv_cache.shape[1], BLOCK_SIZES)
     check_last_contiguous("kv_cache", kv_cache)
+    if kv_cache.dtype == torch.uint8:
+        check_aligned("kv_cache", kv_cache, 0, 1)
     if kv_cache.dtype == torch.float8_e4m3fn:
         if kv_scale is None:
             raise ValueError("Expected kv_scale for a float8_e4m3fn cache, got None")
@@ -94,8 +114,7 @@ def check_fp8_scale(name: str, scale: object, of: str, device: torch.device) -> 
         if scale.device != device:
             raise ValueError(f"Expected {name} on {device}, like {of}, got {scale.device}")
         value = scale.item() if device.type == "cpu" else 1.0
-    if not isinstance(value, Real) or not math.isfinite(value) or value <= 0:
-        raise ValueError(f"Expected a finite {name} above 0, got {value!r}")
+    _check_positive(name, value)
 
 
 def check_contents(

@@ -55,6 +55,8 @@ def write_kv_cache(
     T = kv_c.shape[0]
     checks.check_shape("k_pe", k_pe, (T, "rope"))
     checks.check_dtype("k_pe", k_pe, (kv_c.dtype,))
+    checks.check_range("kv_lora_rank (kv_c.shape[1])", kv_c.shape[1], 1, 2**15)
+    checks.check_range("rope dim (k_pe.shape[1])", k_pe.shape[1], 1, 2**15)
     checks.check_kv_cache(kv_cache, MlaDims(kv_c.shape[1], k_pe.shape[1]), kv_scale)
     checks.check_shape("slot_mapping", slot_mapping, ("T",))
     checks.check_dtype("slot_mapping", slot_mapping, (torch.int32, torch.int64))

@@ -55,9 +55,8 @@ def indexer_scores(
     Returns [T, 64 * max_blocks] fp32 (the sums too), -inf where row t does not see key s. A NaN in
     q, weights or a visible key makes its scores NaN. ValueError for arguments that do not fit.
     """
-    width = block_table.shape[-1] * BLOCK_SIZE
     _check(q, k_cache, weights, block_table, seq_lens, positions, request_ids, lengths)
-    T = q.shape[0]
+    T, width = q.shape[0], block_table.shape[1] * BLOCK_SIZE
     if out is not None:
         checks.check_shape("out", out, (T, width))
         checks.check_dtype("out", out, (torch.float32,))
@@ -127,6 +126,10 @@ def indexer_topk(
         checks.check_dtype("out", out, (torch.int32,))
         checks.check_device("out", out, q.device)
         checks.check_last_contiguous("out", out)
+    if workspace is not None:
+        checks.check_shape("workspace", workspace, ("bytes",))
+        checks.check_dtype("workspace", workspace, (torch.uint8,))
+        checks.check_device("workspace", workspace, q.device)
     choice = _choose("indexer_topk", impl, q, k_cache, block_table, request_ids)
     if lengths is None:
         lengths = _lengths(choice.impl, seq_lens, T, positions, request_ids)

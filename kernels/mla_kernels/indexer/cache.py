@@ -59,10 +59,7 @@ def check_indexer_cache(k_cache: torch.Tensor, D: int) -> None:
     checks.check_shape("k_cache", k_cache, ("num_blocks", layout.block_size, width))
     if k_cache.shape[0] and not k_cache[0].is_contiguous():
         raise ValueError(f"Expected contiguous pages in k_cache, got strides {k_cache.stride()}")
-    if k_cache.stride(0) * k_cache.element_size() % 4:
-        raise ValueError(
-            f"Expected a page stride of a multiple of 4 bytes in k_cache, got {k_cache.stride(0)}"
-        )
+    checks.check_aligned("k_cache", k_cache, 0)
 
 
 def quantise_keys(k: torch.Tensor, scale_format: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -34,6 +34,8 @@ def check_rows(
             checks.check_dtype(name, x, (torch.int32,))
             checks.check_device(name, x, device)
             checks.check_last_contiguous(name, x)
+    if positions is not None and lengths is not None:
+        raise ValueError("Expected positions or lengths, got both")
     if request_ids is not None and positions is None and lengths is None:
         raise ValueError("Expected positions (or lengths) together with request_ids, got neither")
     if request_ids is None and (T % B if B else T):
@@ -97,6 +99,8 @@ def indexer_lengths(
     else:
         if seq_lens.device.type == "cpu":
             check_request_ids(request_ids, B)
+        if B == 0:  # padding rows only
+            return torch.zeros_like(request_ids)
         lengths = seq_lens[request_ids.clamp(min=0)]
         lengths = torch.where(request_ids >= 0, lengths, 0)
     assert positions is not None

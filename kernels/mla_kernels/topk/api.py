@@ -46,6 +46,9 @@ def exact_topk(
             checks.check_dtype(name, x, (torch.int32,))
             checks.check_device(name, x, scores.device)
             checks.check_last_contiguous(name, x)
+    if workspace is not None:
+        checks.check_dtype("workspace", workspace, (torch.int32,))
+        checks.check_device("workspace", workspace, scores.device)
     choice = choose_impl("exact_topk", impl, scores.device, available=AVAILABLE)
     if choice.impl == "triton":
         from mla_kernels.topk.triton.launcher import exact_topk_triton

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from mla_kernels.checks import check_range
+
 # Scores under one parent: a parent stands for the largest of its GROUP children.
 GROUP = 8
 # Keys that one program holds in registers: the widest row taken in one round.
@@ -72,7 +74,10 @@ def workspace_words(width: int) -> int:
 
 
 def exact_topk_workspace(rows: int, width: int, device: torch.device) -> torch.Tensor:
-    """Workspace of `exact_topk` for [rows, width] scores, flat int32."""
+    """Workspace of `exact_topk` for [rows, width] scores, flat int32. ValueError for a negative
+    size and for rows of more than 2^20 scores."""
+    check_range("rows", rows, 0, 2**31 - 1)
+    check_range("width", width, 0, MAX_WIDTH)
     return torch.empty(rows * workspace_words(width), dtype=torch.int32, device=device)
 
 

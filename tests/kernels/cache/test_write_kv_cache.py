@@ -102,6 +102,8 @@ def test_reading_back():
     [
         (lambda a: a.update(k_pe=a["k_pe"][:3]), r"k_pe of shape \[9, rope\]"),
         (lambda a: a.update(k_pe=a["k_pe"].float()), r"k_pe.dtype in .*float32"),
+        (lambda a: a.update(k_pe=a["k_pe"][:, :0]), r"rope dim \(k_pe.shape\[1\]\) in 1.*got 0"),
+        (lambda a: a.update(kv_c=a["kv_c"][:, :0]), r"kv_lora_rank .* in 1.*got 0"),
         (lambda a: a.update(kv_cache=a["kv_cache"].int()), r"kv_cache.dtype in .*int32"),
         (lambda a: a.update(kv_cache=a["kv_cache"][..., :99]), r"576\], got .*99"),
         (

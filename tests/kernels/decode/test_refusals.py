@@ -11,6 +11,13 @@ def fp8(case, kv_scale):
     return {"kv_cache": case.kv_cache.to(torch.float8_e4m3fn), "kv_scale": kv_scale}
 
 
+def ds_mla(case, start, stride):
+    """A cache of fp8_ds_mla rows, `stride` bytes apart from byte `start` on."""
+    blocks = case.kv_cache.shape[0]
+    memory = torch.zeros(start + blocks * 64 * stride, dtype=torch.uint8)
+    return memory[start:].view(blocks, 64, stride)[..., :656]
+
+
 BAD = {
     "q without heads": (lambda c: {"q": c.q[:, 0]}, r"q of shape \[B, s_q, H, Dk\], got \[2, 16"),
     "integer q": (lambda c: {"q": c.q.int()}, r"q.dtype in .*bfloat16.*got torch.int32"),
@@ -45,6 +52,9 @@ BAD = {
         r"block_table on cpu.*got meta",
     ),
     "scale of zero": (lambda c: {"scale": 0.0}, r"softmax scale above 0, got 0.0"),
+    "scale beyond fp32": (lambda c: {"scale": 1e39}, r"softmax scale .*got 1e\+39 .*2\^127"),
+    "scale that is 0 in fp32": (lambda c: {"scale": 1e-46}, r"softmax scale .*got 1e-46 .*2\^-126"),
+    "scale beyond a float": (lambda c: {"scale": 10**400}, r"softmax scale .*got 1000"),
     "scale of NaN": (lambda c: {"scale": float("nan")}, r"finite softmax scale.*nan"),
     "rescale": (lambda c: {"rescale": "pow3"}, r"rescale in .*'pow2'.*got 'pow3'"),
     "impl": (lambda c: {"impl": "cuda"}, r"impl in .*'auto'.*got 'cuda'"),
@@ -60,12 +70,24 @@ BAD = {
     "rank as a float": (lambda c: {"kv_lora_rank": 512.0}, r"kv_lora_rank in 1\.\.575, got 512\.0"),
     "kv_scale of NaN": (lambda c: fp8(c, float("nan")), r"finite kv_scale above 0, got nan"),
     "kv_scale of zero": (lambda c: fp8(c, torch.zeros(1)), r"finite kv_scale above 0, got 0\.0"),
+    "kv_scale beyond fp32": (lambda c: fp8(c, 1e39), r"finite kv_scale .*got 1e\+39 .*2\^127"),
+    "kv_scale that is 0 in fp32": (lambda c: fp8(c, 1e-46), r"finite kv_scale .*got 1e-46"),
     "kv_scale below zero": (lambda c: fp8(c, -1.0), r"finite kv_scale above 0, got -1\.0"),
     "kv_scale in fp64": (lambda c: fp8(c, torch.ones(1).double()), r"kv_scale.dtype.*float64"),
     "kv_scale of 2": (lambda c: fp8(c, torch.ones(2)), r"kv_scale with 1 element, got \[2\]"),
     "kv_scale elsewhere": (
         lambda c: fp8(c, torch.ones(1, device="meta")),
         r"kv_scale on cpu, like kv_cache, got meta",
+    ),
+    "rank as a bool": (lambda c: {"kv_lora_rank": True}, r"kv_lora_rank in 1\.\.575, got True"),
+    "rank as a tensor": (lambda c: {"kv_lora_rank": LENGTHS[0]}, r"1\.\.575, got tensor\(5"),
+    "fp8_ds_mla at an odd address": (
+        lambda c: {"kv_cache": ds_mla(c, 1, 656)},
+        "address .* multiples of 4 bytes, got 0x",
+    ),
+    "fp8_ds_mla with odd strides": (
+        lambda c: {"kv_cache": ds_mla(c, 0, 657)},
+        r"multiples of 4 bytes, got .*\[42048, 657\]",
     ),
     "negative length": (
         lambda c: {"seq_lens": torch.tensor([5, -3], dtype=torch.int32)},

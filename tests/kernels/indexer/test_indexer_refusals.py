@@ -20,6 +20,11 @@ def ints(*values):
     return torch.tensor(values, dtype=torch.int32)
 
 
+def pages_at(byte):
+    """Four pages of an fp8 cache from there on."""
+    return torch.zeros(4 * 64 * 132 + byte, dtype=torch.uint8)[byte:].view(4, 64, 132)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -51,6 +56,9 @@ def test_lengths(change, message):
         ({"block_table": TABLE - 1}, r"block_table entries in 0\.\.3, got -1"),
         ({"k_cache": torch.zeros(0, 64, 132, dtype=torch.uint8)}, r"entries in 0\.\.-1, got 0"),
         ({"request_ids": ints(0, 2), "positions": ints(1, 1)}, "request_ids below 2, got 2"),
+        ({"block_table": [[0, 1]]}, "block_table to be a tensor, got list"),
+        ({"positions": ints(0, 1), "lengths": ints(1, 2)}, "positions or lengths, got both"),
+        ({"k_cache": pages_at(1)}, r"k_cache at an address .*multiples of 4 bytes, got 0x"),
         ({"seq_lens": ints(5, 0, 70)[::2]}, r"seq_lens with a contiguous.*\(2,\)"),
         ({"positions": ints(0, 0, 1)[::2]}, r"positions with a contiguous.*\(2,\)"),
         ({"lengths": ints(0, 0, 1)[::2]}, r"lengths with a contiguous.*\(2,\)"),
@@ -95,6 +103,31 @@ def test_workspaces():
             indexer_topk_workspace(rows, max_blocks, cpu)
 
 
+@pytest.mark.parametrize(
+    ("workspace", "message"),
+    [
+        ("large", "workspace to be a tensor, got str"),
+        (torch.empty(2**14, dtype=torch.int32), r"workspace.dtype in \[torch.uint8\]"),
+        (torch.empty(2, 2**15, dtype=torch.uint8), r"workspace of shape \[bytes\], got \[2, "),
+        (torch.empty(2**16, dtype=torch.uint8, device="meta"), "workspace on cpu.*got meta"),
+    ],
+)
+def test_what_is_no_workspace(workspace, message):
+    q, weights = torch.zeros(2, 4, 128).bfloat16(), torch.zeros(2, 4)
+    with pytest.raises(ValueError, match=message):
+        indexer_topk(q, pages_at(0), weights, TABLE, LENGTHS, 8, workspace=workspace)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton", "reference"])
+def test_padding_rows_without_requests(impl, device):
+    padding = {"request_ids": ints(-1, -1).to(device), "positions": ints(0, 5).to(device)}
+    assert indexer_lengths(LENGTHS[:0].to(device), 2, **padding).tolist() == [0, 0]
+    args = (torch.ones(2, 4, 128).bfloat16(), pages_at(0), torch.ones(2, 4), TABLE[:0], LENGTHS[:0])
+    args = [x.to(device) for x in args]
+    assert (indexer_scores(*args, **padding, impl=impl) == -torch.inf).all()
+    assert (indexer_topk(*args, 8, **padding, impl=impl) == -1).all()
+
+
 def test_slots_without_pages_and_of_no_request():
     positions = ints(0, 65).view(2, 1)
     assert positions_to_slots(positions, TABLE[:, :0]).tolist() == [[-1], [-1]]
@@ -117,6 +150,7 @@ def test_slots_without_pages_and_of_no_request():
             {"k": torch.zeros(3, 0), "k_cache": torch.zeros(2, 64, 4, dtype=torch.uint8)},
             "D .*got 0",
         ),
+        ({"k_cache": pages_at(2)}, "k_cache at an address .*multiples of 4 bytes"),
     ],
 )
 def test_writes(change, message):

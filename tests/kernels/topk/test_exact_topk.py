@@ -190,6 +190,9 @@ def test_no_rows_and_no_columns(impl, device):
         ({"scores": torch.zeros(9, 2).T}, "contiguous last dimension"),
         ({"k": 0}, "k in 1..2048, got 0"),
         ({"k": 2049}, "k in 1..2048, got 2049"),
+        ({"k": torch.tensor(3)}, r"k in 1..2048, got tensor\(3\)"),
+        ({"workspace": torch.empty(9)}, r"workspace.dtype in \[torch.int32\]"),
+        ({"workspace": torch.empty(9, device="meta").int()}, "workspace on cpu.*got meta"),
         ({"lengths": torch.zeros(3, dtype=torch.int32)}, r"lengths of shape \[2\]"),
         ({"lengths": torch.zeros(2, dtype=torch.int64)}, "lengths.dtype"),
         ({"out": torch.zeros(2, 5, dtype=torch.int32)}, r"out of shape \[2, 3\]"),
@@ -227,3 +230,10 @@ def test_a_small_workspace_and_a_row_too_long_are_refused(how, device, request):
             exact_topk(scores, 3, workspace=small, impl="triton")
     with pytest.raises(ValueError, match=f"at most {plan.MAX_WIDTH} scores"):
         plan.topk_tiles(plan.MAX_WIDTH + 1, 3)
+
+
+def test_workspaces_of_no_size():
+    cpu = torch.device("cpu")
+    for rows, width, name in ((-1, 9, "rows"), (9, -1, "width"), (1, plan.MAX_WIDTH + 1, "width")):
+        with pytest.raises(ValueError, match=f"{name} in 0"):
+            plan.exact_topk_workspace(rows, width, cpu)
