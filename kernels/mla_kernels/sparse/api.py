@@ -2,7 +2,6 @@
 """The public function `mla_sparse_attention`, and which implementation it takes."""
 
 import functools
-import math
 from typing import Any
 
 import torch
@@ -53,7 +52,7 @@ def mla_sparse_attention(
                uint8 [num_blocks, block_size, 656] = fp8_ds_mla rows (layouts.py)
     slots      [T, K] int32 = block * block_size + offset; -1, or any number outside the cache, is
                none, at any place in the row; a slot named twice counts twice
-    scale      softmax scale, 1 / sqrt(head dim before absorption)
+    scale      softmax scale, 1 / sqrt(head dim before absorption); a Python number
     kv_scale   float8_e4m3fn caches only: value = e4m3 * kv_scale
     lengths    [T] int32: token t uses slots[t, :lengths[t]] only
     sink       [H] fp32: a logit that takes part in the softmax and has no value; out is scaled by
@@ -170,8 +169,7 @@ def _check_arguments(
     dtype, device = first_part(q).dtype, first_part(q).device
     checks.check_range("number of heads (q.shape[1])", H, 1, MAX_HEADS)
     checks.check_range("kv_lora_rank", kv_lora_rank, 1, Dk - 1)
-    if not math.isfinite(scale) or scale <= 0:
-        raise ValueError(f"Expected a finite softmax scale above 0, got {scale}")
+    checks.check_scale(scale)
     checks.check_kv_cache(kv_cache, MlaDims(kv_lora_rank, Dk - kv_lora_rank), kv_scale)
     if kv_cache.dtype in checks.FLOAT_DTYPES and kv_cache.dtype != dtype:
         raise ValueError(f"Expected q and kv_cache of one dtype, got {dtype} and {kv_cache.dtype}")

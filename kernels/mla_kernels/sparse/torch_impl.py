@@ -16,6 +16,7 @@ TILE_ROWS = 2048
 TILE_ROWS_DEVICE = 2**16
 
 
+@torch.no_grad()
 def mla_sparse_attention_torch(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -37,6 +38,8 @@ def mla_sparse_attention_torch(
     if lengths is not None:
         used &= torch.arange(slots.shape[1], device=q.device) < lengths[:, None]
     slots = torch.where(used, slots, 0).long()
+    if kv_cache.shape[0] == 0:  # there is no row 0 to stand in for none
+        slots, used = slots[:, :0], used[:, :0]
     if on_cpu and not deterministic:
         columns = used.any(0).nonzero()
         width = int(columns.max()) + 1 if columns.numel() else 0

@@ -184,6 +184,8 @@ def test_dims_256_32():
         ({"slots": torch.zeros(8, 2, dtype=torch.int32).T}, "slots with a contiguous last"),
         ({"scale": 0.0}, "softmax scale above 0, got 0.0"),
         ({"scale": float("nan")}, "softmax scale above 0, got nan"),
+        ({"scale": None}, "softmax scale above 0, got None"),
+        ({"scale": torch.tensor(0.1)}, "softmax scale above 0, got tensor"),
         ({"kv_scale": 1.0}, "kv_scale=None"),
         ({"kv_cache": torch.zeros(1, 64, 576).to(torch.float8_e4m3fn)}, "kv_scale for"),
         ({"kv_cache": torch.zeros(1, 64, 576, dtype=torch.uint8)}, "656"),
@@ -208,3 +210,25 @@ def test_bad_arguments_are_refused(change, message):
     }
     with pytest.raises(ValueError, match=message):
         mla_sparse_attention(**(arguments | change))
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton", "reference"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_cache_without_blocks(impl, deterministic, device):
+    q, cache = torch.ones(2, 4, 576).bfloat16(), torch.zeros(0, 64, 576).bfloat16()
+    slots = torch.tensor([[0, -1, 64]] * 2, dtype=torch.int32)
+    out, lse = mla_sparse_attention(
+        q.to(device), cache.to(device), slots.to(device),
+        scale=0.1, impl=impl, deterministic=deterministic,
+    )  # fmt: skip
+    assert not out.any() and (lse == -torch.inf).all()
+
+
+def test_queries_that_want_gradients():
+    q, kv, slots, options = sparse_case()
+    want = attend(q, kv, slots, options, max_logits=(top := torch.empty(3, 16)))
+    q.requires_grad_()
+    again = torch.full_like(top, torch.nan)
+    got = mla_sparse_attention(q, kv, slots, **options, max_logits=again)
+    assert not got[0].requires_grad
+    assert all(map(torch.equal, (*got, again), (*want, top)))
