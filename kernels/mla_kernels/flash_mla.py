@@ -89,6 +89,7 @@ def flash_mla_with_kvcache(
         raise ValueError("Expected no extra_k_cache, extra_indices_in_kvcache, extra_topk_length")
     checks.check_shape("q", q, ("B", "s_q", "H", "Dk"))
     B, s_q, H, Dk = q.shape
+    checks.check_range("head_dim_v", head_dim_v, 1, Dk - 1)
     checks.check_shape("k_cache", k_cache, ("num_blocks", "block_size", 1, "Dk"))
     kv_cache = k_cache.squeeze(2)
     if is_fp8_kvcache:
@@ -135,8 +136,9 @@ def flash_mla_with_kvcache(
             raise ValueError("Expected attn_sink and topk_length with indices only")
         if block_table is None or cache_seqlens is None:
             raise ValueError("Expected block_table and cache_seqlens, or indices, got neither")
-        if meta.plan is None:
-            meta.plan = plan_mla_decode(
+        plan = meta.plan
+        if plan is None:
+            plan = plan_mla_decode(
                 cache_seqlens,
                 num_heads=H,
                 s_q=s_q,
@@ -154,9 +156,10 @@ def flash_mla_with_kvcache(
             scale=scale,
             kv_lora_rank=head_dim_v,
             causal=causal,
-            plan=meta.plan,
+            plan=plan,
             out=out,
         )
+        meta.plan = plan
     meta.shape = shape  # only now: what was refused leaves the metadata as it was
     return result, _lonely_to_inf(lse).transpose(1, 2)
 

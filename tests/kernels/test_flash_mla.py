@@ -16,11 +16,11 @@ def metadata(*args):
     return flash_mla.get_mla_metadata(*args)
 
 
-def decode(case, **options):
+def decode(case, head_dim_v=512, **options):
     meta, num_splits = metadata()
     k_cache = case.kv_cache.unsqueeze(2)
     return flash_mla.flash_mla_with_kvcache(
-        case.q, k_cache, case.block_table, case.seq_lens, 512, meta, num_splits, **options
+        case.q, k_cache, case.block_table, case.seq_lens, head_dim_v, meta, num_splits, **options
     )
 
 
@@ -171,6 +171,8 @@ def test_parameters_are_those_of_flash_mla():
         ({"out": torch.zeros(3, 1, 4, 500).bfloat16()}, r"out of shape \[3, 1, 4, 512\]"),
         ({"out": torch.zeros(3, 1, 512, 4).bfloat16().mT}, "contiguous out, got strides"),
         ({"softmax_scale": 0.0}, "softmax scale above 0, got 0.0"),
+        ({"head_dim_v": None}, r"head_dim_v in 1\.\.575, got None"),
+        ({"head_dim_v": 576}, r"head_dim_v in 1\.\.575, got 576"),
         ({"is_fp8_kvcache": True}, "k_cache.dtype"),
     ],
 )
@@ -184,6 +186,9 @@ def test_a_refused_call_leaves_the_metadata_for_the_next():
     args = (case.q, case.kv_cache.unsqueeze(2), case.block_table, case.seq_lens, 512, meta)
     with pytest.raises(ValueError, match="with indices only"):
         flash_mla.flash_mla_with_kvcache(*args, causal=True, topk_length=case.seq_lens)
+    fewer = (*args[:3], case.seq_lens[:2], *args[4:])
+    with pytest.raises(ValueError, match="seq_lens of shape"):
+        flash_mla.flash_mla_with_kvcache(*fewer)
     flash_mla.flash_mla_with_kvcache(*args)
 
 
