@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from mla_kernels import mla_layer
+from mla_kernels import mla_layer, plan_mla_decode
 from mla_kernels.layer import MlaLayerBuffers, MlaLayerConfig, MlaLayerWeights, rope_table
 from mla_kernels.testing.naive_layer import NaiveMlaLayer
 
@@ -156,7 +156,10 @@ def good_arguments():
     [
         ({"x": torch.zeros(2, 2, 64)}, r"x of shape \[B, 1, 64\], got \[2, 2, 64\]"),
         ({"x": torch.zeros(2, 1, 64).half()}, r"x.dtype in .*float32.*, got torch.float16"),
-        ({"kv_cache": torch.zeros(5, PAGE, 9)}, r"kv_cache of shape .*288.*, got \[5, 16, 9\]"),
+        (
+            {"kv_cache": torch.full((5, PAGE, 9), torch.nan)},
+            r"kv_cache of shape .*288.*, got \[5, 16, 9\]",
+        ),
         ({"block_table": torch.zeros(3, 1).int()}, r"block_table of shape .*got \[3, 1\]"),
         ({"seq_lens": torch.ones(3).int()}, r"seq_lens of shape \[2\], got \[3\]"),
         ({"seq_lens": torch.ones(2).long()}, "seq_lens.dtype in .*int32.*got torch.int64"),
@@ -176,6 +179,12 @@ def good_arguments():
         ({"block_table": torch.full((2, 1), 9).int()}, "block_table entries in 0.*got 9 in row 0"),
         ({"block_table": torch.zeros(2, 1, device="meta").int()}, "block_table on cpu.*got meta"),
         ({"kv_scale": 1.0}, "kv_scale=None"),
+        ({"kv_cache": torch.full((5, PAGE, 288), torch.nan).half()}, "q and kv_cache of one dtype"),
+        ({"impl": "cuda"}, "impl in .*got 'cuda'"),
+        (
+            {"plan": plan_mla_decode(torch.ones(3).int(), num_heads=5, s_q=1, kv_lora_rank=256)},
+            r"plan for .*\(2, 1, 5\), got one for \(3, 1, 5\)",
+        ),
         ({"seq_lens": torch.ones(1).int().expand(2)}, r"seq_lens with a contiguous.*\(0,\)"),
         (
             {"block_table": torch.ones(2, 2).int().T, "table": rope_table(CONFIG, 32)},
@@ -187,7 +196,7 @@ def test_bad_arguments_are_refused_before_anything_is_written(change, message):
     arguments = good_arguments()
     with pytest.raises(ValueError, match=message):
         mla_layer(**(arguments | change))
-    assert arguments["kv_cache"].isnan().all()
+    assert (arguments | change)["kv_cache"].isnan().all()
 
 
 def test_weights_of_a_wrong_shape_or_dtype_are_refused():
@@ -208,7 +217,36 @@ def test_an_empty_batch():
     assert arguments["kv_cache"].isnan().all()
 
 
-BAD_CONFIGS = [{"rope_dim": 33}, {"num_heads": 0}, {"dim": -1}, {"rope_theta": float("nan")}]
+def test_padding_without_a_block_table():
+    arguments = good_arguments() | {
+        "seq_lens": torch.zeros(2).int(),
+        "table": rope_table(CONFIG, 0),
+    }
+    arguments["block_table"] = arguments["block_table"][:, :0]
+    assert not mla_layer(**arguments).any()
+
+
+def test_weights_and_states_that_want_gradients():
+    arguments = good_arguments()
+    want = mla_layer(**arguments)
+    weights = {
+        k: v.requires_grad_() for k, v in vars(arguments["weights"]).items() if k != "config"
+    }
+    arguments["weights"] = MlaLayerWeights(CONFIG, **weights)
+    arguments["x"].requires_grad_()
+    got = mla_layer(**arguments)
+    assert not got.requires_grad and torch.equal(got, want)
+
+
+BAD_CONFIGS = [
+    {"rope_dim": 33},
+    {"num_heads": "5"},
+    {"v_dim": 20.0},
+    {"rope_theta": "1e4"},
+    {"num_heads": 0},
+    {"dim": -1},
+    {"rope_theta": float("nan")},
+]
 
 
 @pytest.mark.parametrize("change", BAD_CONFIGS)

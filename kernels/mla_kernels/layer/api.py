@@ -4,13 +4,14 @@
 import torch
 
 from mla_kernels import checks
-from mla_kernels.decode.api import mla_decode
+from mla_kernels.decode.api import check_arguments, mla_decode
 from mla_kernels.decode.plan import MlaDecodePlan
 from mla_kernels.layer.buffers import MlaLayerBuffers
 from mla_kernels.layer.torch_impl import rotate_and_append_torch
 from mla_kernels.layer.weights import MlaLayerWeights
 
 
+@torch.no_grad()
 def mla_layer(
     x: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -43,14 +44,14 @@ def mla_layer(
     Returns [B, 1, dim] in x's dtype. ValueError for shapes or dtypes that do not fit together.
     """
     c = weights.config
-    _check(x, kv_cache, block_table, seq_lens, weights, table, kv_scale)
-    B = x.shape[0]
+    B = _check(x, weights, table)
     if buffers is None:
         buffers = MlaLayerBuffers.allocate(c, B, dtype=x.dtype, device=x.device)
     else:
         buffers.check_fits(c, x)
-    if B == 0:
-        return buffers.out
+    _check_decode(buffers.q, kv_cache, block_table, seq_lens, weights, table, kv_scale, plan, impl)
+    if B == 0 or block_table.shape[1] == 0:  # padding at most
+        return buffers.out.zero_()
     rotate_and_append = rotate_and_append_torch
     if x.is_cuda:
         from mla_kernels.layer.triton.launcher import launch_rotate_and_append as rotate_and_append
@@ -78,38 +79,42 @@ def mla_layer(
     return b.out
 
 
-def _check(
-    x: torch.Tensor,
+def _check(x: torch.Tensor, weights: MlaLayerWeights, table: torch.Tensor) -> int:
+    """What `mla_decode` does not see; the number of requests."""
+    c = weights.config
+    checks.check_shape("x", x, ("B", 1, c.dim))
+    checks.check_dtype("x", x, (weights.out.dtype,))
+    checks.check_shape("table", table, ("positions", c.rope_dim))
+    checks.check_dtype("table", table, (torch.float32,))
+    if not table.is_contiguous():
+        raise ValueError(f"Expected a contiguous rope table, got strides {table.stride()}")
+    for name, tensor in (("weights", weights.out), ("table", table)):
+        checks.check_device(name, tensor, x.device)
+    return x.shape[0]
+
+
+def _check_decode(
+    q: torch.Tensor,
     kv_cache: torch.Tensor,
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
     weights: MlaLayerWeights,
     table: torch.Tensor,
     kv_scale: float | torch.Tensor | None,
+    plan: MlaDecodePlan | None,
+    impl: str,
 ) -> None:
-    """What `mla_decode` does not see; it checks the cache, the block table and the lengths."""
+    """What `mla_decode` will check, but before the cache is written."""
     c = weights.config
-    checks.check_shape("x", x, ("B", 1, c.dim))
-    checks.check_dtype("x", x, (weights.out.dtype,))
-    checks.check_kv_cache(kv_cache, c.cache, kv_scale)
-    checks.check_shape("block_table", block_table, (x.shape[0], "max_blocks"))
-    checks.check_dtype("block_table", block_table, (torch.int32,))
-    checks.check_shape("seq_lens", seq_lens, (x.shape[0],))
-    checks.check_dtype("seq_lens", seq_lens, (torch.int32,))
-    for name, tensor in (("block_table", block_table), ("seq_lens", seq_lens)):
-        checks.check_last_contiguous(name, tensor)
-    checks.check_shape("table", table, ("positions", c.rope_dim))
-    checks.check_dtype("table", table, (torch.float32,))
+    check_arguments(
+        q, kv_cache, block_table, seq_lens, c.scale, c.kv_lora_rank, kv_scale, None, "pow2", impl,
+        plan, None, None, False,
+    )  # fmt: skip
     capacity = block_table.shape[1] * kv_cache.shape[1]
     if table.shape[0] < capacity:
         raise ValueError(
             f"Expected a rope table of at least {capacity} positions, the capacity of "
             f"block_table, got {table.shape[0]}"
         )
-    if not table.is_contiguous():
-        raise ValueError(f"Expected a contiguous rope table, got strides {table.stride()}")
-    tensors = {"weights": weights.out, "table": table, "kv_cache": kv_cache}
-    for name, tensor in (tensors | {"block_table": block_table, "seq_lens": seq_lens}).items():
-        checks.check_device(name, tensor, x.device)
-    if x.device.type == "cpu":  # where it costs no wait
+    if q.device.type == "cpu":  # where it costs no wait
         checks.check_contents(block_table, seq_lens, *kv_cache.shape[:2])

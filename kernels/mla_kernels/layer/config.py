@@ -3,7 +3,9 @@
 
 import math
 from dataclasses import dataclass, fields
+from numbers import Real
 
+from mla_kernels.checks import check_range
 from mla_kernels.layouts import MlaDims
 
 
@@ -23,8 +25,10 @@ class MlaLayerConfig:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if not 0 < value < math.inf:
-                raise ValueError(f"Expected a finite {field.name} > 0, got {value}")
+            if field.name != "rope_theta":
+                check_range(field.name, value, 1, 2**31 - 1)
+            elif not isinstance(value, Real) or not value < math.inf or value <= 0:
+                raise ValueError(f"Expected a finite rope_theta > 0, got {value!r}")
         if self.rope_dim % 2:
             raise ValueError(f"Expected an even rope_dim, got {self.rope_dim}")
 
