@@ -147,6 +147,10 @@ def test_metadata_takes_the_old_arguments_and_remembers_the_shapes():
         else:
             with pytest.raises(ValueError, match="first used with"):
                 flash_mla.flash_mla_with_kvcache(*args)
+    args = (first.q, first.kv_cache.unsqueeze(2), first.block_table, first.seq_lens, 512, meta)
+    for change in ({"causal": True}, {"indices": all_slots(first)}):
+        with pytest.raises(ValueError, match="first used with"):
+            flash_mla.flash_mla_with_kvcache(*args, **change)
 
 
 def test_parameters_are_those_of_flash_mla():

@@ -241,6 +241,21 @@ def test_one_tensor_in_two_roles_is_not_replayed():
     assert store.find("key") is None
 
 
+def test_launches_on_two_devices_are_not_replayed(monkeypatch):
+    store, kernel = Recordings(), Kernel(Compiled())
+    x, y = torch.zeros(64), torch.zeros(3)
+
+    def call():
+        for device in (0, 1):
+            monkeypatch.setattr(torch.cuda, "current_device", lambda d=device: d)
+            module.launch(kernel, (1,), x, y, 3)
+
+    store.record("key", [x, y], call)
+    for device in (0, 1):
+        monkeypatch.setattr(torch.cuda, "current_device", lambda d=device: d)
+        assert store.find("key") is None
+
+
 def test_a_launcher_of_another_triton_is_not_called(monkeypatch):
     x = torch.zeros(64)
     for compiled in (Compiled(scratch=8), Compiled()):

@@ -48,6 +48,15 @@ def test_what_goes_to_the_portable_kernel_of_an_sm_90(gpu, arguments):
         choice.choose_decode_impl("hopper", GPU, **arguments)
 
 
+def test_the_hopper_kernel_needs_triton_too(gpu, monkeypatch):
+    gpu(90)
+    monkeypatch.setattr(dispatch, "triton_refusal", lambda device: "triton is not installed")
+    found = choice.choose_decode_impl("auto", GPU)
+    assert found.impl == "torch" and "hopper: triton is not installed" in found.reason
+    with pytest.raises(ValueError, match="cannot run here: triton is not installed"):
+        choice.choose_decode_impl("hopper", GPU)
+
+
 @pytest.mark.parametrize(
     ("cache", "impl"),
     [(torch.bfloat16, "hopper"), (torch.float8_e4m3fn, "triton"), (torch.uint8, "triton")],

@@ -101,6 +101,10 @@ BAD = {
         lambda c: {"block_table": torch.full_like(c.block_table, 9999)},
         r"block_table entries in 0\.\.5, got 9999 in row 0, column 0",
     ),
+    "block just past the cache": (
+        lambda c: {"block_table": torch.full_like(c.block_table, len(c.kv_cache))},
+        r"block_table entries in 0\.\.5, got 6 in row 0, column 0",
+    ),
     "cache without blocks": (lambda c: {"kv_cache": c.kv_cache[:0]}, r"block_table entries in"),
     "plan of another kind": (lambda c: {"plan": "x"}, r"plan from plan_mla_decode, got str"),
     "plan of another batch": (
@@ -130,7 +134,15 @@ def test_refusal(name):
         mla_decode(**call)
 
 
-@pytest.mark.parametrize("name", ["negative length", "table too short", "cache without blocks"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "negative length",
+        "table too short",
+        "block just past the cache",
+        "cache without blocks",
+    ],
+)
 def test_the_reference_refuses_wrong_contents_too(name):
     case = decode_case([5, 70])
     change, message = BAD[name]
@@ -228,3 +240,11 @@ def test_checked_mode_names_the_length(length):
 def test_checked_mode_accepts_what_is_right():
     case = decode_case([0, 5, 70])
     mla_decode(*case.args, **case.options, validate=True)
+
+
+def test_strides_of_one_element_do_not_matter():
+    case = decode_case([5])
+    q, kv_cache, block_table, seq_lens = case.args
+    apart = block_table[:, :1].repeat(2, 2)[::2, ::2][:1, :1], seq_lens.repeat(2)[::2]
+    got, _ = mla_decode(q, kv_cache, *apart, **case.options)
+    assert torch.equal(got, mla_decode(*case.args, **case.options)[0])

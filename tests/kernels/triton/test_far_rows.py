@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""64-bit addresses: strides that fit 32 bits, rows that lie past 2^31 elements.
+
+Memory that nothing touches takes none on a CPU, so that the interpreter sees this too. There a
+missing cast is an address of another process, and ends this one.
+"""
+
+import pytest
+import torch
+from mla_kernels import indexer_scores, mla_decode, mla_sparse_attention, write_kv_cache
+from mla_kernels.layer import MlaLayerBuffers, MlaLayerConfig, rope_table
+from mla_kernels.layer.torch_impl import rotate_and_append_torch
+from mla_kernels.layer.triton.launcher import launch_rotate_and_append
+from mla_kernels.query.triton.launcher import launch_join_query
+from mla_kernels.testing.cases import decode_case
+from mla_kernels.testing.indexer_case import make_indexer_case
+from mla_kernels.testing.metrics import SHORT_BAR, measure
+
+APART = 2**30
+
+
+def far(x):
+    """x [3, ...] with what its first dimension counts APART elements from each other."""
+    memory = torch.empty(2 * APART + x[0].numel(), dtype=x.dtype, device=x.device)
+    return memory.as_strided(x.shape, (APART, *x.contiguous().stride()[1:])).copy_(x)
+
+
+@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize("where", ["q", "kv_cache"])
+def test_decode(device, where, block_size):
+    case = decode_case([9, 16, 3], num_heads=2, block_size=block_size, device=device, junk=1.0)
+    pages = case.block_table[:, 0].long()
+    q, kv_cache = case.q, case.kv_cache[pages]
+    near = torch.arange(3, dtype=torch.int32, device=device)[:, None]
+    want, _ = mla_decode(q, kv_cache, near, case.seq_lens, **case.options, impl="reference")
+    moved = (far(q), kv_cache) if where == "q" else (q, far(kv_cache))
+    got, _ = mla_decode(*moved, near, case.seq_lens, **case.options, impl="triton")
+    assert SHORT_BAR.failures(measure(got, want)) == []
+
+
+@pytest.mark.parametrize("where", ["q", "kv_cache"])
+def test_sparse_attention(device, where):
+    q, kv_cache = torch.randn(3, 2, 576).bfloat16(), torch.randn(3, 64, 576).bfloat16()
+    slots = torch.arange(3 * 64, dtype=torch.int32).view(3, 64)
+    q, kv_cache, slots = q.to(device), kv_cache.to(device), slots.to(device)
+    want, _ = mla_sparse_attention(q, kv_cache, slots, scale=0.04, impl="reference")
+    moved = (far(q), kv_cache) if where == "q" else (q, far(kv_cache))
+    got, _ = mla_sparse_attention(*moved, slots, scale=0.04, impl="triton")
+    assert SHORT_BAR.failures(measure(got, want)) == []
+
+
+@pytest.mark.parametrize("where", ["kv_c", "k_pe", "kv_cache"])
+def test_write_kv_cache(device, where):
+    rows = {"kv_c": torch.randn(3, 512), "k_pe": torch.randn(3, 64)}
+    call = {name: x.bfloat16().to(device) for name, x in rows.items()}
+    near = torch.zeros(3, 64, 576, dtype=torch.bfloat16, device=device)
+    call["slot_mapping"] = torch.tensor([191, 5, 70], dtype=torch.int32, device=device)
+    write_kv_cache(**call, kv_cache=near, impl="torch")
+    call["kv_cache"] = torch.zeros_like(near)
+    call[where] = far(call[where])
+    write_kv_cache(**call, impl="triton")
+    assert torch.equal(call["kv_cache"], near)
+
+
+def test_rotate_and_append(device):
+    config = MlaLayerConfig(
+        dim=8, q_lora_rank=8, kv_lora_rank=256, num_heads=2, nope_dim=8, rope_dim=32, v_dim=8
+    )
+    buffers = MlaLayerBuffers.allocate(config, 3, dtype=torch.bfloat16, device=device)
+    buffers.q_up.normal_()
+    buffers.down.normal_()
+    near = torch.zeros(3, 16, 288, dtype=torch.bfloat16, device=device)
+    block_table = torch.arange(3, dtype=torch.int32, device=device)[:, None]
+    seq_lens = torch.tensor([1, 16, 7], dtype=torch.int32, device=device)
+    rest = (block_table, seq_lens, rope_table(config, 16, device))
+    rotate_and_append_torch(config, buffers, near, *rest)
+    moved = far(torch.zeros_like(near))
+    launch_rotate_and_append(config, buffers, moved, *rest)
+    torch.testing.assert_close(moved, near, rtol=2**-7, atol=1e-5)
+
+
+@pytest.mark.parametrize("where", [0, 1])
+def test_join_query(device, where):
+    parts = [torch.randn(3, 2, n, device=device) for n in (64, 8)]
+    want = torch.cat(parts, -1)
+    parts[where] = far(parts[where])
+    got = torch.empty_like(want)
+    launch_join_query(*parts, got)
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("where", ["q", "k_cache"])
+def test_indexer_scores(device, where):
+    case = make_indexer_case([9, 64, 3], heads=4, spare_blocks=0, device=device)
+    pages = case.block_table[:, 0].long()
+    near = torch.arange(3, dtype=torch.int32, device=device)[:, None]
+    call = {"q": case.q, "k_cache": case.k_cache[pages], "weights": case.weights}
+    call |= {"block_table": near, "seq_lens": case.seq_lens}
+    want = indexer_scores(**call, impl="reference")
+    got = indexer_scores(**call | {where: far(call[where])}, impl="triton")
+    torch.testing.assert_close(got, want.float(), rtol=1e-4, atol=1e-4)
