@@ -114,6 +114,19 @@ def test_unclean_scores_end_with_the_last_page(device):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+def test_a_negative_length_is_0(impl, device):
+    case = make_indexer_case([1, 70], heads=4, device=device)
+    *args, seq_lens = case.args
+    want, _ = expected(case)
+    want[0] = -INF
+    seq_lens[0] = -200
+    memory = torch.full((3, want.shape[1]), 7.0, device=device)
+    assert_scores(indexer_scores(*args, seq_lens, out=memory[1:], impl=impl), want)
+    assert (memory[0] == 7).all()
+    assert (indexer_topk(*args, seq_lens, 9, impl=impl)[0] == -1).all()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 def test_zeros_of_the_relu_are_exact_and_nan_is_kept(impl, device):
     case = make_indexer_case([130], heads=4, device=device)
     q = case.q.float()
