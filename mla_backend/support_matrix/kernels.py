@@ -36,7 +36,8 @@ def section() -> str:
     lines = [
         "## The kernels\n",
         "Which implementations an op has. `auto` takes the first that runs on the device and fits; "
-        "`torch` and `reference` run everywhere.\n",
+        "`torch` and `reference` run everywhere. `mla_decode` on a GPU refuses what neither kernel "
+        "takes, unless `torch` or `reference` is named.\n",
         _ops(),
         "",
         f"`mla_decode`: 1 to {MAX_HEADS} heads, 1 to {MAX_S_Q} new tokens a request.\n",
