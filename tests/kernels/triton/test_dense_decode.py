@@ -137,6 +137,21 @@ def test_exact_sums(device, heads):
         assert torch.equal(out, exact[:, :, :1].expand_as(out))
 
 
+@pytest.mark.parametrize("rescale", RESCALES)
+@pytest.mark.parametrize("heads", [16, 64])
+def test_zeros_and_tiny_sums_survive_every_rescale(device, rescale, heads):
+    """AMLA's integer add, unguarded, makes huge numbers of them. Scores rise with the tokens."""
+    tokens = random_tokens([200], MlaDims())
+    tokens[0][:, 512:] = torch.linspace(0, 8, 200)[:, None]
+    tokens[0][:, 7] = 0.0
+    tokens[0][:64, 8:128] = 0.0
+    tokens[0][:64, 128:256] *= 1e-38
+    q = torch.zeros(1, 1, heads, 576)
+    q[..., 512:] = 1.0
+    case = decode_case([200], tokens=tokens, q=q, scale=1 / 24, device=device)
+    check(case, 1, rescale=rescale)
+
+
 @pytest.mark.parametrize("heads", [16, 32, 64])
 @pytest.mark.parametrize("score", [200.0, 3000.0])
 def test_a_score_far_above_the_first_tile(device, heads, score):
