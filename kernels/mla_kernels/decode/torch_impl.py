@@ -52,6 +52,9 @@ def mla_decode_torch(
             order = torch.argsort(seq_lens, descending=True, stable=True)
             q, block_table, seq_lens = q[order], block_table[order], seq_lens[order]
             lengths = seq_lens.tolist()
+        short = -block_table.shape[1] % (unit // block_size)
+        if deterministic and short:  # then the last tile is as wide as the others
+            block_table = torch.nn.functional.pad(block_table, (0, short))
         tokens = tile_tokens or TILE_TOKENS * torch.get_num_threads()
         tiles = tiles_by_length(
             lengths, hidden=hidden, unit=unit, tokens=tokens, fixed=deterministic

@@ -160,6 +160,26 @@ def test_a_request_alone_and_in_a_batch(cache_dtype, rescale):
         assert torch.equal(out[0], whole[b])
 
 
+@pytest.mark.parametrize("block_size", [16, 32])
+def test_deterministic_with_a_table_narrower_than_a_tile(block_size):
+    """A table row has no columns to spare, here and where the last tile ends."""
+    lengths = [block_size, 2, 65 + block_size]
+    tokens = random_tokens(lengths, MlaDims())
+    q = torch.randn(3, 1, 8, 576, generator=torch.Generator().manual_seed(9))
+    whole = decode_case(lengths, tokens=tokens, q=q, block_size=block_size)
+    want, _ = mla_decode(*whole.args, **whole.options, deterministic=True)
+    for b, n in enumerate(lengths):
+        alone = decode_case(
+            [n],
+            tokens=tokens[b : b + 1],
+            q=q[b : b + 1],
+            block_size=block_size,
+            max_blocks=-(-n // block_size),
+        )
+        out, _ = mla_decode(*alone.args, **alone.options, deterministic=True)
+        assert torch.equal(out[0], want[b])
+
+
 def test_memory_that_calls_share_may_grow_and_shrink():
     scratch = torch_scratch.scratch
     small = scratch("test", (3, 5), torch.float32)
