@@ -8,7 +8,7 @@ from dataclasses import dataclass
 # gather and the two matrix products; smaller tiles pay more for calls than they save on memory.
 TILE_TOKENS = 2048
 # What the calls of a tile cost, in units of one request.
-TILE_COST = 2
+TILE_COST = 3
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,17 @@ def tiles_by_length(
 
 def best_units(lengths: list[int], first: int, unit: int, most: int) -> int:
     """How many units wide the tile at `first` is: most work of use for its cost, which is that of
-    all its requests over all its units, and of the calls that a tile makes."""
+    all its requests up to its end or that of the longest, and of the calls that a tile makes."""
+    left = lengths[0] - first
+    all_fit = left * len(lengths) <= most * unit
+    widest = -(-left // unit) if all_fit else max(most // len(lengths), 1)
+    if lengths[0] == lengths[-1]:  # nothing is computed for nothing
+        return widest
     best, best_yield = 1, 0.0
-    for units in range(1, max(most // len(lengths), 1) + 1):
+    for units in range(1, widest + 1):
         useful = sum(min(n - first, units * unit) for n in lengths)
-        if useful > best_yield * (cost := units * len(lengths) + TILE_COST):
+        cost = min(units * unit, left) * len(lengths) + TILE_COST * unit
+        if useful > best_yield * cost:
             best, best_yield = units, useful / cost
     return best
 
