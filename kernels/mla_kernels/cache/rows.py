@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cache rows of any layout as numbers, in torch."""
+"""Cache rows of any layout as numbers, and as words to copy, in torch."""
 
 import torch
 
@@ -33,3 +33,11 @@ def _fp8_ds_mla(rows: torch.Tensor, dtype: torch.dtype, dims: MlaDims) -> torch.
     latent = (codes.unflatten(-1, (-1, layout.group_size)) * scales[..., None]).flatten(-2)
     rope = rows[..., layout.rope_offset :].contiguous().view(torch.bfloat16)
     return torch.cat([latent.to(dtype), rope.to(dtype)], dim=-1)
+
+
+def as_words(x: torch.Tensor) -> torch.Tensor:
+    """x in the widest integers that its rows can be copied as: faster to gather or scatter than
+    16-bit floats, and fp8 can be neither."""
+    size = 8 // x.element_size()
+    fits = all(n % size == 0 for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1]))
+    return x.view(torch.int64 if fits else torch.uint8)

@@ -3,6 +3,7 @@
 
 import torch
 
+from mla_kernels.cache.rows import as_words
 from mla_kernels.layouts import E4M3_MAX, MIN_GROUP_SCALE, Fp8DsMlaLayout
 
 
@@ -17,7 +18,6 @@ def write_kv_cache_torch(
     """See `write_kv_cache`. On a CPU, where it costs no wait, slots past the cache are refused."""
     N = slot_mapping.shape[0]
     rows = encode_rows(kv_c[:N], k_pe[:N], kv_cache.dtype, kv_scale)
-    keep = slot_mapping >= 0
     if slot_mapping.device.type == "cpu":
         size = kv_cache.shape[0] * kv_cache.shape[1]
         if N and int(slot_mapping.max()) >= size:
@@ -26,9 +26,11 @@ def write_kv_cache_torch(
                 f"Expected slot_mapping below {size} (blocks x block size), got "
                 f"{int(slot_mapping[token])} for token {token}"
             )
-        if not bool(keep.all()):
+        if N and int(slot_mapping.min()) < 0:
+            keep = slot_mapping >= 0
             rows, slot_mapping = rows[keep], slot_mapping[keep]
     elif N:
+        keep = slot_mapping >= 0
         # No size may depend on the data: a skipped token repeats the write of one that is kept,
         # and if none is kept, writes back what the slot holds.
         first = keep.int().argmax()
@@ -42,7 +44,8 @@ def write_kv_cache_torch(
         slot_mapping = torch.where(keep, slot_mapping, slot)
     slots = slot_mapping.long()
     block_size = kv_cache.shape[1]
-    _bytes(kv_cache)[slots // block_size, slots % block_size] = _bytes(rows)
+    words = as_words(kv_cache)
+    words[slots // block_size, slots % block_size] = rows.view(words.dtype)
 
 
 def encode_rows(

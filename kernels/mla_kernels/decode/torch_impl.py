@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from mla_kernels.cache.rows import rows_as_float
+from mla_kernels.cache.rows import as_words, rows_as_float
 from mla_kernels.decode.rescale import FOLD, STEPS, finish, scale_to_log2, start
 from mla_kernels.decode.torch_scratch import scratch
 from mla_kernels.decode.torch_tiles import TILE_TOKENS, Tile, tiles_by_length, tiles_of_all
@@ -90,7 +90,7 @@ def _gather(
     block_size = kv_cache.shape[1]
     first, last = tile.first // block_size, -(-tile.end // block_size)
     pages = block_table[tile.start : tile.stop, first:last]
-    words = _as_words(kv_cache)
+    words = as_words(kv_cache)
     if tile.whole == tile.stop:
         rows = _select(words, pages)
     else:
@@ -133,11 +133,3 @@ def _zero_rows(rows: torch.Tensor, which: torch.Tensor) -> None:
         rows.index_fill_(0, which.nonzero().squeeze(1), 0)
     else:
         rows.masked_fill_(which[:, None], 0)
-
-
-def _as_words(x: torch.Tensor) -> torch.Tensor:
-    """x in the widest integers that its rows can be copied as: faster to gather than 16-bit floats,
-    and fp8 cannot be gathered at all."""
-    size = 8 // x.element_size()
-    fits = all(n % size == 0 for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1]))
-    return x.view(torch.int64 if fits else torch.uint8)

@@ -8,7 +8,7 @@ then tokens are taken one by one, all columns of them.
 
 import torch
 
-from mla_kernels.cache.rows import rows_as_float
+from mla_kernels.cache.rows import as_words, rows_as_float
 from mla_kernels.decode.rescale import finish, pow2_step, scale_to_log2, start
 
 # Rows gathered at a time: a few MB of keys, which stay in a CPU's cache.
@@ -44,7 +44,7 @@ def mla_sparse_attention_torch(
         columns = used.any(0).nonzero()
         width = int(columns.max()) + 1 if columns.numel() else 0
         slots, used = slots[:, :width], used[:, :width]
-    words = _as_words(kv_cache)
+    words = as_words(kv_cache)
     state = start((T, H), kv_lora_rank, q.device)
     if slots.shape[1] == 0:
         state.acc.zero_()  # no step will write it
@@ -75,11 +75,3 @@ def mla_sparse_attention_torch(
         factor = torch.sigmoid(lse - sink).masked_fill(lse == -torch.inf, 0.0)
         out *= factor[..., None]
     return out, lse
-
-
-def _as_words(x: torch.Tensor) -> torch.Tensor:
-    """x in the widest integers that its rows can be copied as: faster to gather than 16-bit floats,
-    and fp8 cannot be gathered at all."""
-    size = 8 // x.element_size()
-    fits = all(n % size == 0 for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1]))
-    return x.view(torch.int64 if fits else torch.uint8)

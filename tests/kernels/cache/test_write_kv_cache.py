@@ -80,6 +80,19 @@ def test_nothing_but_the_named_slots_is_touched(dtype, width, kv_scale):
     assert (rows[others] == 0xA5).all()
 
 
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_caches_from_any_element_on_and_with_gaps(odd):
+    """Rows are copied as words where they are aligned, else as bytes."""
+    kv_c, k_pe = sources()
+    memory = torch.zeros(BLOCKS * BLOCK * 600 + odd, dtype=torch.bfloat16)
+    cache = memory[odd:].view(BLOCKS, BLOCK, 600)[..., 8:584]
+    slot_mapping, keep = slots()
+    write_kv_cache(kv_c, k_pe, cache, slot_mapping)
+    blocks, offsets = slot_mapping[keep] // BLOCK, slot_mapping[keep] % BLOCK
+    assert torch.equal(cache[blocks, offsets], torch.cat([kv_c, k_pe], 1)[keep])
+    assert int((memory != 0).sum()) == int((cache[blocks, offsets] != 0).sum())
+
+
 def test_all_slots_skipped_and_padding_rows():
     kv_c, k_pe = sources()
     cache = torch.zeros(2, BLOCK, 576, dtype=torch.bfloat16)
