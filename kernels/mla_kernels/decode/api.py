@@ -117,7 +117,8 @@ def mla_decode(
         "deterministic": deterministic,
     }
     if chosen in ("torch", "reference"):
-        values = dequantised(joined(q), q_scale)
+        values = q if isinstance(q, torch.Tensor) else torch.cat(q, dim=-1)
+        values = dequantised(values, q_scale)
         rows = kv_cache, block_table, seq_lens
         dtype = result_dtype(first_part(q).dtype)
         return _by_torch(chosen, values, *rows, out, lse, dtype, **options)

@@ -66,10 +66,9 @@ def any_of(flags: torch.Tensor) -> bool:
     return flags.device.type != "cpu" or bool(flags.any())
 
 
-def scale_state(state: State, factor: torch.Tensor, first: bool) -> None:
-    if not first:
-        state.acc.mul_(factor)
-        state.l.mul_(factor)
+def scale_state(state: State, factor: torch.Tensor) -> None:
+    state.acc.mul_(factor)
+    state.l.mul_(factor)
 
 
 def add_block(
@@ -77,16 +76,19 @@ def add_block(
 ) -> None:
     """acc += p @ v and l += the row sums of `weights`, in place, FOLD tokens after another."""
     N = p.shape[-1]
-    acc = state.acc.view(-1, *state.acc.shape[-2:])
-    p, v = p.reshape(-1, *p.shape[-2:]), v.reshape(-1, *v.shape[-2:])
-    for i in range(0, N, FOLD):
-        beta = 0 if first and i == 0 else 1  # 0: whatever acc holds is ignored
-        acc.baddbmm_(p[..., i : i + FOLD], v[:, i : i + FOLD], beta=beta)
+    acc, p, v = (x if x.dim() == 3 else x.view(-1, *x.shape[-2:]) for x in (state.acc, p, v))
+    products = zip(p.split(FOLD, -1), v.split(FOLD, 1), strict=True) if N > FOLD else ((p, v),)
+    beta = 0 if first else 1  # 0: whatever acc holds is ignored
+    for part, rows in products:
+        acc.baddbmm_(part, rows, beta=beta)
+        beta = 1
     if N % FOLD:  # a sum over fewer terms is added up in another order
         weights = torch.nn.functional.pad(weights, (0, -N % FOLD))
-    sums = weights.unflatten(-1, (-1, FOLD)).sum(-1)
-    for i in range(sums.shape[-1]):
-        state.l.add_(sums[..., i : i + 1])
+    if N <= FOLD:
+        state.l.add_(weights.sum(-1, keepdim=True))
+        return
+    for sums in weights.unflatten(-1, (-1, FOLD)).sum(-1).split(1, -1):
+        state.l.add_(sums)
 
 
 def pow2_step(
@@ -107,13 +109,17 @@ def pow2_step(
     on_grid = p_dtype != torch.float32
     offset = GRID_OFFSET if on_grid else 0.0
     t = grid_scores(qk, scale_log2) if on_grid else qk * scale_log2
-    row_max = t.amax(-1, keepdim=True).sub_(offset).ceil_().clamp_(min=EXPONENT_FLOOR)
-    moves = row_max > state.k + tau
-    if any_of(moves):
-        k = torch.where(moves, row_max, state.k)
-        scale_state(state, pow2_int(state.k - k), first)
-        state.k.copy_(k)
-    p = t.sub_(state.k + offset).exp2_()
+    base = t.amax(-1, keepdim=True).ceil_().clamp_(min=EXPONENT_FLOOR + offset)
+    if first:
+        state.k.copy_(base).sub_(offset)
+    else:
+        row_max = base - offset
+        if any_of(moves := row_max > state.k + tau):
+            k = torch.where(moves, row_max, state.k)
+            scale_state(state, pow2_int(state.k - k))
+            state.k.copy_(k)
+        base = state.k + offset
+    p = t.sub_(base).exp2_()
     if on_grid:
         p = p.to(p_dtype).float()
     # The sum of the ROUNDED P: numerator and denominator see the same weights.
@@ -131,9 +137,9 @@ def flash_step(
     """The paper's Base (Algorithm 1); arguments as in `pow2_step`."""
     t = qk * scale_log2
     k = torch.maximum(t.amax(-1, keepdim=True), state.k)
-    if any_of(k > state.k):
-        scale_state(state, torch.exp2(state.k - k), first)
-        state.k.copy_(k)
+    if not first and any_of(k > state.k):
+        scale_state(state, torch.exp2(state.k - k))
+    state.k.copy_(k)
     p = t.sub_(k).exp2_()
     add_block(state, p.to(p_dtype).float(), p, v, first)
 
@@ -185,10 +191,9 @@ def finish(state: State, rescale: str, p_dtype: torch.dtype) -> tuple[torch.Tens
     """
     weight = state.l * amla_factor(state.k, p_dtype)[0] if rescale == "amla" else state.l
     out = state.acc.div_(weight)
-    unseen = state.l == 0
-    if any_of(unseen):
-        out.masked_fill_(unseen, 0.0)
-    lse = (state.k + state.l.log2()) * LN2  # log2(0) = -inf
+    if out.device.type != "cpu" or not state.l.all():  # as `any_of`
+        out.masked_fill_(state.l == 0, 0.0)
+    lse = state.l.log2().add_(state.k).mul_(LN2)  # log2(0) = -inf
     return out, lse.squeeze(-1)
 
 

@@ -67,15 +67,19 @@ def mla_decode_torch(
     queries = q.reshape(B, s_q * H, Dk).float()
     state = start((B, s_q * H), kv_lora_rank, q.device)
     scale_log2 = scale_to_log2(scale)
+    words = as_words(kv_cache)
     for tile in tiles:
-        part = slice(tile.start, tile.stop)
-        rows = _gather(tile, kv_cache, block_table, seq_lens)
+        some, part = queries, state
+        if tile.stop - tile.start < B:
+            requests = slice(tile.start, tile.stop)
+            some, part = queries[requests], state[requests]
+        rows = _gather(tile, words, block_table, seq_lens).view(kv_cache.dtype)
         keys = _fp32(rows_as_float(rows, q.dtype, kv_lora_rank, Dk, kv_scale))
-        qk = torch.bmm(queries[part], keys.mT)
+        qk = torch.bmm(some, keys.mT)
         if tile.whole < tile.stop:
             _mask(qk[tile.whole - tile.start :], tile, seq_lens, s_q, hidden)
-        values = keys[..., :kv_lora_rank]
-        STEPS[rescale](state[part], qk, values, scale_log2, q.dtype, first=tile.first == 0)
+        values = keys.narrow(-1, 0, kv_lora_rank)
+        STEPS[rescale](part, qk, values, scale_log2, q.dtype, first=tile.first == 0)
     out, lse = finish(state, rescale, q.dtype)
     if order is not None:
         inverse = torch.argsort(order)
@@ -84,13 +88,12 @@ def mla_decode_torch(
 
 
 def _gather(
-    tile: Tile, kv_cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor
+    tile: Tile, words: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor
 ) -> torch.Tensor:
-    """The tile's cache rows [requests, tokens, row]; rows that no query uses are zero bytes."""
-    block_size = kv_cache.shape[1]
+    """The tile's cache rows [requests, tokens, words]; rows that no query uses are zero bytes."""
+    block_size = words.shape[1]
     first, last = tile.first // block_size, -(-tile.end // block_size)
     pages = block_table[tile.start : tile.stop, first:last]
-    words = as_words(kv_cache)
     if tile.whole == tile.stop:
         rows = _select(words, pages)
     else:
@@ -100,8 +103,8 @@ def _gather(
         pages = pages.masked_fill(unused[:, ::block_size], 0)
         rows = _select(words, pages)
         _zero_rows(rows.flatten(0, 1), unused.flatten())  # 0 * NaN would reach the output
-    rows = rows.view(kv_cache.dtype).view(tile.stop - tile.start, -1, kv_cache.shape[2])
-    return rows[:, : tile.end - tile.first]
+    rows = rows.view(tile.stop - tile.start, -1, words.shape[2])
+    return rows if rows.shape[1] == tile.end - tile.first else rows[:, : tile.end - tile.first]
 
 
 def _select(words: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:

@@ -11,10 +11,13 @@ _BUFFERS = threading.local()
 
 def scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """A CPU tensor of whatever content, valid until this thread asks for `name` again."""
+    buffer, last = getattr(_BUFFERS, name, (None, None))
+    if last is not None and last.shape == shape and last.dtype == dtype:
+        return last
     size = math.prod(shape) * dtype.itemsize
-    buffer: torch.Tensor | None = getattr(_BUFFERS, name, None)
-    if buffer is None or buffer.numel() < size:
-        with torch.inference_mode(False):  # usable in and outside of it
+    with torch.inference_mode(False):  # usable in and outside of it
+        if buffer is None or buffer.numel() < size:
             buffer = torch.empty(size, dtype=torch.uint8)
-        setattr(_BUFFERS, name, buffer)
-    return buffer[:size].view(dtype).view(shape)
+        last = buffer[:size].view(dtype).view(shape)
+    setattr(_BUFFERS, name, (buffer, last))
+    return last

@@ -186,6 +186,11 @@ def test_memory_that_calls_share_may_grow_and_shrink():
     large = scratch("test", (7, 1000), torch.bfloat16)
     assert small.shape == (3, 5) and large.shape == (7, 1000)
     assert scratch("test", (2,), torch.int64).data_ptr() == large.data_ptr()
+    assert scratch("test", (2,), torch.int64).dtype == torch.int64
+    assert scratch("test", (2,), torch.int32).dtype == torch.int32
+    with torch.inference_mode():
+        scratch("test", (2, 1), torch.int32)
+    scratch("test", (2, 1), torch.int32).fill_(1)
     with torch.inference_mode():
         scratch("made in inference mode", (4,), torch.float32).fill_(0.0)
     scratch("made in inference mode", (4,), torch.float32).fill_(1.0)
