@@ -24,6 +24,11 @@ from mla_kernels import mla_decode
 DK, DV, SCALE = 576, 512, 192**-0.5
 # Lengths of the requests of a batch: all alike, or spread evenly from a 16th of the longest to it.
 SHAPES = [(b, n, False) for b in (1, 8, 32) for n in (64, 256, 1024)] + [(32, 1024, True)]
+# One client, and a few: long, of a length that fills no block, and unlike each other.
+SHAPES += [(1, 300, False), (1, 4096, False), (2, 256, False), (4, 256, False), (4, 1024, True)]
+SHAPES.sort()
+# Short calls are repeated until they took so long together.
+SECONDS = 0.3
 
 
 def paged(lens: list[int], block: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,9 +40,11 @@ def paged(lens: list[int], block: int, dtype: torch.dtype) -> tuple[torch.Tensor
 
 
 def least_ms(calls: dict[str, Callable[[], Any]], repetitions: int) -> dict[str, float]:
-    """The shortest time of each call, the calls taken in turn."""
+    """The shortest time of each call, the calls taken in turn, at least so many times."""
     best = dict.fromkeys(calls, float("inf"))
-    for _ in range(repetitions):
+    end = time.perf_counter() + SECONDS
+    while repetitions > 0 or time.perf_counter() < end:
+        repetitions -= 1
         for name, call in calls.items():
             start = time.perf_counter()
             call()
