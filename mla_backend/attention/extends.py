@@ -150,6 +150,8 @@ class ExtendRows:
             raise ValueError(f"Expected at most {len(self._visible)} decode tokens, got {stop}")
         request_ids, visible = self._request_ids[:stop], self._visible[:stop]
         token_rows(query_start_loc, seq_lens, request_ids=request_ids, lengths=visible)
+        # vLLM's tables may be wider than ours, by columns that no request reaches.
+        block_table = block_table[:, : self._tables.shape[1]]
         filled, row = [], 0
         for number, s_q in launches:
             last = slice(start + s_q - 1, start + number * s_q, s_q)

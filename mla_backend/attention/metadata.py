@@ -85,9 +85,7 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MlaMetadata]):
             vllm_config.scheduler_config.max_num_seqs,
             vllm_config.compilation_config.max_cudagraph_capture_size or 0,
         )
-        max_blocks = compat.block_table_width(
-            vllm_config.model_config.max_model_len, support.BLOCK_SIZE
-        )
+        max_blocks = compat.block_table_width(vllm_config, support.BLOCK_SIZE)
         self._extend_tokens, self._longest_piece = 0, 1
         if self.dcp_world_size == 1:
             self._extend_tokens = extends.longest_extend(layer.impl.decode_kernel, heads)

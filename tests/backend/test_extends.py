@@ -147,6 +147,16 @@ def test_launches_begin_where_the_compiled_kernels_expect_it():
     assert torch.cat([tables for tables, _, _ in filled])[:, 0].tolist() == [0, 3, 3, 6, 6, 9]
 
 
+def test_tables_that_are_wider_than_any_request():
+    """vLLM counts in its own blocks, which may be larger: the launches keep their rows apart."""
+    rows = extends.ExtendRows(40, 3, torch.device("cpu"))
+    starts = torch.tensor([0, 9, 18], dtype=torch.int32)
+    lengths = torch.tensor([150, 160], dtype=torch.int32)
+    table = torch.arange(12, dtype=torch.int32).view(2, 6)
+    filled = rows.fill(starts, lengths, table, 0, [(9, 1), (9, 1)])
+    assert [tables.tolist() for tables, _, _ in filled] == [[[0, 1, 2]] * 9, [[6, 7, 8]] * 9]
+
+
 def test_every_step_that_pays_has_room():
     """Requests of which some have drafts, the first not like the others: all of them are rows."""
     max_requests, most_s_q, longest = 8, 4, 128

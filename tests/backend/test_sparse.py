@@ -105,6 +105,7 @@ def fake_config(topk_rows=64, dcp=1, drafts=0):
         scheduler_config=types.SimpleNamespace(max_num_batched_tokens=topk_rows, max_num_seqs=4),
         speculative_config=speculative,
         model_config=types.SimpleNamespace(max_model_len=384),
+        cache_config=types.SimpleNamespace(block_size=64),
         compilation_config=types.SimpleNamespace(splitting_ops=["vllm::sparse_attn_indexer"]),
     )
 

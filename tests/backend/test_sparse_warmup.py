@@ -239,15 +239,3 @@ def test_no_step_attends_with_what_was_not_compiled(kind, keys, monkeypatch):
         impl.forward_mqa(q, cache, step, layer)
     late = [dict(key[1:]) | {"kernel": key[0]} for key in keys - compiled]
     assert not late, late[:3]
-
-
-def test_block_tables_are_as_wide_as_those_of_vllm():
-    """From 0.32 vLLM rounds up to 128 tokens; kernels of another width would compile in a step."""
-    from vllm.v1.worker.block_table import get_block_table_width
-
-    from mla_backend import compat
-
-    for max_model_len in (100, 4096, 4097, 4160):
-        blocks = -(-max_model_len // 64)
-        assert compat.block_table_width(max_model_len, 64) == get_block_table_width(blocks, 64)
-    assert compat.block_table_width(4160, 64) == 66

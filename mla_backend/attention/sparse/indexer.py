@@ -39,8 +39,7 @@ def take_over(indexer: Any, impl: str, backend: type, vllm_config: Any, device: 
             allowed = f"{low}" if low == high else f"{low}..{high}"
             raise ValueError(f"{name} is {value}; the indexer's kernels take {allowed}")
     name = indexer.k_cache.prefix
-    max_model_len = vllm_config.model_config.max_model_len
-    max_blocks = compat.block_table_width(max_model_len, support.BLOCK_SIZE)
+    max_blocks = compat.block_table_width(vllm_config, support.BLOCK_SIZE)
     LAYERS[name] = IndexerLayer(
         heads=indexer.n_head,
         dtype=torch.get_default_dtype(),  # the model's, while vLLM builds it

@@ -63,8 +63,7 @@ class _Builder:
             vllm_config.scheduler_config.max_num_seqs,
             vllm_config.compilation_config.max_cudagraph_capture_size or 0,
         )
-        max_model_len = vllm_config.model_config.max_model_len
-        return tokens, requests, compat.block_table_width(max_model_len, support.BLOCK_SIZE)
+        return tokens, requests, compat.block_table_width(vllm_config, support.BLOCK_SIZE)
 
 
 class SparseMetadataBuilder(_Builder, AttentionMetadataBuilder[SparseMetadata]):
