@@ -80,7 +80,9 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MlaMetadata]):
         layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
         self._step_check: StepCheck | None = None
         if envs.get("MLA_BACKEND_CHECK"):
-            self._step_check = StepCheck(layer, kv_cache_spec.block_size, self.dcp_world_size)
+            self._step_check = StepCheck(
+                layer, kv_cache_spec.block_size, self.dcp_world_size, speculative is not None
+            )
         max_requests = max(
             vllm_config.scheduler_config.max_num_seqs,
             vllm_config.compilation_config.max_cudagraph_capture_size or 0,

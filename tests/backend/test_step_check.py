@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """MLA_BACKEND_CHECK: a sound step passes, every single fault is found and named."""
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -71,6 +72,39 @@ def test_a_fault_is_named(change, said):
     change(step)
     with pytest.raises(ValueError, match=f"MLA_BACKEND_CHECK: {said}"):
         check(step)
+
+
+def test_rejected_drafts_are_not_written():
+    """Slots as vLLM makes them for a draft model that runs over rejected tokens too."""
+    from vllm.v1.spec_decode.utils import compute_new_slot_mapping
+
+    lens, new, rejected = [65, 300], [3, 4], [False, True, True, False, False, False, True]
+    step = make_step(lens, new)
+    common = SimpleNamespace(
+        block_table_tensor=step["block_table"],
+        query_start_loc=step["query_start_loc"],
+        naive_query_lens=lambda: torch.tensor(new),
+    )
+    positions = torch.tensor([62, 63, 64, 296, 297, 298, 299])
+    slots = compute_new_slot_mapping(common, positions, torch.tensor(rejected), BLOCK, 0, 1024)
+    assert (slots < 0).tolist() == rejected
+    step["slot_mapping"] = slots
+    check(step, drafts=True)
+    with pytest.raises(ValueError, match=r"request 0 .*position 63 is written to slot -1"):
+        check(step)
+    step["slot_mapping"][3] = 7
+    with pytest.raises(ValueError, match=r"request 1 .*position 296 is written to slot"):
+        check(step, drafts=True)
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_the_check_knows_whether_there_are_drafts(drafts):
+    step = make_step(LENS, NEW)
+    step["slot_mapping"][50] = -1
+    common = SimpleNamespace(block_table_tensor=step.pop("block_table"), **step)
+    check = StepCheck(SimpleNamespace(kv_cache=torch.zeros(BLOCKS, BLOCK, 1)), BLOCK, drafts=drafts)
+    with contextlib.nullcontext() if drafts else pytest.raises(ValueError, match="slot -1"):
+        check(common)
 
 
 def test_a_slot_that_two_requests_write(monkeypatch):

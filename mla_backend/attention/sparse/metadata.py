@@ -81,7 +81,8 @@ class SparseMetadataBuilder(_Builder, AttentionMetadataBuilder[SparseMetadata]):
         layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
         self._step_check: StepCheck | None = None
         if envs.get("MLA_BACKEND_CHECK"):
-            self._step_check = StepCheck(layer, kv_cache_spec.block_size)
+            drafts = vllm_config.speculative_config is not None
+            self._step_check = StepCheck(layer, kv_cache_spec.block_size, drafts=drafts)
         if layer.impl.kernel.attention in support.GPU_IMPLS:
             warm_up_attention(layer, *limits)
 
