@@ -75,6 +75,36 @@ def test_cache_bytes_of_v32(v32):
     assert 61 * (row_bytes(v32, "fp8_ds_mla") + indexer_row_bytes(v32)) == 48_068
 
 
+@pytest.mark.parametrize(
+    "changes, indexers",
+    [
+        ({"index_topk_freq": 4}, 16),  # layers 0, 1, 5, 9, ..., 57
+        ({"index_topk_freq": 4, "index_skip_topk_offset": 3}, 17),  # 0, 1, 2, 6, ..., 58
+        ({"index_topk_pattern": "FS" * 30}, 31),  # the last layer is not in it
+    ],
+)
+def test_layers_that_share_an_indexer_have_no_cache_of_keys(v32, changes, indexers):
+    changes |= {"num_hidden_layers": 61, "quantization_config": FP8}
+    shared = from_config(config("deepseek-v3.2-5-layers", **changes), "shared")
+    assert shared.indexers(range(61)) == indexers and v32.indexers(range(61)) == 61
+    layout = Layout(tp=8)
+    plan = cost.make(question(shared, layout, kv_cache_dtype="fp8_ds_mla"))
+    assert plan.token_bytes == plan.gpu_token_bytes == 61 * 656 + indexers * 132
+    indexer = 1536 * 64 * 128 + 7168 * 128 + 7168 * 64 + 256
+    assert v32.parameters - shared.parameters == (61 - indexers) * indexer
+    less = layout.weights(v32)["attention"] - layout.weights(shared)["attention"]
+    quantised = 1536 * 64 * 128 + 7168 * 128
+    each = quantised * (1 + 4 / 128**2) + (indexer - quantised) * 2
+    assert less == pytest.approx((61 - indexers) * each)
+    halves = cost.make(question(shared, Layout(tp=4, pp=2), kv_cache_dtype="fp8_ds_mla"))
+    stages = [range(31), range(31, 61)]
+    assert halves.gpu_token_bytes == max(len(s) * 656 + shared.indexers(s) * 132 for s in stages)
+    load = {"rates": ROOFS, "kv_cache_dtype": "fp8_ds_mla", "context": 16384}
+    times = cost.make(question(shared, layout, **load)).attention
+    read = 64 * (61 * 2048 * 656 + indexers * 16384 * 132)
+    assert times.floor_us == pytest.approx(read / 4000e3, rel=1e-4) and times.bound == "memory"
+
+
 def test_weights_of_v3_fp8_tp8(v3):
     fp8 = 1 + 4 / 128**2
     parts = Layout(tp=8).weights(v3)
@@ -213,6 +243,8 @@ def test_rates_are_those_of_the_committed_results():
         ({"hidden_size": None}, "config.json lacks hidden_size"),
         ({"moe_intermediate_size": None}, "lacks moe_intermediate_size"),
         ({"torch_dtype": "float64"}, "got float64"),
+        ({"linear_attn_config": {"kda_layers": [1]}}, "m: config.json has linear_attn_config: not"),
+        ({"layer_group_size": 5}, "has layer_group_size"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantised by awq.*--weight-bits"),
     ],
 )

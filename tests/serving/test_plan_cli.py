@@ -31,7 +31,7 @@ def test_json(capsys):
 def test_text(capsys):
     status, out, _ = run(capsys, *V3, "--gpus", "1", "--batch", "96", "--context", "4096")
     assert status == 0
-    assert "5,760 bytes a token: 5 layers x (1152)" in out
+    assert "5,760 bytes a token: 5 layers x 1152, bfloat16" in out
     assert "as b96_h128_q1_k4096" in out
     status, out, _ = run(capsys, *V3, "--gpus", "1", "--gpu", "h100", "--batch", "999999")
     assert status == 1

@@ -45,15 +45,14 @@ def time(
     tokens = context / layout.dcp
     seen = min(tokens, model.index_topk) if model.sparse else tokens
     width = model.dims.head_dim + model.dims.kv_lora_rank
-    flop = 2 * requests * heads * seen * width
-    size = requests * seen * row_bytes(model, kv_cache_dtype)
-    if model.sparse:
-        per_key = _INDEXER_FLOPS_PER_KEY * model.index_heads * model.index_dim
-        flop += requests * tokens * per_key
-        size += requests * tokens * indexer_row_bytes(model)
+    stage = max(layout.stages(model.layers), key=lambda x: (len(x), model.indexers(x)))
+    flop = len(stage) * 2 * requests * heads * seen * width
+    size = len(stage) * requests * seen * row_bytes(model, kv_cache_dtype)
+    keys = model.indexers(stage) * requests * tokens
+    flop += keys * _INDEXER_FLOPS_PER_KEY * model.index_heads * model.index_dim
+    size += keys * indexer_row_bytes(model)
     compute, memory = flop / rates.gemm_tflops / 1e6, size / rates.read_gbps / 1e3
-    layers = max(len(stage) for stage in layout.stages(model.layers))
-    floor = layers * max(compute, memory)
+    floor = max(compute, memory)
     bound = "compute" if compute > memory else "memory"
     cache = {"fp8": "fp8", "fp8_e4m3": "fp8", "fp8_ds_mla": "fp8_ds_mla"}.get(kv_cache_dtype)
     nearest = rates.nearest(requests, heads, tokens, cache or "16 bit")

@@ -69,9 +69,8 @@ def make(question: Question) -> Plan:
     model, layout = question.model, question.layout
     layout.check(model)
     weights = layout.weights(model)
-    row = kv_cache.row_bytes(model, question.kv_cache_dtype)
-    indexer_row = kv_cache.indexer_row_bytes(model)
-    layers = max(len(stage) for stage in layout.stages(model.layers))
+    dtype = question.kv_cache_dtype
+    gpu_token = max(kv_cache.token_bytes(model, dtype, x) for x in layout.stages(model.layers))
     usable = question.memory * question.utilization
     cache = usable - sum(weights.values()) - question.reserve
     if cache <= 0:
@@ -80,24 +79,24 @@ def make(question: Question) -> Plan:
             f"and {question.reserve / GIB:.1f} GiB of working memory, of {usable / GIB:.1f} GiB "
             f"({question.utilization:g} of {question.memory / GIB:.1f}). Mend: more GPUs"
         )
-    gpu_tokens = int(cache / (layers * (row + indexer_row))) // BLOCK_SIZE * BLOCK_SIZE
+    gpu_tokens = int(cache / gpu_token) // BLOCK_SIZE * BLOCK_SIZE
     times = None
     if question.rates is not None:
         times = attention.time(
             model,
             layout,
             question.rates,
-            question.kv_cache_dtype,
+            dtype,
             question.batch,
             question.context,
         )
     return Plan(
         question=question,
         weights=weights,
-        row_bytes=row,
-        indexer_row_bytes=indexer_row,
-        token_bytes=model.layers * (row + indexer_row),
-        gpu_token_bytes=layers * (row + indexer_row),
+        row_bytes=kv_cache.row_bytes(model, dtype),
+        indexer_row_bytes=kv_cache.indexer_row_bytes(model),
+        token_bytes=kv_cache.token_bytes(model, dtype, range(model.layers)),
+        gpu_token_bytes=gpu_token,
         cache_bytes=cache,
         gpu_tokens=gpu_tokens,
         cluster_tokens=gpu_tokens * layout.dcp * layout.dp,

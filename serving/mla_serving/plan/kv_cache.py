@@ -26,3 +26,9 @@ def indexer_row_bytes(model: MlaModel) -> int:
     if not model.sparse:
         return 0
     return IndexerLayout(model.index_dim).page_bytes // BLOCK_SIZE
+
+
+def token_bytes(model: MlaModel, kv_cache_dtype: str, layers: range) -> int:
+    """One token in all of `layers`."""
+    indexers = model.indexers(layers) * indexer_row_bytes(model)
+    return len(layers) * row_bytes(model, kv_cache_dtype) + indexers

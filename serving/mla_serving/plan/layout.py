@@ -73,9 +73,11 @@ class Layout:
     def _stage_weights(self, model: MlaModel, layers: range) -> dict[str, float]:
         linear, plain = model.weight_bytes, model.dtype_bytes
         moe = sum(map(model.is_moe, layers))
-        attention = model.attention_replicated + model.attention_sharded / self.tp + model.indexer
+        attention = model.attention_replicated + model.attention_sharded / self.tp
+        indexer = model.indexer * linear + model.indexer_unquantised * plain
         parts = {
-            "attention": len(layers) * (attention * linear + model.unquantised * plain),
+            "attention": len(layers) * (attention * linear + model.norms * plain)
+            + model.indexers(layers) * indexer,
             "dense MLPs": (len(layers) - moe) * model.dense_mlp / self.tp * linear,
             "routed experts": moe * self._experts_per_rank(model) * model.expert * linear,
             "shared experts, routers": moe

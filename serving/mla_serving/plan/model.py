@@ -23,6 +23,8 @@ _REQUIRED = (
     "v_head_dim",
     "vocab_size",
 )
+# Keys of models whose other layers are linear attention (Kimi Linear, Ling 2.5).
+_HYBRID = ("linear_attn_config", "layer_group_size")
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class MlaModel:
     index_heads: int
     index_dim: int
     index_topk: int
+    index_shared: frozenset[int]  # layers that read what an earlier layer's indexer chose
     dtype: str
     weight_bytes: float  # of one weight of a quantised linear layer, scales included
     quantised: bool
@@ -79,7 +82,7 @@ class MlaModel:
 
     @property
     def indexer(self) -> int:
-        """wq_b and wk of the Lightning Indexer; replicated."""
+        """wq_b and wk of one Lightning Indexer; replicated."""
         if not self.sparse:
             return 0
         return (self.q_lora_rank or self.hidden) * self.index_heads * self.index_dim + (
@@ -87,10 +90,18 @@ class MlaModel:
         )
 
     @property
-    def unquantised(self) -> int:
-        """Norms and the indexer's head weights; replicated."""
-        norms = 2 * self.hidden + (self.q_lora_rank or 0) + self.dims.kv_lora_rank
-        return norms + (self.hidden * self.index_heads + 2 * self.index_dim if self.sparse else 0)
+    def indexer_unquantised(self) -> int:
+        """Head weights and norm of one Lightning Indexer; replicated."""
+        return self.hidden * self.index_heads + 2 * self.index_dim if self.sparse else 0
+
+    def indexers(self, layers: range) -> int:
+        """How many of `layers` have an indexer, and a cache of its keys."""
+        return sum(layer not in self.index_shared for layer in layers) if self.sparse else 0
+
+    @property
+    def norms(self) -> int:
+        """Replicated, never quantised."""
+        return 2 * self.hidden + (self.q_lora_rank or 0) + self.dims.kv_lora_rank
 
     @property
     def router(self) -> int:
@@ -118,9 +129,10 @@ class MlaModel:
         moe = sum(map(self.is_moe, range(self.layers)))
         attention = self.attention_replicated + self.attention_sharded
         experts = self.router + self.expert * (self.experts + self.shared_experts)
-        per_layer = attention + self.indexer + self.unquantised
+        indexers = self.indexers(range(self.layers)) * (self.indexer + self.indexer_unquantised)
         dense = (self.layers - moe) * self.dense_mlp
-        return self.layers * per_layer + dense + moe * experts + self.embeddings + self.hidden
+        layers = self.layers * (attention + self.norms) + indexers + dense + moe * experts
+        return layers + self.embeddings + self.hidden
 
 
 def load(model: str, weight_bits: int | None = None) -> MlaModel:
@@ -168,6 +180,12 @@ def from_config(config: Mapping[str, Any], name: str, weight_bits: int | None = 
     config = config.get("text_config") or config
     if config.get("kv_lora_rank") is None:
         raise ValueError(f"{name} has no kv_lora_rank: it does not use multi-head latent attention")
+    hybrid = [key for key in _HYBRID if config.get(key) not in (None, 1)]
+    if hybrid:
+        raise ValueError(
+            f"{name}: config.json has {hybrid[0]}: not all its layers are latent attention, and "
+            "linear ones keep a state, not rows"
+        )
     missing = [key for key in _REQUIRED if not isinstance(config.get(key), int)]
     if missing:
         raise ValueError(f"{name}: config.json lacks {', '.join(missing)}")
@@ -198,10 +216,20 @@ def from_config(config: Mapping[str, Any], name: str, weight_bits: int | None = 
         index_heads=config.get("index_n_heads") or 0,
         index_dim=config.get("index_head_dim") or 0,
         index_topk=config.get("index_topk") or 0,
+        index_shared=_index_shared(config),
         dtype=dtype,
         weight_bytes=_weight_bytes(name, quantisation, weight_bits, _DTYPE_BYTES[dtype]),
         quantised=bool(quantisation) or weight_bits is not None,
     )
+
+
+def _index_shared(config: Mapping[str, Any]) -> frozenset[int]:
+    """Layers without an indexer of their own, as vLLM's DeepSeek model reads the config."""
+    pattern, layers = config.get("index_topk_pattern"), range(config["num_hidden_layers"])
+    if pattern is not None:
+        return frozenset(i for i, kind in zip(layers, pattern, strict=False) if kind == "S")
+    every, offset = config.get("index_topk_freq") or 1, config.get("index_skip_topk_offset", 2)
+    return frozenset(i for i in layers if max(i - offset + 1, 0) % every)
 
 
 def _weight_bytes(

@@ -69,17 +69,18 @@ def as_text(plan: Plan) -> str:
     sizes = f"TP {layout.tp}, DP {layout.dp}, PP {layout.pp}, DCP {layout.dcp}"
     expert_parallel = ", experts whole" if layout.ep else ""
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in plan.weights.items())
-    indexer = f" + {plan.indexer_row_bytes} indexer" if plan.indexer_row_bytes else ""
+    rows = f"{model.layers} layers x {plan.row_bytes}"
+    if model.sparse:
+        rows += f" + {model.indexers(range(model.layers))} indexers x {plan.indexer_row_bytes}"
     dtype = model.dtype if question.kv_cache_dtype == "auto" else question.kv_cache_dtype
     usable = question.memory * question.utilization
     short = "" if plan.fits else f", fewer than the {question.batch} asked for"
-    rows = [
+    lines = [
         ("model", f"{model.name}: {model.parameters / 1e9:.1f} B parameters, {model.layers} layers"
                   f", {model.heads} heads{experts}; an MTP layer is not counted"),
         ("cluster", f"{layout.gpus} x {question.gpu}: {sizes}{expert_parallel}"),
         ("weights", f"{plan.weight_bytes / GIB:.1f} GiB a GPU: {parts}"),
-        ("KV cache", f"{plan.token_bytes:,} bytes a token: {model.layers} layers x "
-                     f"({plan.row_bytes}{indexer}), {dtype}"),
+        ("KV cache", f"{plan.token_bytes:,} bytes a token: {rows}, {dtype}"),
         ("memory", f"{plan.cache_bytes / GIB:.1f} GiB a GPU for the cache: {usable / GIB:.1f} "
                    f"({question.utilization:g} of {question.memory / GIB:.1f}) less weights and "
                    f"{question.reserve / GIB:.1f} for activations and graphs, an assumption"),
@@ -87,7 +88,7 @@ def as_text(plan: Plan) -> str:
         ("requests", f"{plan.requests_that_fit:,} of {question.context:,} tokens{short}"),
         ("attention", _attention(plan)),
     ]  # fmt: skip
-    return "\n".join(f"{name:<10} {text}" for name, text in rows)
+    return "\n".join(f"{name:<10} {text}" for name, text in lines)
 
 
 def _attention(plan: Plan) -> str:
