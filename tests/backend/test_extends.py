@@ -194,3 +194,25 @@ def test_the_threshold_of_a_step(extend, step, expected):
     builder = object.__new__(MlaMetadataBuilder)
     builder._most_s_q, builder._extend_tokens = 2, extend
     assert builder._decode_threshold(step) == expected
+
+
+def test_the_threshold_is_that_of_one_step(monkeypatch):
+    """vLLM sorts its batches by the builder's own: the longest end that may be absorbed."""
+    from mla_backend.attention import metadata
+
+    builder = object.__new__(MlaMetadataBuilder)
+    builder._most_s_q, builder._extend_tokens, builder._step_check = 2, 128, None
+    builder.reorder_batch_threshold, seen = 128, []
+
+    def build(self, prefix, step, fast):
+        seen.append(self.reorder_batch_threshold)
+        if step.max_query_len == 200:
+            raise RuntimeError
+        return SimpleNamespace(prefill=None)
+
+    monkeypatch.setattr(metadata.MLACommonMetadataBuilder, "build", build)
+    builder.build(0, common([1, 60], [50, 1000]))
+    builder.build(0, common([2, 1], [50, 1000]))
+    with pytest.raises(RuntimeError):
+        builder.build(0, common([1, 200], [50, 1000]))
+    assert seen == [128, 2, 2] and builder.reorder_batch_threshold == 128

@@ -70,18 +70,18 @@ def make_builder(impl):
     return builder
 
 
-def build_decode(impl, table, seq_lens, query_lens, longest_piece=1):
-    """A step's decode metadata, as vLLM asks for it."""
+def build_decode(impl, table, seq_lens, query_lens, longest_piece=1, tokens=None, on_cpu=True):
+    """A step's decode metadata, as vLLM asks for it; tokens: with those that pad it."""
     starts = torch.tensor([0, *query_lens]).cumsum(0).int()
     builder = make_builder(impl)
-    builder._longest_piece = longest_piece
+    builder._longest_piece, builder._on_cpu = longest_piece, on_cpu
     return builder._build_decode(
         block_table_tensor=table,
         seq_lens_device=seq_lens,
         max_seq_len=int(seq_lens.max()),
         query_start_loc_cpu=starts,
         query_start_loc_device=starts,
-        num_decode_tokens=sum(query_lens),
+        num_decode_tokens=sum(query_lens) if tokens is None else tokens,
         dcp_tot_seq_lens_device=None,
     )
 
@@ -213,6 +213,7 @@ def run_decode(
         ([4, 1, 4, 4, 4], 1, [4, 13]),
         ([20, 5, 1, 3, 9], 1, [38]),
         ([8, 8, 8, 8, 8], 1, [40]),  # nothing to flatten
+        ([9, 9, 9, 9, 9], 1, [45]),  # alike, but longer than a request may be
         ([1, 1, 1, 1, 9], 4, [5, 8]),  # the ninth as another decode token
         ([1, 1, 7, 30, 2], 8, [2, 7, 6, 24, 2]),
         ([4, 4, 4, 1, 20], 4, [12, 1, 20]),
@@ -247,6 +248,51 @@ def test_decode_of_mixed_lengths(
         tokens.append(decode.tokens)
         decode = decode.rest
     assert tokens == launches
+
+
+@pytest.mark.parametrize(
+    "query_lens, pieces",
+    [
+        ([4, 4, 8], [(2, 4), (8, 1)]),  # two launches of 4 tokens would share a plan
+        ([3, 3, 8], [(2, 3), (2, 4)]),
+        ([1, 1, 8], [(2, 1), (2, 4)]),
+        ([4, 8, 3, 8], [(1, 4), (19, 1)]),
+    ],
+)
+def test_launches_of_a_gpu_have_a_plan_each(vllm_config, query_lens, pieces):
+    impl = make_impl(512, torch.float32)
+    table = torch.zeros(len(query_lens), 4, dtype=torch.int32)
+    lengths = torch.full((len(query_lens),), 100, dtype=torch.int32)
+    launch = build_decode(impl, table, lengths, query_lens, longest_piece=4, on_cpu=False)
+    found = []
+    while launch is not None:
+        number = len(launch.seq_lens)
+        found.append((number, launch.tokens // number))
+        assert (launch.plan.num_requests, launch.plan.s_q) == found[-1]
+        launch = launch.rest
+    assert found == pieces
+
+
+@pytest.mark.parametrize(
+    "query_lens, tokens", [([1, 1, 0, 0], 4), ([2, 2, 0], 6), ([1, 0], 2), ([0, 0], 2), ([0, 0], 8)]
+)
+def test_requests_that_pad_a_graph(vllm_config, query_lens, tokens):
+    """They have no new token, and the step as many tokens as if they had: one launch."""
+    impl = make_impl(512, torch.float32)
+    cache, table, seq_lens, written = make_cache([70, 200], 512, impl, "auto", torch.float32, None)
+    new = [n for n in query_lens if n]
+    tables = torch.full((len(query_lens), table.shape[1]), 2**30, dtype=torch.int32)
+    tables[: len(new)] = table[: len(new)]
+    lengths = torch.zeros(len(query_lens), dtype=torch.int32)
+    lengths[: len(new)] = seq_lens[: len(new)]
+    decode = build_decode(impl, tables, lengths, query_lens, tokens=tokens)
+    assert decode.rest is None and decode.tokens == tokens
+    q = torch.randn(tokens, H, 576, generator=torch.Generator().manual_seed(2))
+    metadata, layer = types.SimpleNamespace(decode=decode), types.SimpleNamespace(_k_scale=None)
+    out, lse = impl.forward_mqa(q.split([512, ROPE], -1), cache, metadata, layer)
+    real = sum(new)
+    check_decode(out[:real], lse[:real], q, written[: len(new)], new, lambda rows: rows, 1e-5)
+    assert (out[real:] == 0).all() and (lse[real:] == -torch.inf).all()
 
 
 @pytest.mark.parametrize("q_scale", [1.0, 0.03])
