@@ -28,11 +28,12 @@ def vllm_plugins_filter(facts: Facts) -> Result:
     value = facts.environ.get("VLLM_PLUGINS")
     if value is None:
         return Result("VLLM_PLUGINS", "ok", "not set: vLLM loads every plugin")
-    allowed = [name.strip() for name in value.split(",") if name.strip()]
-    missing = [name for name in OWN_NAMES if name not in allowed]
+    # vLLM takes the names as they stand, with the spaces around them.
+    missing = [name for name in OWN_NAMES if name not in value.split(",")]
     if missing:
         found = f"VLLM_PLUGINS={value!r} keeps {', '.join(missing)} from loading"
-        mend = f"unset it, or VLLM_PLUGINS={','.join([*allowed, *missing])}"
+        named = [name.strip() for name in value.split(",") if name.strip()]
+        mend = f"unset it, or VLLM_PLUGINS={','.join(dict.fromkeys([*named, *missing]))}"
         return Result("VLLM_PLUGINS", "fail", found, mend)
     return Result("VLLM_PLUGINS", "ok", f"VLLM_PLUGINS={value!r} names all of ours")
 

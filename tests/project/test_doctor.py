@@ -108,6 +108,18 @@ BROKEN = [
         "fail",
         "VLLM_PLUGINS=other,mla_backend,mla_backend_cpu",
     ),
+    (
+        "VLLM_PLUGINS",
+        {"environ": {"VLLM_PLUGINS": "mla_backend, mla_backend_cpu"}},
+        "fail",
+        "keeps mla_backend_cpu from loading",
+    ),
+    (
+        "VLLM_PLUGINS",
+        {"environ": {"VLLM_PLUGINS": "mla_backend, mla_backend_cpu"}},
+        "fail",
+        "VLLM_PLUGINS=mla_backend,mla_backend_cpu",
+    ),
     ("backend", vllm_sees(custom=""), "fail", "selects nothing"),
     ("backend", vllm_sees(custom="other.Backend"), "fail", "another plugin's other.Backend"),
     ("backend", vllm_sees(custom=plugin.REFUSAL_CLASS), "fail", "refused"),
