@@ -85,6 +85,7 @@ def test_rows_keep_their_addresses():
     after_sleep = builder.build(common_metadata([3, 1], [4, 8]))
     assert after_sleep.lengths.tolist() == [2, 3, 4, 8]
     assert after_sleep.request_ids.tolist() == [0, 0, 0, 1]
+    assert len(builder.build(common_metadata([60, 4], [70, 8])).lengths) == 64
     with pytest.raises(ValueError, match="at most 64 tokens in a step, got 65"):
         builder.build(common_metadata([65], [65]))
 

@@ -124,9 +124,13 @@ def test_dummy_steps_and_shared_caches():
     check(dummy)
     shared = make_step(LENS, NEW)
     shared["slot_mapping"][::2] = -1  # the other ranks' tokens
+    shared["block_table"][3, 3:] = 2**30  # each rank has 150 of its 300 tokens
     check(shared, dcp=2)
     shared["slot_mapping"][1] = BLOCKS * BLOCK
     with pytest.raises(ValueError, match="request 1 "):
+        check(shared, dcp=2)
+    shared["block_table"][3, 2] = -1
+    with pytest.raises(ValueError, match=r"request 3 .*column 2 holds -1"):
         check(shared, dcp=2)
 
 
@@ -178,5 +182,37 @@ def test_the_builder_checks_every_step(monkeypatch):
         parent, "build_for_cudagraph_capture", lambda self, common: self.build(0, common)
     )
     assert builder.build_for_cudagraph_capture(common).prefill is None
+    with pytest.raises(ValueError, match="request 0 "):
+        builder.build(0, common)
+
+
+def test_the_builder_of_sparse_layers_checks_every_step():
+    from mla_backend.attention.sparse import metadata
+    from mla_backend.attention.sparse.rows import RowsBuilder
+
+    step = make_step(LENS, NEW)
+    T = sum(NEW)
+    starts = step["query_start_loc"]
+    common = SimpleNamespace(
+        block_table_tensor=step.pop("block_table"),
+        num_reqs=len(NEW),
+        num_actual_tokens=T,
+        max_query_len=max(NEW),
+        query_start_loc_cpu=starts,
+        **step,
+    )
+    builder = object.__new__(metadata.SparseMetadataBuilder)
+    layer = SimpleNamespace(kv_cache=torch.zeros(BLOCKS, BLOCK, 576))
+    builder._step_check = StepCheck(layer, BLOCK)
+    builder._rows = RowsBuilder(T, torch.device("cpu"))
+    built = builder.build(0, common)
+    assert (built.num_decodes, built.num_decode_tokens, built.num_prefills) == (len(NEW), T, 0)
+    indexer = object.__new__(metadata.IndexerMetadataBuilder)
+    indexer._rows = builder._rows
+    assert len(indexer.build(0, common).slot_mapping) == T < len(common.slot_mapping)
+    common.slot_mapping[0] += 1
+    with pytest.raises(ValueError, match=r"request 0 .*position 4 is written to slot"):
+        builder.build(0, common)
+    assert builder.build_for_cudagraph_capture(common).num_actual_tokens == T
     with pytest.raises(ValueError, match="request 0 "):
         builder.build(0, common)

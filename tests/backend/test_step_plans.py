@@ -60,6 +60,7 @@ def test_a_step_gets_the_plan_of_its_shape_with_its_lengths(plans):
     assert plan.requests == 2 and plan.largest is kernel.made[1]
     assert plan.updates == [lengths]
     assert made.for_step(lengths + 1, 2) is plan  # a captured graph keeps its buffers
+    assert [x.tolist() for x in plan.updates] == [[5, 6], [6, 7]]
     assert made.for_step(lengths, 1) is not plan
     assert len(kernel.made) == 3
 
