@@ -135,6 +135,19 @@ def test_a_cpu_has_no_context_parallelism():
     assert reason.startswith("on a CPU, decode context parallelism. Mend")
 
 
+def test_rows_of_fp8_ds_mla_are_of_512_and_64():
+    (reason,) = reasons(None, kv_cache_dtype="fp8_ds_mla", head_size=320)
+    assert (
+        "a cache row of 320 elements; its layout is for 576. Mend: --kv-cache-dtype fp8" in reason
+    )
+    assert reasons(None, kv_cache_dtype="fp8", head_size=320) == []
+
+
+def test_vllm_is_asked_for_blocks_of_64():
+    """Whatever its own default is."""
+    assert [MlaBackend.get_preferred_block_size(size) for size in (16, 64, 128)] == [64] * 3
+
+
 def test_rows_of_fp8_ds_mla_are_bytes():
     assert MlaBackend.get_kv_cache_shape(7, 64, 1, 576, "fp8_ds_mla") == (7, 64, 656)
     assert MlaBackend.get_kv_cache_shape(7, 64, 1, 576, "fp8") == (7, 64, 576)

@@ -282,6 +282,41 @@ def test_kernel_of_an_engine(monkeypatch, h200, heads, cache, env, kernel, index
     assert STATS.sparse["impl"] == kernel and why in STATS.sparse["reason"]
 
 
+def test_batch_invariant_layers_cut_rows_alike(monkeypatch):
+    """The kernel is told so with every call."""
+    from vllm import envs as vllm_envs
+
+    from mla_backend.attention.sparse import impl as module
+
+    told, attend = [], module.mla_sparse_attention
+
+    def record(*args, **options):
+        told.append(options["deterministic"])
+        return attend(*args, **options)
+
+    monkeypatch.setattr(module, "mla_sparse_attention", record)
+    layer = types.SimpleNamespace(_k_scale=None)
+    cache = torch.zeros(2, BLOCK, RANK + ROPE)
+    for mode in (False, True):
+        monkeypatch.setattr(vllm_envs, "VLLM_BATCH_INVARIANT", mode)
+        step = types.SimpleNamespace(rows=build_rows([1], [1]))
+        make_impl(monkeypatch).forward_mqa(torch.zeros(1, H, RANK + ROPE), cache, step, layer)
+    assert told == [False, True]
+
+
+def test_the_top_k_buffer_of_a_layer(monkeypatch):
+    """Its indexer's own, else the one that layers share."""
+    shared, own = (torch.full((64, 96), -1, dtype=torch.int32) for _ in range(2))
+    indexer = fake_indexer()
+    indexer.topk_indices_buffer = own
+    for given in (shared, None):
+        impl = make_impl(monkeypatch, indexer=indexer, topk_indices_buffer=given)
+        assert impl.topk_indices_buffer is own
+    assert make_impl(monkeypatch, topk_indices_buffer=shared).topk_indices_buffer is shared
+    with pytest.raises(ValueError, match="without an indexer and without a top-k buffer"):
+        make_impl(monkeypatch, topk_indices_buffer=None)
+
+
 def test_kernel_of_a_layer_is_that_of_its_heads(monkeypatch):
     from mla_backend.attention.sparse import kernel
 
