@@ -4,6 +4,8 @@
 import socket
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import uvicorn
@@ -21,6 +23,7 @@ def make_server(app: Any, args: Namespace, on_listening: Callable[[], None]) -> 
         more["ssl_ciphers"] = args.ssl_ciphers
     config = uvicorn.Config(
         app,
+        http=_protocol(args),
         log_level=args.uvicorn_log_level,
         access_log=not args.disable_uvicorn_access_log,
         timeout_keep_alive=vllm_api.keep_alive_seconds(),
@@ -40,6 +43,19 @@ def make_server(app: Any, args: Namespace, on_listening: Callable[[], None]) -> 
             ca_path=args.ssl_ca_certs,
         )
     return Server(config, on_listening)
+
+
+def _protocol(args: Namespace) -> Any:
+    """What parses HTTP, within --h11-max-incomplete-event-size and --h11-max-header-count."""
+    if find_spec("httptools") is None:
+        return "h11"  # uvicorn bounds this one itself
+    from mla_serving.server.head_limit import HeadLimit
+
+    return partial(
+        HeadLimit,
+        max_bytes=args.h11_max_incomplete_event_size,
+        max_headers=args.h11_max_header_count,
+    )
 
 
 def bind(args: Namespace) -> socket.socket:
