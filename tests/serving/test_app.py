@@ -156,6 +156,21 @@ def test_body_limit(stand, openai_error, chunked):
     assert s.events == [1048]  # nothing above the limit reached the application
 
 
+def test_a_client_that_asks_first_is_not_told_to_send_what_is_refused(stand):
+    s, sent = stand(body_mib=0.001), []
+
+    async def receive():
+        raise AssertionError("uvicorn answers the first receive() with 100 Continue")
+
+    async def send(message):
+        sent.append(message)
+
+    headers = [(b"content-length", b"1049"), (b"expect", b"100-Continue")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/echo", "headers": headers}
+    asyncio.run(s.app(scope, receive, send))
+    assert sent[0]["status"] == 413
+
+
 def test_info(stand):
     s = stand()
     s.gauges = {
