@@ -16,6 +16,16 @@ def test_our_routes_win_and_the_rest_is_vllms(stand):
     assert s.request("POST", "/v1/echo", content=b"abc").json() == {"bytes": 3, "sum": 294}
 
 
+@pytest.mark.parametrize("path", ["/health", "/mla/info"])
+def test_head_is_get_without_a_body(stand, path):
+    """Load balancers ask so."""
+    s = stand()
+    get, head = s.request("GET", path), s.request("HEAD", path)
+    assert (head.status_code, head.headers) == (200, get.headers)
+    s.engine.errored = True
+    assert s.request("HEAD", path).status_code == (503 if path == "/health" else 200)
+
+
 def test_health_follows_the_engine_and_the_drain(stand, openai_error):
     s = stand()
     s.engine.errored = True

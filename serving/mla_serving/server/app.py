@@ -16,6 +16,7 @@ from mla_serving.server.json_object import JsonObject
 from mla_serving.server.watchdog import Watchdog
 
 MIB = 1024 * 1024
+_READ = ["GET", "HEAD"]
 
 
 def build_root_app(
@@ -42,7 +43,7 @@ def build_root_app(
         title="mla-backend", root_path=args.root_path or "", openapi_url=None, docs_url=None
     )
 
-    @app.get("/health")
+    @app.api_route("/health", methods=_READ)
     async def health() -> Response:
         if engine.errored:
             return error_response(503, "The engine has died.")
@@ -52,7 +53,7 @@ def build_root_app(
             return error_response(503, complaint)
         return Response(status_code=200)
 
-    @app.get("/mla/info")
+    @app.api_route("/mla/info", methods=_READ)
     async def mla_info() -> JSONResponse:
         return JSONResponse(await info.read())
 
