@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings: which source wins, what is set when nobody says anything. Needs no vLLM."""
 
+import argparse
 import subprocess
 import sys
 
@@ -9,17 +10,20 @@ from mla_serving.server import environment
 from mla_serving.server.layers import read_layers
 
 GIB = environment.GIB
-OPTIONS = {
-    "--port",
-    "--api-key",
-    "--model",
-    "--max-model-len",
-    "--enforce-eager",
-    "--compilation-config",
-    "--no-enable-prefix-caching",
-    "--enable-prefix-caching",
-    "--enable-log-requests",
-}
+
+
+def options():
+    """Option strings and their actions, as vLLM's parser has them."""
+    parser = argparse.ArgumentParser()
+    for name in ("--port", "--model", "--max-model-len", "--compilation-config"):
+        parser.add_argument(name)
+    parser.add_argument("--api-key", nargs="*")
+    parser.add_argument("--enforce-eager", "--enable-log-requests", action="store_true")
+    parser.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction)
+    return parser._option_string_actions
+
+
+OPTIONS = options()
 
 
 def write(tmp_path, text):
@@ -76,12 +80,58 @@ def test_config_named_by_the_environment(tmp_path):
     assert read_layers([], environ).arguments(OPTIONS) == ["--port", "7"]
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("ENFORCE_EAGER", "1", ["--enforce-eager"]),
+        ("ENFORCE_EAGER", "True", ["--enforce-eager"]),
+        ("ENFORCE_EAGER", "0", []),
+        ("ENABLE_PREFIX_CACHING", "off", ["--no-enable-prefix-caching"]),
+        ("API_KEY", "[a, b]", ["--api-key", "a", "b"]),
+        ("COMPILATION_CONFIG", "{mode: 0}", ["--compilation-config", '{"mode": 0}']),
+        *(("API_KEY", key, ["--api-key", key]) for key in ("010", "1_0", "no", "*x", "a #b", "")),
+    ],
+)
+def test_the_kinds_of_variables(name, text, expected):
+    layers = read_layers([], {f"MLA_SERVE_{name}": text})
+    assert layers.arguments(OPTIONS) == expected
+
+
+def test_a_value_of_the_wrong_kind_is_named(tmp_path):
+    for text in ("maybe", "2", ""):  # would be taken for the positional model
+        with pytest.raises(
+            ValueError, match="MLA_SERVE_ENFORCE_EAGER: expected true or false, got"
+        ):
+            read_layers([], {"MLA_SERVE_ENFORCE_EAGER": text}).arguments(OPTIONS)
+    path = write(tmp_path, "enforce-eager: 1\n")
+    with pytest.raises(ValueError, match="enforce-eager: expected true or false, got 1"):
+        read_layers(["--config", path], {}).arguments(OPTIONS)
+    path = write(tmp_path, "api-key: no\n")
+    with pytest.raises(ValueError, match="api-key: expected a value, got False"):
+        read_layers(["--config", path], {}).arguments(OPTIONS)
+
+
+def test_a_model_that_yaml_takes_for_a_number(tmp_path):
+    assert read_layers([], {"MLA_SERVE_MODEL": "007"}).model() == "007"
+    assert read_layers(["--config", write(tmp_path, "model: 7\n")], {}).model() == "7"
+
+
+def test_bad_yaml_names_its_source(tmp_path):
+    path = write(tmp_path, "port: [1\n")
+    with pytest.raises(ValueError, match=f"{path}: while parsing"):
+        read_layers(["--config", path], {})
+    with pytest.raises(ValueError, match="MLA_SERVE_API_KEY: while parsing"):
+        read_layers([], {"MLA_SERVE_API_KEY": "[a"}).arguments(OPTIONS)
+
+
 def test_unknown_settings_are_named(tmp_path):
     with pytest.raises(ValueError, match="MLA_SERVE_PROT: there is no option --prot"):
         read_layers([], {"MLA_SERVE_PROT": "1"}).arguments(OPTIONS)
     path = write(tmp_path, "prot: 1\n")
     with pytest.raises(ValueError, match="prot: there is no option --prot"):
         read_layers(["--config", path], {}).arguments(OPTIONS)
+    with pytest.raises(ValueError, match="5: there is no option --5"):
+        read_layers(["--config", write(tmp_path, "5: 1\n")], {}).arguments(OPTIONS)
     with pytest.raises(ValueError, match="expected a mapping"):
         read_layers(["--config", write(tmp_path, "- a\n")], {})
 

@@ -3,13 +3,14 @@
 
 All three speak of the same options, vLLM's and ours. The YAML file is one that
 `vllm serve --config` reads: keys are option names without the dashes. The variable
-`MLA_SERVE_MAX_MODEL_LEN=4096` is the option `--max-model-len 4096`. Needs no vLLM: the model must
-be known before vLLM is imported.
+`MLA_SERVE_MAX_MODEL_LEN=4096` is the option `--max-model-len 4096`. A flag's variable says true or
+false; other values are taken as they are written, but for YAML lists and mappings. Needs no vLLM:
+the model must be known before vLLM is imported.
 """
 
 import argparse
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from typing import Any
 import yaml
 
 ENV_PREFIX = "MLA_SERVE_"
+_FLAG_WORDS = {"true": True, "yes": True, "on": True, "1": True}
+_FLAG_WORDS |= {"false": False, "no": False, "off": False, "0": False}
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class Layers:
     """The three sources, weakest first. Keys are option names without dashes."""
 
     file: Mapping[str, Any]
-    environment: Mapping[str, Any]
+    environment: Mapping[str, str]
     command_line: tuple[str, ...]
 
     def model(self) -> str | None:
@@ -34,22 +37,23 @@ class Layers:
         """
         if self.command_line and not self.command_line[0].startswith("-"):
             return self.command_line[0]
-        scan = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        scan.add_argument("--model")
-        named = scan.parse_known_args(self.command_line)[0].model
-        return named or self.environment.get("model") or self.file.get("model")
+        named = _scan("--model", self.command_line)[0] or self.environment.get("model")
+        if named is None and self.file.get("model") is not None:
+            named = str(self.file["model"])
+        return named
 
-    def arguments(self, options: Collection[str]) -> list[str]:
+    def arguments(self, options: Mapping[str, argparse.Action]) -> list[str]:
         """One command line, weakest first: argparse takes the last of an option given twice.
 
-        Raises ValueError for a variable or a key that names none of `options` ("--port", ...).
+        Raises ValueError for a variable or a key that names none of `options` ("--port", ...), or
+        whose value is not of its kind.
         """
-        for source, prefix in ((self.environment, ENV_PREFIX), (self.file, "")):
-            for key in source:
-                if f"--{key.replace('_', '-')}" not in options:
-                    name = prefix + key.upper().replace("-", "_") if prefix else key
-                    raise ValueError(f"{name}: there is no option --{key}")
-        weak = [*_flatten(self.file, options), *_flatten(self.environment, options)]
+        weak: list[str] = []
+        for key, value in self.file.items():
+            weak += _flatten(str(key), str(key), value, options)
+        for key, text in self.environment.items():
+            name = ENV_PREFIX + key.upper().replace("-", "_")
+            weak += _flatten(name, key, _typed(name, text, options.get(f"--{key}")), options)
         # A positional after `--api-key a b` would be taken for one more key: it goes first.
         positional = int(bool(self.command_line) and not self.command_line[0].startswith("-"))
         head, rest = self.command_line[:positional], self.command_line[positional:]
@@ -61,36 +65,54 @@ def read_layers(argv: list[str], environ: Mapping[str, str]) -> Layers:
 
     Raises OSError for a config file that cannot be read, ValueError for one that is no mapping.
     """
-    scan = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    scan.add_argument("--config")
-    known, rest = scan.parse_known_args(argv)
+    named, rest = _scan("--config", argv)
     environment = {
-        name.removeprefix(ENV_PREFIX).lower().replace("_", "-"): yaml.safe_load(value)
+        name.removeprefix(ENV_PREFIX).lower().replace("_", "-"): value
         for name, value in environ.items()
         if name.startswith(ENV_PREFIX)
     }
-    path = known.config or environment.pop("config", None)
+    path = named or environment.get("config")
     environment.pop("config", None)
-    content = yaml.safe_load(Path(path).read_text()) if path else None
+    content = _yaml(path, Path(path).read_text()) if path else None
     if content is not None and not isinstance(content, dict):
         raise ValueError(f"{path}: expected a mapping of option names to values")
     return Layers(content or {}, environment, tuple(rest))
 
 
-def _flatten(mapping: Mapping[str, Any], options: Collection[str]) -> list[str]:
+def _scan(option: str, argv: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The value of one option, and the arguments without it."""
+    scan = argparse.ArgumentParser("mla-backend serve", add_help=False, allow_abbrev=False)
+    scan.add_argument(option, dest="value")
+    known, rest = scan.parse_known_args(argv)
+    return known.value, rest
+
+
+def _yaml(source: str, text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{source}: {error}") from None
+
+
+def _typed(name: str, text: str, action: argparse.Action | None) -> Any:
+    """The value of a variable. Only what must be is read as YAML, which takes 010 for 8."""
+    if action is not None and action.nargs == 0:
+        return _FLAG_WORDS.get(text.strip().lower(), text)
+    return _yaml(name, text) if text.lstrip().startswith(("[", "{")) else text
+
+
+def _flatten(name: str, key: str, value: Any, options: Mapping[str, argparse.Action]) -> list[str]:
     """As `vllm serve --config` does it: true is a flag, a list several values, a mapping JSON."""
-    arguments: list[str] = []
-    for key, value in mapping.items():
-        flag, negative = f"--{key}", f"--no-{key}"
-        if isinstance(value, bool):
-            if value:
-                arguments.append(flag)
-            elif negative in options:
-                arguments.append(negative)
-        elif isinstance(value, list):
-            arguments += [flag, *map(str, value)] if value else []
-        elif isinstance(value, dict):
-            arguments += [flag, json.dumps(value)]
-        else:
-            arguments += [flag, str(value)]
-    return arguments
+    flag, negative = f"--{key}", f"--no-{key}"
+    action = options.get(f"--{key.replace('_', '-')}")
+    if action is None:
+        raise ValueError(f"{name}: there is no option {flag}")
+    is_flag = action.nargs == 0
+    if is_flag != isinstance(value, bool) and (is_flag or value is False):
+        expected = "true or false" if is_flag else "a value"
+        raise ValueError(f"{name}: expected {expected}, got {value}")
+    if isinstance(value, bool):
+        return [flag] if value else [negative] if negative in options else []
+    if isinstance(value, list):
+        return [flag, *map(str, value)] if value else []
+    return [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
