@@ -61,7 +61,7 @@ def _protocol(args: Namespace) -> Any:
 def bind(args: Namespace) -> socket.socket:
     """A socket bound to --host and --port, or --uds, not listening yet: a taken port shows early.
 
-    Raises OSError naming the address.
+    Port 0 is any free one: `args.port` then says which. Raises OSError naming the address.
     """
     host, port = args.host or "", args.port
     if args.uds:
@@ -72,10 +72,13 @@ def bind(args: Namespace) -> socket.socket:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind(address)
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         sock.close()
         where = args.uds or f"{host or '*'}:{port}"
-        raise OSError(f"cannot listen on {where}: {error.strerror}") from None
+        why = getattr(error, "strerror", None) or error
+        raise OSError(f"cannot listen on {where}: {why}") from None
+    if not args.uds:
+        args.port = sock.getsockname()[1]
     return sock
 
 

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server's socket: the port that it got, and which address it could not have."""
+
+import socket
+from argparse import Namespace
+
+import pytest
+
+
+@pytest.fixture
+def bind():
+    from mla_serving.server import http
+
+    return http.bind
+
+
+def address(host="127.0.0.1", port=0, uds=None):
+    return Namespace(host=host, port=port, uds=uds, ssl_certfile=None, root_path=None)
+
+
+def test_port_0_is_a_free_one_and_the_ready_line_says_which(bind):
+    from mla_serving.server import http
+
+    args = address()
+    with bind(args) as sock:
+        port = sock.getsockname()[1]
+        assert args.port == port > 0
+        assert http.url(args) == f"http://127.0.0.1:{port}"
+
+
+def test_a_taken_port(bind):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}: Address already"):
+            bind(address(port=port))
+
+
+@pytest.mark.parametrize("port", [-1, 65536])
+def test_no_port(bind, port):
+    with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}: .*must be 0-65535"):
+        bind(address(port=port))
+
+
+def test_a_socket_file_that_cannot_be(bind, tmp_path):
+    path = str(tmp_path / "nowhere" / "s")
+    with pytest.raises(OSError, match=f"cannot listen on {path}: No such file"):
+        bind(address(uds=path))
+    long = str(tmp_path / ("x" * 200))
+    with pytest.raises(OSError, match=f"cannot listen on {long}: AF_UNIX path too long"):
+        bind(address(uds=long))
