@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The start-up with a stand-in for vLLM: an engine that dies in the first answer is named."""
+"""The start-up with a stand-in for vLLM: what it says when it fails."""
 
 import asyncio
 import sys
@@ -7,6 +7,7 @@ from argparse import Namespace
 from contextlib import asynccontextmanager
 from types import ModuleType, SimpleNamespace
 
+import pydantic
 import pytest
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
@@ -55,3 +56,34 @@ def test_an_engine_that_dies_in_the_first_answer(monkeypatch):
     )  # fmt: skip
     with pytest.raises(RuntimeError, match=r"first answer failed: .*EngineDeadError"):
         asyncio.run(run._serve(args, None, Progress()))
+
+
+class Config(pydantic.BaseModel):
+    length: int = pydantic.Field(1, ge=-1)
+    model: str = "m"
+
+    @pydantic.model_validator(mode="after")
+    def check(self):
+        if self.model != "m":
+            raise ValueError(f"no such model: {self.model}")
+        return self
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"model": "x"}, "no such model: x"),
+        ({"length": -5}, "length: Input should be greater than or equal to -1"),
+        ({"length": "y", "model": 3}, "length: Input should be a valid integer, unable to parse "
+         "string as an integer; model: Input should be a valid string"),
+    ],
+)  # fmt: skip
+def test_a_refusal_of_vllms_configuration_is_said_without_its_frame(values, said):
+    with pytest.raises(pydantic.ValidationError) as refused:
+        Config(**values)
+    assert run._what(refused.value) == said
+
+
+def test_a_failure_without_words_has_a_name():
+    assert run._what(ValueError("bad value")) == "bad value"
+    assert run._what(AssertionError()) == "AssertionError"

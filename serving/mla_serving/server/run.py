@@ -8,6 +8,8 @@ import sys
 from argparse import Namespace
 from contextlib import AsyncExitStack
 
+from pydantic import ValidationError
+
 from mla_serving.server import environment, lifecycle
 from mla_serving.server.admission import Gate
 from mla_serving.server.layers import read_layers
@@ -37,11 +39,22 @@ def serve(argv: list[str] | None) -> int:
     except Exception as error:
         if environment.debugging():
             raise
-        print(f"mla-backend serve: {error}", file=sys.stderr)
+        print(f"mla-backend serve: {_what(error)}", file=sys.stderr)
         return 1
     finally:
         if sock is not None:
             sock.close()
+
+
+def _what(error: Exception) -> str:
+    """What went wrong, without pydantic's frame of types and links around a refusal of vLLM's."""
+    if not isinstance(error, ValidationError):
+        return str(error) or type(error).__name__
+    said = []
+    for one in error.errors(include_url=False):
+        where = ".".join(map(str, one["loc"]))
+        said.append(f"{where}: {one['msg']}" if where else one["msg"].removeprefix("Value error, "))
+    return "; ".join(said)
 
 
 async def _serve(args: Namespace, sock: socket.socket, progress: Progress) -> int:
