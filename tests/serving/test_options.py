@@ -32,6 +32,7 @@ def test_refused(parser, option, value, said, capsys):
     assert stopped.value.code == 2
     assert option in error
     assert said in error
+    assert len(error.splitlines()) == 2  # one of them says how to ask for the options
 
 
 def test_help_says_where_our_options_are(parser):
@@ -44,6 +45,27 @@ def test_taken(parser):
     args = parser.parse_args(["--mla-max-requests", "3", "--mla-hang-timeout", "0"])
     assert (args.mla_max_requests, args.mla_hang_timeout, args.mla_max_body_mib) == (3, 0, 8)
     assert isinstance(args.mla_max_requests, int)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([""], "the model's name is empty"),
+        (["--model", ""], "the model's name is empty"),
+        (["m", "--api-key", ""], "--api-key is empty"),
+        (["m", "--api-key", "a", ""], "--api-key is empty"),
+        (["m", "--api-key", "a"], None),
+        ([], None),
+    ],
+)
+def test_empty_values(parser, given, said):
+    from mla_serving.server.args import _parse, _refuse_empty
+
+    args = _parse(parser, given)
+    if said is None:
+        return _refuse_empty(args)
+    with pytest.raises(ValueError, match=said):
+        _refuse_empty(args)
 
 
 def test_a_path_that_is_not_there(tmp_path):

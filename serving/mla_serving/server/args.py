@@ -27,6 +27,7 @@ def make_parser() -> Any:
     parser = vllm_api.make_arg_parser(
         vllm_api.FlexibleArgumentParser(
             prog="mla-backend serve",
+            usage="%(prog)s [MODEL] [options]",  # else hundreds of them before every error
             description="Serve an MLA model over HTTP, OpenAI-compatible. Takes every option of "
             "`vllm serve`. --help=mla-backend shows those of this server alone, --help=all all.",
         )
@@ -109,6 +110,7 @@ def parse(layers: Layers) -> Namespace:
     given = layers.arguments(parser._option_string_actions)
     args = _parse(parser, given)
     _refuse_other_launchers(args)
+    _refuse_empty(args)
     _refuse_missing_path(args.model)
     defaults: list[str] = []
     demo = args.model is None
@@ -145,7 +147,7 @@ def _merge(defaults: list[str], given: list[str]) -> list[str]:
 
 def _parse(parser: Any, arguments: list[str]) -> Namespace:
     args = parser.parse_args(arguments)
-    args.model = args.model_tag or args.model
+    args.model = args.model if args.model_tag is None else args.model_tag
     return args
 
 
@@ -161,6 +163,14 @@ def _attention_defaults(args: Namespace) -> list[str]:
     else:
         return []
     return defaults if args.block_size else [*defaults, "--block-size", str(BLOCK_SIZE)]
+
+
+def _refuse_empty(args: Namespace) -> None:
+    """What a shell makes of "$VARIABLE" that is not set: another model, or an open server."""
+    if args.model == "":
+        raise ValueError("the model's name is empty; to serve the demo model leave it out")
+    if args.api_key is not None and not all(args.api_key):
+        raise ValueError("--api-key is empty; to serve without a key leave it out")
 
 
 def _refuse_missing_path(model: str | None) -> None:
