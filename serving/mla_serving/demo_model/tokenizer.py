@@ -4,8 +4,6 @@
 import json
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-
 from mla_serving.demo_model.config import CONTEXT_LENGTH, VOCAB_SIZE
 
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
@@ -31,6 +29,9 @@ def training_text() -> list[str]:
 
 def write_tokenizer(out_dir: Path) -> None:
     """Write tokenizer.json, tokenizer_config.json and special_tokens_map.json into `out_dir`."""
+    # Comes with vLLM: the commands that need no demo model run without it.
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

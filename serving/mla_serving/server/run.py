@@ -48,6 +48,8 @@ def serve(argv: list[str] | None) -> int:
 
 def _what(error: Exception) -> str:
     """What went wrong, without pydantic's frame of types and links around a refusal of vLLM's."""
+    if isinstance(error, ImportError):
+        return f"{error}; `mla-backend doctor` says how to mend it"
     if not isinstance(error, ValidationError):
         return str(error) or type(error).__name__
     said = []
