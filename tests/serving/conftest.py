@@ -83,6 +83,8 @@ def make_vllm_app(events):
             return JSONResponse({"error": "Unauthorized"}, 401)
         if how == "shaped":
             return JSONResponse({"error": {"message": "m", "code": 404}}, 404)
+        if how == "silent":
+            return JSONResponse({"error": {"message": "", "param": "p", "code": 500}}, 500)
         if how == "raw":
             return StreamingResponse(iter([b"pla", b"in"]), 502, media_type="text/plain")
         if how == "stream":

@@ -52,6 +52,7 @@ def test_vllms_lifespan_runs(stand):
         ("detail", 422, '[{"loc": ["body"], "msg": "bad"}]'),
         ("string", 401, "Unauthorized"),
         ("shaped", 404, "m"),
+        ("silent", 500, "Internal Server Error"),
         ("raw", 502, "plain"),
     ],
 )

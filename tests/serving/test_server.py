@@ -147,6 +147,7 @@ BAD = {
     "no JSON": (400, {"content": b"prompt=x", "headers": {"content-type": "text/plain"}}),
     "no body": (400, {"headers": JSON}),
     "prompt over the context": (400, {"json": {**COMPLETION, "prompt": [5] * (CONTEXT + 1)}}),
+    "300 headers": (431, {"headers": [("x", "y")] * 300}),
     "10 MB": (413, {"json": {**COMPLETION, "prompt": "x" * 10_000_000}}),
 }
 

@@ -33,14 +33,18 @@ def error_response(
 
 
 def reshaped(status: int, body: bytes) -> bytes | None:
-    """`body` in OpenAI's shape, or None where it has that shape already."""
+    """`body` in OpenAI's shape with a message, or None where it is so already."""
     try:
         content = json.loads(body)
     except ValueError:
         content = body.decode(errors="replace")
     if isinstance(content, dict):
-        if isinstance(content.get("error"), dict):
-            return None
+        if isinstance(error := content.get("error"), dict):
+            if error.get("message"):
+                return None
+            # vLLM's, of an exception without words.
+            content["error"] = error | {"message": HTTPStatus(status).phrase}
+            return json.dumps(content).encode()
         # FastAPI says `detail`; vLLM's own 401 is {"error": "Unauthorized"}.
         content = content.get("detail") or content.get("error") or content.get("message") or ""
     message = content if isinstance(content, str) else json.dumps(content)
