@@ -43,6 +43,18 @@ def test_no_port(bind, port):
         bind(address(port=port))
 
 
+def test_a_socket_file_is_not_left_behind(bind, tmp_path):
+    from mla_serving.server import http
+
+    args = address(uds=str(tmp_path / "s"))
+    for _ in range(2):
+        sock = bind(args)
+        with pytest.raises(OSError, match="Address already in use"):
+            bind(args)
+        http.unbind(sock, args)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_socket_file_that_cannot_be(bind, tmp_path):
     path = str(tmp_path / "nowhere" / "s")
     with pytest.raises(OSError, match=f"cannot listen on {path}: No such file"):

@@ -17,6 +17,32 @@ from mla_serving.server.progress import Progress
 from tests.serving.conftest import FakeEngine
 
 
+def stand_in(monkeypatch, **modules):
+    """Put `modules` in the place of the server's."""
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, f"mla_serving.server.{name}", module)
+        monkeypatch.setattr(f"mla_serving.server.{name}", module, raising=False)
+
+
+def test_a_start_that_fails_gives_its_address_back(monkeypatch, capsys):
+    async def fail(*args):
+        raise RuntimeError("no engine")
+
+    closed = []
+    args, http, vllm_api = (ModuleType(name) for name in ("args", "http", "vllm_api"))
+    args.parse = lambda layers: "args"
+    vllm_api.prepare = lambda args: None
+    http.bind = lambda args: "socket"
+    http.unbind = lambda *both: closed.append(both)
+    stand_in(monkeypatch, args=args, http=http, vllm_api=vllm_api)
+    monkeypatch.setattr(run.lifecycle, "catch_signals_while_starting", lambda: None)
+    monkeypatch.setattr(run.environment, "set_before_import", lambda model: None)
+    monkeypatch.setattr(run, "_serve", fail)
+    assert run.serve([]) == 1
+    assert capsys.readouterr().err == "mla-backend serve: no engine\n"
+    assert closed == [("socket", "args")]
+
+
 def test_an_engine_that_dies_in_the_first_answer(monkeypatch):
     app = FastAPI()
     engine = FakeEngine()
@@ -47,9 +73,7 @@ def test_an_engine_that_dies_in_the_first_answer(monkeypatch):
     vllm_api.engine_gauges = dict
     http = ModuleType("http")
     http.make_server = lambda *args: SimpleNamespace(should_exit=False)
-    for name, module in (("vllm_api", vllm_api), ("http", http)):
-        monkeypatch.setitem(sys.modules, f"mla_serving.server.{name}", module)
-        monkeypatch.setattr(f"mla_serving.server.{name}", module, raising=False)
+    stand_in(monkeypatch, vllm_api=vllm_api, http=http)
     args = Namespace(
         model="m", served_model_name=["demo"], root_path="", mla_max_requests=0,
         mla_max_body_mib=1.0, mla_hang_timeout=1.0, mla_no_warmup=False, mla_drain_timeout=1.0,

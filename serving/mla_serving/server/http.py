@@ -6,6 +6,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -80,6 +81,13 @@ def bind(args: Namespace) -> socket.socket:
     if not args.uds:
         args.port = sock.getsockname()[1]
     return sock
+
+
+def unbind(sock: socket.socket, args: Namespace) -> None:
+    """Undo `bind`: a file left at --uds would keep the next server from starting."""
+    sock.close()
+    if args.uds:
+        Path(args.uds).unlink(missing_ok=True)
 
 
 def url(args: Namespace) -> str:

@@ -43,7 +43,7 @@ def serve(argv: list[str] | None) -> int:
         return 1
     finally:
         if sock is not None:
-            sock.close()
+            http.unbind(sock, args)
 
 
 def _what(error: Exception) -> str:
