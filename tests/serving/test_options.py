@@ -75,3 +75,12 @@ def test_a_path_that_is_not_there(tmp_path):
         _refuse_missing_path(model)
     with pytest.raises(ValueError, match="nowhere: no such file or directory"):
         _refuse_missing_path(str(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize("option", ["--ssl-certfile", "--ssl-keyfile", "--ssl-ca-certs"])
+def test_a_certificate_that_is_not_there(parser, tmp_path, option):
+    from mla_serving.server.args import _parse, _refuse_missing_certificate
+
+    _refuse_missing_certificate(_parse(parser, ["m", option, str(tmp_path)]))
+    with pytest.raises(ValueError, match=f"{option} .*nowhere: no such file or directory"):
+        _refuse_missing_certificate(_parse(parser, ["m", option, str(tmp_path / "nowhere")]))

@@ -112,6 +112,7 @@ def parse(layers: Layers) -> Namespace:
     _refuse_other_launchers(args)
     _refuse_empty(args)
     _refuse_missing_path(args.model)
+    _refuse_missing_certificate(args)
     defaults: list[str] = []
     demo = args.model is None
     if demo:
@@ -177,6 +178,15 @@ def _refuse_missing_path(model: str | None) -> None:
     """What can only be a path and is not there: vLLM would look for it on the Hub, at length."""
     if model and model.startswith(("/", "./", "../")) and not Path(model).exists():
         raise ValueError(f"{model}: no such file or directory")
+
+
+def _refuse_missing_certificate(args: Namespace) -> None:
+    """Python names no file, and only when the model is loaded."""
+    for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
+        path = getattr(args, name)
+        if path and not Path(path).exists():
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option} {path}: no such file or directory")
 
 
 def _refuse_other_launchers(args: Namespace) -> None:
