@@ -4,18 +4,19 @@
 Import-light: vLLM is imported inside functions only, because the platform entry point runs while
 `vllm.platforms` is still resolving.
 
-| item | 0.26 | 0.32 | 0.33 |
+| item | 0.26 | since | what then |
 |---|---|---|---|
-| names for `--attention-backend` | CUSTOM | CUSTOM, own names | CUSTOM, own names |
-| MLA prefill backend on CPU | FLASH_ATTN's class, no choice | the platform's | the platform's |
-| DeepSeek-V3.2's indexer on CUDA | a module | a function in the model's file | as 0.32 |
-| chunked-context metadata on CPU | wants pinned memory | works | works |
-| `kv_b_proj.weight` on CPU | freed after packing | kept for MLA | kept for MLA |
-| layouts of a KV cache | by stride order | by name | as 0.32 |
-| `get_supported_kernel_block_sizes` | () | (kv_cache_spec=None) | (kv_cache_spec=None) |
-| `do_kv_cache_update` | 6 arguments | 6 arguments | + skip_scale |
-| metadata builder `_build_decode` | no max_query_len | max_query_len | max_query_len |
-| reasons of `validate_configuration` | fewer keywords | + use_dcp, use_rswa, ... | as 0.32 |
+| chunked-context metadata on CPU | wants pinned memory | 0.28 | works |
+| MLA prefill backend on CPU | FLASH_ATTN's class, no choice | 0.29 | one for CPUs |
+| `kv_b_proj.weight` on CPU | freed after packing | 0.29 | kept for MLA |
+| layouts of a KV cache | by stride order | 0.29 | by name |
+| DeepSeek-V3.2's indexer on CUDA | a module | 0.29 | a function in the model's file |
+| its keys' scales on sm_100 | fp32 | 0.33 | four bytes of ue8m0, not read here |
+| names for `--attention-backend` | CUSTOM | 0.32 | CUSTOM, own names |
+| `get_supported_kernel_block_sizes` | () | 0.31 | (kv_cache_spec=None) |
+| metadata builder `_build_decode` | no max_query_len | 0.31 | max_query_len |
+| `do_kv_cache_update` | 6 arguments | 0.33 | + skip_scale |
+| reasons of `validate_configuration` | fewer keywords | 0.28 to 0.30 | + use_dcp, use_rswa, ... |
 
 The last four need no code here: the methods concerned take both forms (`**kwargs`).
 """
@@ -51,7 +52,7 @@ class VllmVersionStatus:
 
 def layer_compact_layouts() -> tuple[Any, ...] | None:
     """vLLM's KV cache layouts that keep a layer's pages together, its default first; None before
-    0.32, which asks for a stride order instead."""
+    0.29, which asks for a stride order instead."""
     try:
         from vllm.v1.kv_cache_layout import KVCacheLayout
     except ImportError:
@@ -124,11 +125,11 @@ def register_attention_backend(class_path: str, own_name: str) -> list[str]:
 
 
 def register_cpu_prefill_backend(class_path: str) -> None:
-    """Give MLA layers on CPU a prefill backend object in vLLM 0.26.
+    """Give MLA layers on CPU a prefill backend object in vLLM 0.26 to 0.28.
 
-    0.26 takes FLASH_ATTN's class wherever there is no compute capability and cannot import it on
-    a CPU. It refuses MLA on CPU otherwise, so nothing of vLLM's own is displaced. From 0.32 the
-    CPU platform names its own class.
+    They take FLASH_ATTN's class wherever there is no compute capability and cannot import it on
+    a CPU. No MLA of vLLM's own runs on a CPU there (0.28 has a CPU_MLA, which fails at this very
+    import), so nothing is displaced. From 0.29 a class for CPUs is taken.
     """
     from vllm.v1.attention.backends.mla.prefill import registry
 
@@ -140,10 +141,10 @@ def register_cpu_prefill_backend(class_path: str) -> None:
 def skip_chunked_context_metadata() -> None:
     """On CPU, keep vLLM's metadata builder from describing contexts chunk by chunk.
 
-    vLLM 0.26 allocates that description in pinned memory, which a CPU build of torch refuses.
-    Only its CUDA prefill reads it, and no other MLA backend runs on a CPU in that version.
+    vLLM 0.26 and 0.27 allocate that description in pinned memory, which a CPU build of torch
+    refuses. Only their CUDA prefill reads it, and no other MLA backend runs on a CPU in them.
     """
-    if not _before((0, 32)):
+    if not _before((0, 28)):
         return
     from vllm.model_executor.layers.attention import mla_attention
 
@@ -166,10 +167,10 @@ def block_table_width(vllm_config: Any, block_size: int) -> int:
 def keep_kv_b_weight(kv_b_proj: Any) -> None:
     """Keep `kv_b_proj.weight` after loading on CPU: the MLA layer splits it into W_UK and W_UV.
 
-    vLLM 0.26 packs the weight of every unquantised linear layer and frees the original. From
-    0.32 the MLA layer itself opts out of that.
+    vLLM 0.26 to 0.28 pack the weight of every unquantised linear layer and free the original.
+    From 0.29 the MLA layer itself opts out of that.
     """
-    if not _before((0, 32)):
+    if not _before((0, 29)):
         return
     import torch
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -235,14 +236,25 @@ def split_graph_at(vllm_config: Any, op: str) -> None:
 
 
 def route_fused_indexer(run: Callable[..., None], is_ours: Callable[[str], bool]) -> None:
-    """From 0.32 the CUDA model of DeepSeek-V3.2 calls a function for the indexer, not the op.
+    """From 0.29 the CUDA model of DeepSeek-V3.2 calls a function for the indexer, not the op.
 
     Its fused kernel has written the keys to the cache by then. `run(q, None, weights, topk,
-    layer_name)` is called for layers that are ours, vLLM's function for others.
+    layer_name)` is called for layers that are ours, vLLM's function for others. ValueError where
+    that kernel writes scales that the indexer's kernels do not read (0.33 on sm_100).
     """
     module = sys.modules.get("vllm.models.deepseek_v32.attention")
     stock = getattr(module, "sparse_attn_indexer", None)
-    if module is None or stock is None or hasattr(stock, "routed"):
+    if module is None or stock is None:
+        return
+    writer = sys.modules.get("vllm.models.deepseek_v32.common.kernels")
+    mx_scales = getattr(writer, "mqa_logits_use_mx_scales", None)
+    if mx_scales is not None and mx_scales():
+        raise ValueError(
+            f"on this GPU vLLM {installed_vllm_version()} writes the keys of DeepSeek-V3.2's "
+            "indexer with MX scales (ue8m0); the kernels read fp32 scales. Mend: vLLM 0.32, or "
+            "leave out --attention-backend CUSTOM"
+        )
+    if hasattr(stock, "routed"):
         return
     names = list(inspect.signature(stock).parameters)
     layer, q, weights, topk = (

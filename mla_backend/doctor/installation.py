@@ -48,11 +48,17 @@ def vllm(facts: Facts) -> Result:
 def torch(facts: Facts) -> Result:
     version, wanted = facts.versions["torch"], facts.torch_wanted
     if version is None:
-        return Result("torch", "fail", "torch is not installed", f"pip install {wanted or 'torch'}")
+        return Result("torch", "fail", "torch is not installed", _install_torch(wanted or "torch"))
     if wanted and version not in Requirement(wanted).specifier:
         found = f"torch {version}, but this vLLM was built for {wanted}"
-        return Result("torch", "fail", found, f'pip install "{wanted}"')
+        return Result("torch", "fail", found, _install_torch(wanted))
     return Result("torch", "ok", f"torch {version}")
+
+
+def _install_torch(wanted: str) -> str:
+    # PyPI has no CPU builds; the Makefile names the same index.
+    index = " --extra-index-url https://download.pytorch.org/whl/cpu" if "+cpu" in wanted else ""
+    return f'pip install "{wanted}"{index}'
 
 
 def torch_companions(facts: Facts) -> Result:

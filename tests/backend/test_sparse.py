@@ -444,11 +444,10 @@ def test_class_by_layer_on_an_accelerator():
         Cuda.get_attn_backend_cls(AttentionBackendEnum.CUSTOM, layer)
 
 
-def test_fused_model_calls_our_indexer(monkeypatch):
-    """From vLLM 0.32 the CUDA model calls a function of its module."""
+@pytest.fixture
+def fused_model(monkeypatch):
+    """A module of vLLM's CUDA model of DeepSeek-V3.2, in place of the real one."""
     import sys
-
-    from mla_backend import compat
 
     module = types.ModuleType("vllm.models.deepseek_v32.attention")
 
@@ -459,11 +458,38 @@ def test_fused_model_calls_our_indexer(monkeypatch):
 
     module.sparse_attn_indexer = sparse_attn_indexer
     monkeypatch.setitem(sys.modules, module.__name__, module)
+    return module
+
+
+def test_fused_model_calls_our_indexer(fused_model):
+    """From vLLM 0.29 the CUDA model calls a function of its module."""
+    from mla_backend import compat
+
     calls = []
     for _ in range(2):
         compat.route_fused_indexer(lambda *args: calls.append(args), lambda name: name == "ours")
     arguments = ("hidden", "ours", "cache", "q", None, None, "weights", "topk")
-    assert module.sparse_attn_indexer(*arguments) == "topk"
+    assert fused_model.sparse_attn_indexer(*arguments) == "topk"
     assert calls == [("q", None, "weights", "topk", "ours")]
-    assert module.sparse_attn_indexer("hidden", "theirs", *arguments[2:]) == "stock"
+    assert fused_model.sparse_attn_indexer("hidden", "theirs", *arguments[2:]) == "stock"
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("mx_scales", [False, True])
+def test_scales_that_the_indexer_cannot_read_are_refused(fused_model, monkeypatch, mx_scales):
+    """vLLM 0.33 writes an indexer's keys with MX scales on sm_100."""
+    import sys
+
+    from mla_backend import compat
+
+    writer = types.ModuleType("vllm.models.deepseek_v32.common.kernels")
+    writer.mqa_logits_use_mx_scales = lambda: mx_scales
+    monkeypatch.setitem(sys.modules, writer.__name__, writer)
+    stock = fused_model.sparse_attn_indexer
+    for _ in range(2):
+        if mx_scales:
+            with pytest.raises(ValueError, match=r"MX scales.*read fp32 scales\. Mend: vLLM 0\.32"):
+                compat.route_fused_indexer(lambda *args: None, lambda name: True)
+        else:
+            compat.route_fused_indexer(lambda *args: None, lambda name: True)
+    assert (fused_model.sparse_attn_indexer is stock) is mx_scales

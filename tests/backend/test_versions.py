@@ -111,8 +111,8 @@ def test_prefill_backend_only_where_vllm_has_none_for_cpu(monkeypatch, members, 
     assert bool(calls) is overridden
 
 
-@pytest.mark.parametrize("version, kept", [("0.26.0", True), ("0.31.0", True), ("0.32.0", False)])
-def test_kv_b_weight_is_kept_before_032(vllm_version, version, kept):
+@pytest.mark.parametrize("version, kept", [("0.26.0", True), ("0.28.0", True), ("0.29.0", False)])
+def test_kv_b_weight_is_kept_before_029(vllm_version, version, kept):
     import torch
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
@@ -129,8 +129,10 @@ def test_kv_b_weight_is_kept_before_032(vllm_version, version, kept):
         torch.testing.assert_close(layer.quant_method.apply(layer, x), x @ weight.T)
 
 
-@pytest.mark.parametrize("version, skipped", [("0.26.0", True), ("0.32.0", False)])
-def test_chunked_context_is_not_described_before_032(vllm_version, monkeypatch, version, skipped):
+@pytest.mark.parametrize(
+    "version, skipped", [("0.26.0", True), ("0.27.1", True), ("0.28.0", False)]
+)
+def test_chunked_context_is_not_described_before_028(vllm_version, monkeypatch, version, skipped):
     from vllm.model_executor.layers.attention import mla_attention
 
     vllm_version(version)

