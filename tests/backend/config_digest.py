@@ -29,8 +29,15 @@ def describe(model):
     return {
         "config": str(config),
         **{name: str(getattr(config, f"{name}_config")) for name in sections},
-        "attention class": current_platform.get_attn_backend_cls(None, layer),
+        "attention class": attention_class(layer),
     }
+
+
+def attention_class(layer):
+    try:
+        return current_platform.get_attn_backend_cls(None, layer)
+    except NotImplementedError as refusal:  # of MLA, by vLLM before 0.28
+        return repr(refusal)
 
 
 answers = {"platform": type(current_platform).__name__}

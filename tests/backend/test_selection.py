@@ -38,7 +38,8 @@ def test_selecting_nothing_changes_nothing(demo_checkpoint, llama):
     assert installed.pop("platform") == "MlaCpuPlatform"
     assert absent.pop("platform") == "CpuPlatform"
     assert installed == absent
-    assert all("vllm." in d["attention class"] for d in installed.values())
+    stock = ("vllm.", "NotImplementedError('MLA is not supported on CPU.')")
+    assert all(d["attention class"].startswith(stock) for d in installed.values())
 
 
 FIND_PLUGIN = """

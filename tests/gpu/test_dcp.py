@@ -17,7 +17,11 @@ LENGTHS = [1, 2, 3, 64, 65, 129, 500, 1000]
 @pytest.mark.parametrize("impl", ["hopper", "triton"])
 def test_ranks_merge_to_the_whole(impl, ranks, interleave):
     from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
-    from vllm.v1.attention.ops.common import CPTritonContext, correct_attn_out
+
+    try:
+        from vllm.v1.attention.ops.dcp import CPTritonContext, correct_attn_out
+    except ImportError:  # vLLM before 0.29
+        from vllm.v1.attention.ops.common import CPTritonContext, correct_attn_out
 
     tokens = random_tokens(LENGTHS, MlaDims(), device="cuda")
     case = decode_case(LENGTHS, num_heads=128, q_std=0.5, tokens=tokens, device="cuda")
