@@ -15,10 +15,11 @@ Import-light: vLLM is imported inside functions only, because the platform entry
 | names for `--attention-backend` | CUSTOM | 0.32 | CUSTOM, own names |
 | `get_supported_kernel_block_sizes` | () | 0.31 | (kv_cache_spec=None) |
 | metadata builder `_build_decode` | no max_query_len | 0.31 | max_query_len |
+| block size on CPU | chosen before the layers | 0.33 | and again, by their classes |
 | `do_kv_cache_update` | 6 arguments | 0.33 | + skip_scale |
 | reasons of `validate_configuration` | fewer keywords | 0.28 to 0.30 | + use_dcp, use_rswa, ... |
 
-The last four need no code here: the methods concerned take both forms (`**kwargs`).
+The last five need no code here: the methods concerned serve both forms.
 """
 
 import importlib.metadata

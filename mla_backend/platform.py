@@ -126,6 +126,17 @@ class MlaCpuPlatform(CpuPlatform):
         )
 
     @classmethod
+    def update_block_size_for_backend(cls, vllm_config: Any) -> None:
+        """vLLM's own. From 0.33 on it chooses a block size here where none was asked for, 128 for a
+        model with several classes of layers; ours was chosen above, and the log names it.
+        """
+        chosen = vllm_config.cache_config.block_size
+        super().update_block_size_for_backend(vllm_config)
+        model = vllm_config.model_config
+        if model is not None and not model.is_hybrid and _selected(vllm_config):
+            vllm_config.cache_config.block_size = chosen
+
+    @classmethod
     def get_attn_backend_cls(
         cls,
         selected_backend: Any,

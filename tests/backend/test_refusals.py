@@ -74,6 +74,24 @@ def test_block_size_asked_for_is_kept(start_up, demo_checkpoint, block_size):
     assert config.cache_config.block_size == block_size
 
 
+@pytest.mark.parametrize("backend, kept", [("CUSTOM", 64), (None, 128)])
+def test_vllm_does_not_choose_the_block_size_again(
+    start_up, demo_checkpoint, llama, monkeypatch, backend, kept
+):
+    """0.33 does, once the layers are there: 128 for DeepSeek-V3.2, which has two classes."""
+    from vllm.platforms import current_platform
+    from vllm.platforms.cpu import CpuPlatform
+
+    def choose(cls, vllm_config):
+        vllm_config.cache_config.block_size = 128
+
+    monkeypatch.setattr(CpuPlatform, "update_block_size_for_backend", classmethod(choose))
+    model = demo_checkpoint("v3") if backend else llama
+    config = start_up(model, attention_backend=backend)
+    current_platform.update_block_size_for_backend(config)
+    assert config.cache_config.block_size == kept
+
+
 def selector_config(**changes):
     """vLLM's AttentionSelectorConfig for one MLA layer of DeepSeek-V3, with `changes`."""
     from vllm.v1.attention.selector import AttentionSelectorConfig
