@@ -246,6 +246,7 @@ def test_rates_are_those_of_the_committed_results():
         ({"linear_attn_config": {"kda_layers": [1]}}, "m: config.json has linear_attn_config: not"),
         ({"layer_group_size": 5}, "has layer_group_size"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantised by awq.*--weight-bits"),
+        ({"quantization_config": "fp8"}, "expected a mapping as quantization_config, got 'fp8'"),
     ],
 )
 def test_configs_that_are_refused(changes, said):

@@ -196,6 +196,8 @@ def from_config(config: Mapping[str, Any], name: str, weight_bits: int | None = 
     if dtype not in _DTYPE_BYTES:
         raise ValueError(f"{name}: expected a dtype in {list(_DTYPE_BYTES)}, got {dtype}")
     quantisation = quantisation or config.get("quantization_config")
+    if quantisation is not None and not isinstance(quantisation, Mapping):
+        raise ValueError(f"{name}: expected a mapping as quantization_config, got {quantisation!r}")
     return MlaModel(
         name=name,
         hidden=config["hidden_size"],
