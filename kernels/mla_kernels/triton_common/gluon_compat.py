@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gluon names that changed between Triton 3.6 and 3.9: the only place that knows versions."""
+"""Gluon names that changed between Triton 3.6 and 3.9: the only place that knows them."""
 
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin

@@ -67,8 +67,9 @@ def choose_tile(heads: int, kv_format: str, arch: Arch, *, half: bool = False) -
             return Tile(64, 32, warps=8, stages=3, parts=2, wgmma=True)
         return Tile(64, 64, warps=8, stages=2, parts=1, wgmma=True)
     if arch.tensor_core == "mfma":  # compiled only, as in decode/triton/tiles.py
-        few = heads <= 16 and kv_format != "fp8_ds_mla"
-        return Tile(16 if heads <= 16 else 32, 32 if few else 16, warps=4, stages=1)
+        rows = 16 if heads <= 16 else 32
+        tokens = 32 if rows == 16 and kv_format != "fp8_ds_mla" else 16
+        return Tile(rows, tokens, warps=4, stages=1)
     small = arch.shared_memory < 128 * KB
     integer = kv_format != "float" and not arch.e4m3_convert
     if heads > 16:
