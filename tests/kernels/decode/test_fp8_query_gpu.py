@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from mla_kernels.arch import device_arch
+from mla_kernels.decode.call import DecodeCall
 from mla_kernels.decode.hopper.fp8_query.launcher import launch_fp8_query
 from mla_kernels.decode.rescale import scale_to_log2
 from mla_kernels.decode.triton.merge import launch_merge
@@ -67,11 +68,12 @@ def attend(case, q, *, causal=True, deterministic=False, q_scale=None, kv_scale=
     lse = torch.full((B, s_q, H), torch.nan, device="cuda")
     plan.acc.fill_(torch.nan)
     plan.sums.fill_(torch.nan)
-    launch_fp8_query(
+    call = DecodeCall(
         q, case.kv_cache, case.block_table, case.seq_lens, plan, out, lse,
         scale=case.options["scale"], q_scale=q_scale,
         kv_scale=case.options["kv_scale"] if kv_scale is None else kv_scale, causal=causal,
     )  # fmt: skip
+    launch_fp8_query(call)
     launch_merge(plan, out, lse, device_arch(out.device))
     return out, lse, plan
 

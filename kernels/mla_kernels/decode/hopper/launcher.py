@@ -4,9 +4,11 @@
 from typing import Any
 
 import torch
+import triton
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mla_kernels.arch import device_arch
+from mla_kernels.decode.call import DecodeCall, scale_argument
 from mla_kernels.decode.hopper import layouts
 from mla_kernels.decode.hopper.fp8.configs import choose_config
 from mla_kernels.decode.hopper.fp8.launcher import launch_fp8
@@ -17,7 +19,7 @@ from mla_kernels.decode.plan import MlaDecodePlan
 from mla_kernels.decode.query import Query, first_part, row_parts
 from mla_kernels.decode.rescale import scale_to_log2
 from mla_kernels.decode.triton.merge import launch_merge
-from mla_kernels.decode.triton.plan import DevicePlan, build_plan
+from mla_kernels.decode.triton.plan import build_plan
 from mla_kernels.triton_common.launch import launch
 
 # Tiles of each ring: 209 KB of shared memory. 160 is the only register share of the two value
@@ -63,80 +65,52 @@ def mla_decode_hopper(
             num_parts=parts_for(s_q * H, seq_lens.device, kv_cache.dtype, rescale, q_dtype),
         )
     config = choose_config(s_q * H, FORMATS[kv_cache.dtype], rescale)
-    if isinstance(q, torch.Tensor) and q_dtype == torch.float8_e4m3fn:
-        launch_fp8_query(
-            q, kv_cache, block_table, seq_lens, device_plan, out, lse,
-            scale=scale, q_scale=q_scale, kv_scale=kv_scale, causal=causal,
-        )  # fmt: skip
+    call = DecodeCall(
+        q, kv_cache, block_table, seq_lens, device_plan, out, lse,
+        scale=scale, kv_scale=kv_scale, q_scale=q_scale, causal=causal, rescale=rescale,
+    )  # fmt: skip
+    if q_dtype == torch.float8_e4m3fn:
+        launch_fp8_query(call)
     elif config is not None and out.data_ptr() % 4 == 0:  # it writes two columns at once
-        launch_fp8(
-            q, kv_cache, block_table, seq_lens, device_plan, out, lse, config,
-            scale=scale, kv_scale=kv_scale, causal=causal,
-        )  # fmt: skip
+        launch_fp8(call, config)
     else:
-        launch_decode(
-            q, kv_cache, block_table, seq_lens, device_plan, out, lse,
-            scale=scale, kv_scale=kv_scale, causal=causal, rescale=rescale,
-        )  # fmt: skip
+        launch_decode(call)
     launch_merge(device_plan, out, lse, device_arch(seq_lens.device))
 
 
-def launch_decode(
-    q: Query,
-    kv_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    plan: DevicePlan,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    *,
-    scale: float,
-    kv_scale: float | torch.Tensor | None,
-    causal: bool,
-    rescale: str,
-) -> None:
+def launch_decode(call: DecodeCall) -> None:
     """One CTA a tile of 64 query rows and part of the plan; split requests are left to the merge.
 
     out is contiguous bf16, kv_cache [num_blocks, 64, width] is contiguous.
     """
-    _, s_q, H, _ = first_part(q).shape
-    rows = s_q * H
-    kv_format = FORMATS[kv_cache.dtype]
-    causal, chunked = causal and s_q > 1, plan.chunk > 0
+    out, lse, acc, sums = call.results()
+    rows, modes, kv_format = call.rows, call.modes(), FORMATS[call.kv_cache.dtype]
     full = kv_format == "bf16" and rows % layouts.BLOCK.value == 0 and out.data_ptr() % 16 == 0
-    full = full and not (causal and chunked)  # it would spill a register in its loop
-    results: tuple[Any, Any] = (out, plan.acc)
+    full = full and not (modes["CAUSAL"] and modes["CHUNKED"])  # would spill one in its loop
+    results: tuple[Any, Any] = (out, acc)
     if full:
         results = (
             _boxes(out.view(-1, out.shape[-1]), layouts.HALF.value, layouts.TILE),
-            _boxes(plan.acc.view(-1, out.shape[-1]), layouts.HALF.value // 2, layouts.PARTIAL),
+            _boxes(acc.view(-1, out.shape[-1]), layouts.HALF.value // 2, layouts.PARTIAL),
         )
-    grid = (-(-rows // layouts.BLOCK.value), plan.parts.shape[0])
     launch(
         hopper_decode_kernel,
-        grid,
-        *query_descriptors(q, out.shape[-1]),
-        *cache_descriptors(kv_cache, kv_format),
-        1.0 if kv_scale is None else kv_scale,
-        block_table,
-        seq_lens,
-        plan.parts,
-        plan.requests,
+        (triton.cdiv(rows, layouts.BLOCK.value), call.plan.parts.shape[0]),
+        *query_descriptors(call.q, out.shape[-1]),
+        *cache_descriptors(call.kv_cache, kv_format),
+        scale_argument(call.kv_scale),
+        *call.tables(),
         results[0],
         lse,
         results[1],
-        plan.sums,
-        scale_to_log2(scale),
-        block_table.stride(0),
-        rows,
-        H,
-        s_q,
+        sums,
+        scale_to_log2(call.scale),
+        *call.sizes(),
         **CONFIGS[kv_format],
+        **modes,
         FORMAT=kv_format,
-        RESCALE=rescale,
-        LOAD_SCALE=isinstance(kv_scale, torch.Tensor),
-        CAUSAL=causal,
-        CHUNKED=chunked,
+        RESCALE=call.rescale,
+        LOAD_SCALE=isinstance(call.kv_scale, torch.Tensor),
         FULL=full,
         PEELED=kv_format == "bf16" and rows > MOST_ROWS_IN_ONE_LOOP,
         num_warps=4,

@@ -8,14 +8,16 @@ import torch
 import triton
 
 from mla_kernels.arch import Arch
+from mla_kernels.decode.call import DecodeCall, scale_argument
 from mla_kernels.decode.plan import MlaDecodePlan
+from mla_kernels.decode.query import joined
 from mla_kernels.decode.rescale import scale_to_log2
 from mla_kernels.decode.triton.few_rows.launcher import fits, launch_few_rows
 from mla_kernels.decode.triton.few_rows.tiles import choose_few_rows
 from mla_kernels.decode.triton.hopper.launcher import launch_many_rows, takes_many_rows
 from mla_kernels.decode.triton.kernel import mla_decode_kernel
 from mla_kernels.decode.triton.merge import launch_merge
-from mla_kernels.decode.triton.plan import DevicePlan, arch_of, build_plan, parts_for
+from mla_kernels.decode.triton.plan import arch_of, build_plan, parts_for
 from mla_kernels.decode.triton.tiles import Tile, choose_tile, tile_rows
 from mla_kernels.layouts import Fp8DsMlaLayout, MlaDims
 from mla_kernels.triton_common.formats import cache_format
@@ -63,21 +65,16 @@ def mla_decode_triton(
         few_rows = choose_few_rows(
             tile_rows(s_q * H, arch), dims, kv_format, arch, rescale, kv_cache.shape[1], q.dtype
         )
+    call = DecodeCall(
+        q, kv_cache, block_table, seq_lens, device_plan, out, lse,
+        scale=scale, kv_scale=kv_scale, causal=causal, rescale=rescale,
+    )  # fmt: skip
     if not INTERPRET and takes_many_rows(q, kv_cache, dims, arch, rescale):
-        launch_many_rows(
-            q, kv_cache, block_table, seq_lens, device_plan, out, lse, scale=scale, causal=causal,
-        )  # fmt: skip
+        launch_many_rows(call)
     elif few_rows is not None:
-        launch_few_rows(
-            q, kv_cache, block_table, seq_lens, device_plan, out, lse, few_rows,
-            scale=scale, kv_scale=kv_scale, causal=causal, dims=dims,
-        )  # fmt: skip
+        launch_few_rows(call, few_rows, dims)
     else:
-        tile = choose_tile(s_q * H, dims, kv_format, arch, rescale)
-        launch_decode(
-            q, kv_cache, block_table, seq_lens, device_plan, out, lse, tile, arch,
-            scale=scale, kv_scale=kv_scale, causal=causal, rescale=rescale, dims=dims,
-        )  # fmt: skip
+        launch_decode(call, choose_tile(s_q * H, dims, kv_format, arch, rescale), dims, arch)
     launch_merge(device_plan, out, lse, arch)
 
 
@@ -95,25 +92,9 @@ def check_supported(q: torch.Tensor, out: torch.Tensor, dims: MlaDims) -> None:
         raise ValueError(f"Expected a contiguous out, got strides {out.stride()}")
 
 
-def launch_decode(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    plan: DevicePlan,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    tile: Tile,
-    arch: Arch,
-    *,
-    scale: float,
-    kv_scale: float | torch.Tensor | None,
-    causal: bool,
-    rescale: str,
-    dims: MlaDims,
-) -> None:
+def launch_decode(call: DecodeCall, tile: Tile, dims: MlaDims, arch: Arch) -> None:
     """One program a row tile and part of the plan."""
-    _, s_q, H, _ = q.shape
+    q, kv_cache = joined(call.q), call.kv_cache
     kv_format = cache_format(kv_cache.dtype)
     if not can_prefetch(kv_cache):
         tile = replace(tile, prefetch=0)
@@ -124,35 +105,25 @@ def launch_decode(
         scale_view, rope_view = kv_cache.view(torch.float32), kv_cache.view(torch.bfloat16)
     launch(
         mla_decode_kernel,
-        (triton.cdiv(s_q * H, tile.rows), plan.parts.shape[0]),
+        (triton.cdiv(call.rows, tile.rows), call.plan.parts.shape[0]),
         q,
         kv,
         scale_view,
         rope_view,
-        1.0 if kv_scale is None else kv_scale,
-        block_table,
-        seq_lens,
-        plan.parts,
-        plan.requests,
-        out,
-        lse,
-        plan.acc,
-        plan.sums,
-        plan.outgrown,
-        scale_to_log2(scale),
+        scale_argument(call.kv_scale),
+        *call.tables(),
+        *call.results(),
+        call.plan.outgrown,
+        scale_to_log2(call.scale),
         q.stride(0),
         q.stride(1),
         q.stride(2),
         kv_cache.stride(0),
-        block_table.stride(0),
-        s_q * H,
-        H,
-        s_q,
+        *call.sizes(),
         **kernel_constants(dims, kv_format, kv_cache.shape[1], kv_cache.stride(1)),
-        **tile_constants(tile, arch, rescale, kv_format, q.dtype, kv_cache.shape[1]),
-        LOAD_SCALE=isinstance(kv_scale, torch.Tensor),
-        CAUSAL=causal and s_q > 1,
-        CHUNKED=plan.chunk > 0,
+        **tile_constants(tile, arch, call.rescale, kv_format, q.dtype, kv_cache.shape[1]),
+        **call.modes(),
+        LOAD_SCALE=isinstance(call.kv_scale, torch.Tensor),
         **tile_options(tile),
     )
 

@@ -7,35 +7,21 @@ import torch
 import triton
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from mla_kernels.decode.call import DecodeCall, scale_argument
 from mla_kernels.decode.hopper.fp8.kernel import hopper_fp8_kernel
 from mla_kernels.decode.hopper.fp8.operands import rows_of
 from mla_kernels.decode.hopper.layouts import QUERY_TILE, SCALES
 from mla_kernels.decode.hopper.support import FORMATS
-from mla_kernels.decode.query import Query, first_part, row_parts
+from mla_kernels.decode.query import row_parts
 from mla_kernels.decode.rescale import scale_to_log2
-from mla_kernels.decode.triton.plan import DevicePlan
 from mla_kernels.triton_common.launch import launch
 
 
-def launch_fp8(
-    q: Query,
-    kv_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    plan: DevicePlan,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    config: dict[str, Any],
-    *,
-    scale: float,
-    kv_scale: float | torch.Tensor | None,
-    causal: bool,
-) -> None:
+def launch_fp8(call: DecodeCall, config: dict[str, Any]) -> None:
     """One CTA a tile of config["N"] query rows and part of the plan; split requests are left to the
     merge. out is contiguous bf16, kv_cache [num_blocks, 64, width] is contiguous."""
-    _, s_q, H, _ = first_part(q).shape
-    rows = s_q * H
-    latent, rope = row_parts(q, out.shape[-1])
+    kv_cache = call.kv_cache
+    latent, rope = row_parts(call.q, call.out.shape[-1])
     units = kv_cache.view(-1, kv_cache.shape[-1]).view(torch.bfloat16)
     kv_format = FORMATS[kv_cache.dtype]
     rope_width = 64 if kv_format == "fp8_ds_mla" else 32
@@ -45,30 +31,20 @@ def launch_fp8(
         scale_desc = TensorDescriptor.from_tensor(units.view(torch.float32), [64, 4], SCALES.value)
     launch(
         hopper_fp8_kernel,
-        (triton.cdiv(rows, config["N"]), plan.parts.shape[0]),
+        (triton.cdiv(call.rows, config["N"]), call.plan.parts.shape[0]),
         TensorDescriptor.from_tensor(latent, [1, config["N"], 512], QUERY_TILE.value),
         TensorDescriptor.from_tensor(rope, [1, config["N"], 64], QUERY_TILE.value),
         kv_desc,
         TensorDescriptor.from_tensor(units, [64, rope_width], rows_of(rope_width)),
         scale_desc,
-        1.0 if kv_scale is None else kv_scale,
-        block_table,
-        seq_lens,
-        plan.parts,
-        plan.requests,
-        out,
-        lse,
-        plan.acc,
-        plan.sums,
-        scale_to_log2(scale),
-        block_table.stride(0),
-        rows,
-        H,
-        s_q,
+        scale_argument(call.kv_scale),
+        *call.tables(),
+        *call.results(),
+        scale_to_log2(call.scale),
+        *call.sizes(),
         **config,
+        **call.modes(),
         FORMAT=kv_format,
-        LOAD_SCALE=isinstance(kv_scale, torch.Tensor),
-        CAUSAL=causal and s_q > 1,
-        CHUNKED=plan.chunk > 0,
+        LOAD_SCALE=isinstance(call.kv_scale, torch.Tensor),
         num_warps=4,
     )

@@ -6,10 +6,11 @@ from typing import Any
 import torch
 import triton
 
+from mla_kernels.decode.call import DecodeCall, scale_argument
+from mla_kernels.decode.query import joined
 from mla_kernels.decode.rescale import scale_to_log2
 from mla_kernels.decode.triton.few_rows.kernel import few_rows_kernel
 from mla_kernels.decode.triton.few_rows.tiles import FewRowsTile
-from mla_kernels.decode.triton.plan import DevicePlan
 from mla_kernels.layouts import Fp8DsMlaLayout, MlaDims
 from mla_kernels.triton_common.formats import cache_format
 from mla_kernels.triton_common.launch import launch
@@ -22,53 +23,29 @@ def fits(kv_cache: torch.Tensor) -> bool:
     return all(n % 16 == 0 for n in steps) and kv_cache.shape[1] in (16, 32, 64, 128)
 
 
-def launch_few_rows(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    plan: DevicePlan,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    tile: FewRowsTile,
-    *,
-    scale: float,
-    kv_scale: float | torch.Tensor | None,
-    causal: bool,
-    dims: MlaDims,
-) -> None:
+def launch_few_rows(call: DecodeCall, tile: FewRowsTile, dims: MlaDims) -> None:
     """One program a row tile and part of the plan. The cache must fit (`fits`)."""
-    _, s_q, H, _ = q.shape
+    q, kv_cache = joined(call.q), call.kv_cache
     kv_format = cache_format(kv_cache.dtype)
     units = kv_cache.view(torch.bfloat16 if kv_format == "fp8_ds_mla" else q.dtype)
     launch(
         few_rows_kernel,
-        (triton.cdiv(s_q * H, tile.rows), plan.parts.shape[0]),
+        (triton.cdiv(call.rows, tile.rows), call.plan.parts.shape[0]),
         q,
         units,
         kv_cache.view(torch.float32) if kv_format == "fp8_ds_mla" else units,
-        1.0 if kv_scale is None else kv_scale,
-        block_table,
-        seq_lens,
-        plan.parts,
-        plan.requests,
-        out,
-        lse,
-        plan.acc,
-        plan.sums,
-        scale_to_log2(scale),
+        scale_argument(call.kv_scale),
+        *call.tables(),
+        *call.results(),
+        scale_to_log2(call.scale),
         q.stride(0),
         q.stride(1),
         q.stride(2),
         units.stride(0) // 8,
-        block_table.stride(0),
-        s_q * H,
-        H,
-        s_q,
+        *call.sizes(),
         **kernel_constants(tile, dims, kv_format, kv_cache.shape[1], units.stride(1)),
-        LOAD_SCALE=isinstance(kv_scale, torch.Tensor),
-        CAUSAL=causal and s_q > 1,
-        CHUNKED=plan.chunk > 0,
+        **call.modes(),
+        LOAD_SCALE=isinstance(call.kv_scale, torch.Tensor),
         num_warps=tile.warps,
         maxnreg=tile.max_registers,
     )

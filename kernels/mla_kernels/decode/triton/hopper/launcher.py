@@ -2,13 +2,14 @@
 """Launching the many-rows kernel. Arguments are checked by `mla_kernels.decode.api`."""
 
 import torch
+import triton
 
 from mla_kernels.arch import Arch
+from mla_kernels.decode.call import DecodeCall
 from mla_kernels.decode.hopper import layouts
 from mla_kernels.decode.hopper.launcher import cache_descriptors, query_descriptors
 from mla_kernels.decode.rescale import scale_to_log2
 from mla_kernels.decode.triton.hopper.kernel import many_rows_kernel
-from mla_kernels.decode.triton.plan import DevicePlan
 from mla_kernels.decode.triton.tiles import tile_rows
 from mla_kernels.layouts import MlaDims
 from mla_kernels.triton_common.launch import launch
@@ -32,41 +33,18 @@ def takes_many_rows(
     )
 
 
-def launch_many_rows(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    plan: DevicePlan,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    *,
-    scale: float,
-    causal: bool,
-) -> None:
+def launch_many_rows(call: DecodeCall) -> None:
     """One program a tile of 64 query rows and part of the plan; splits are left to the merge."""
-    _, s_q, H, _ = q.shape
-    rows = s_q * H
     launch(
         many_rows_kernel,
-        (-(-rows // layouts.BLOCK.value), plan.parts.shape[0]),
-        *query_descriptors(q, out.shape[-1]),
-        *cache_descriptors(kv_cache, "bf16")[:2],
-        block_table,
-        seq_lens,
-        plan.parts,
-        plan.requests,
-        out,
-        lse,
-        plan.acc,
-        plan.sums,
-        scale_to_log2(scale),
-        block_table.stride(0),
-        rows,
-        H,
-        s_q,
-        CAUSAL=causal and s_q > 1,
-        CHUNKED=plan.chunk > 0,
+        (triton.cdiv(call.rows, layouts.BLOCK.value), call.plan.parts.shape[0]),
+        *query_descriptors(call.q, call.out.shape[-1]),
+        *cache_descriptors(call.kv_cache, "bf16")[:2],
+        *call.tables(),
+        *call.results(),
+        scale_to_log2(call.scale),
+        *call.sizes(),
+        **call.modes(),
         LOADER_REGS=LOADER_REGS,
         num_warps=8,
     )
