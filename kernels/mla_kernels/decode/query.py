@@ -42,6 +42,11 @@ def first_part(q: Query) -> torch.Tensor:
     return q if isinstance(q, torch.Tensor) else q[0]
 
 
+def width(q: Query) -> int:
+    """Columns of a head: Dk."""
+    return q.shape[-1] if isinstance(q, torch.Tensor) else q[0].shape[-1] + q[1].shape[-1]
+
+
 def check_q_scale(q: Query, q_scale: object) -> None:
     """None, or the scale of a q of fp8 codes."""
     first = first_part(q)

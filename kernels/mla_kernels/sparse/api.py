@@ -104,8 +104,8 @@ def mla_sparse_attention(
     if chosen in ("hopper", "triton"):
         out, lse = results_for(q, kv_lora_rank, out, lse)
         operands = _operands(q, kv_cache, slots, out, lse, workspace, options)
-        options |= {"out": out, "lse": lse, "workspace": workspace}
-        launch = functools.partial(_by_kernel, chosen, q, kv_cache, slots, **options)
+        options |= {"workspace": workspace}
+        launch = functools.partial(_by_kernel, chosen, q, kv_cache, slots, out, lse, **options)
         _RECORDINGS.record(key, operands, launch)
         return out, lse
     q = joined(q)
@@ -133,19 +133,20 @@ def _operands(
 
 
 def _by_kernel(
-    chosen: str, q: Query, kv_cache: torch.Tensor, slots: torch.Tensor, **options: Any
+    chosen: str, *args: Any, kv_lora_rank: int, deterministic: bool, **named: Any
 ) -> None:
-    """Launch the kernels of "hopper" or "triton"."""
+    """Launch the kernels of "hopper" or "triton"; kv_lora_rank is out's width."""
+    from mla_kernels.sparse.call import SparseCall
+
+    call = SparseCall(*args, **named)
     if chosen == "triton":
         from mla_kernels.sparse.triton.launcher import mla_sparse_attention_triton
 
-        mla_sparse_attention_triton(q, kv_cache, slots, **options)
+        mla_sparse_attention_triton(call, deterministic=deterministic)
         return
     from mla_kernels.sparse.hopper.launcher import mla_sparse_attention_hopper
 
-    for name in ("kv_lora_rank", "kv_scale", "max_logits"):  # that it is not asked to take
-        del options[name]
-    mla_sparse_attention_hopper(q, kv_cache, slots, **options)
+    mla_sparse_attention_hopper(call, deterministic=deterministic)
 
 
 def _check_arguments(

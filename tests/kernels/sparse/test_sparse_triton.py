@@ -11,6 +11,7 @@ from mla_kernels.decode.triton.launcher import DIMS
 from mla_kernels.decode.triton.plan import arch_of
 from mla_kernels.layouts import MlaDims
 from mla_kernels.sparse.api import TRITON_DIMS
+from mla_kernels.sparse.call import SparseCall
 from mla_kernels.sparse.reference import mla_sparse_attention_reference
 from mla_kernels.sparse.triton import launcher, tiles
 from mla_kernels.sparse.triton.launcher import mla_sparse_attention_triton
@@ -52,11 +53,10 @@ def attend(q, kv, slots, options, splits=None, **more):
     spans = -(-max(1, -(-slots.shape[1] // tile.tokens)) // splits)
     size = tiles.partial_bytes(T, H, splits, rank)
     workspace = torch.full((size,), 0xFF, dtype=torch.uint8, device=q.device)  # NaN as fp32
-    mla_sparse_attention_triton(
-        q, kv, slots, out=out, lse=lse, workspace=workspace, tile=tile,
-        split=tiles.Split(splits, spans * tile.tokens),
-        **{"lengths": None, "sink": None, **options, **more},
-    )  # fmt: skip
+    modes = {k: v for k, v in (options | more).items() if k != "kv_lora_rank"}
+    call = SparseCall(q, kv, slots, out, lse, workspace=workspace, **modes)
+    split = tiles.Split(splits, spans * tile.tokens)
+    mla_sparse_attention_triton(call, tile=tile, split=split)
     return out, lse
 
 

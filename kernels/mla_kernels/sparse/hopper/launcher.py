@@ -7,18 +7,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mla_kernels.arch import device_arch
 from mla_kernels.decode.hopper.layouts import BLOCK, HALF, QUERY_TILE, ROPE
-from mla_kernels.decode.query import Query, token_parts
+from mla_kernels.decode.query import token_parts
 from mla_kernels.decode.rescale import scale_to_log2
+from mla_kernels.sparse.call import SparseCall
 from mla_kernels.sparse.hopper.kernel import hopper_sparse_kernel
 from mla_kernels.sparse.hopper.support import FORMATS, choose_split
 from mla_kernels.sparse.triton.results import launch_merge
-from mla_kernels.sparse.triton.tiles import (
-    FIXED_WORKSPACE,
-    Split,
-    fixed_split,
-    partial_bytes,
-    tokens_at_once,
-)
+from mla_kernels.sparse.triton.tiles import Split, fixed_split
 from mla_kernels.triton_common.launch import launch
 
 # Tiles of each ring: 210 KB of shared memory, 220 with codes. The query tile comes in the last slot
@@ -29,61 +24,30 @@ CONFIGS = {
 }
 
 
-def mla_sparse_attention_hopper(
-    q: Query,
-    kv_cache: torch.Tensor,
-    slots: torch.Tensor,
-    *,
-    scale: float,
-    lengths: torch.Tensor | None,
-    sink: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    workspace: torch.Tensor | None = None,
-    deterministic: bool = False,
-    split: Split | None = None,
-) -> None:
-    """`mla_sparse_attention` into contiguous out and lse. Allocates nothing with a workspace, but
-    for parts of q with strides that TMA does not take."""
-    T, H = lse.shape
-    K = slots.shape[1]
+def mla_sparse_attention_hopper(call: SparseCall, *, deterministic: bool = False) -> None:
+    """`mla_sparse_attention`. Allocates nothing with a workspace, but for parts of q with strides
+    that TMA does not take."""
+    T, H, K = call.shape
     if T == 0:
         return
-    latent, rope = token_parts(q, out.shape[2])
-    if split is None and deterministic:
-        split = fixed_split(K)
-        room = FIXED_WORKSPACE if workspace is None else workspace.numel()
-        turn = tokens_at_once(H, split.splits, out.shape[2], room) if split.splits > 1 else T
-        if 0 < turn < T:
-            for part in (slice(t, t + turn) for t in range(0, T, turn)):
-                mla_sparse_attention_hopper(
-                    (latent[part], rope[part]),
-                    kv_cache,
-                    slots[part],
-                    scale=scale,
-                    lengths=None if lengths is None else lengths[part],
-                    sink=sink,
-                    out=out[part],
-                    lse=lse[part],
-                    workspace=workspace,
-                    split=split,
-                )
-            return
-    split = split or choose_split(T, H, K, lse.device)
-    kv_format = FORMATS[kv_cache.dtype]
-    acc, sums = lse, lse
-    if split.splits > 1:
-        needed = partial_bytes(T, H, split.splits, out.shape[2])
-        if workspace is None:
-            workspace = torch.empty(needed, dtype=torch.uint8, device=lse.device)
-        if workspace.numel() < needed:
-            raise ValueError(f"Expected workspace of {needed} bytes, got {workspace.numel()}")
-        floats = workspace[:needed].view(torch.float32)
-        acc, sums = floats.split([T * split.splits * H * n for n in (out.shape[2], 2)])
+    if not deterministic:
+        launch_sparse(call, choose_split(T, H, K, call.lse.device))
+        return
+    split = fixed_split(K)
+    for part in call.turns(split):
+        launch_sparse(part, split)
+
+
+def launch_sparse(call: SparseCall, split: Split) -> None:
+    """One CTA a token, tile of 64 heads and range of its slots, and their merge."""
+    T, H, K = call.shape
+    kv_cache, out, lse = call.kv_cache, call.out, call.lse
+    kv_format, block = FORMATS[kv_cache.dtype], BLOCK.value
+    latent, rope = token_parts(call.q, out.shape[2])
+    acc, sums = call.partials(split)
     scale_view, rope_view = kv_cache, kv_cache
     if kv_format == "fp8_ds_mla":
         scale_view, rope_view = kv_cache.view(torch.float32), kv_cache.view(torch.bfloat16)
-    block = BLOCK.value
     launch(
         hopper_sparse_kernel,
         (T * triton.cdiv(H, block), split.splits),
@@ -92,28 +56,24 @@ def mla_sparse_attention_hopper(
         kv_cache,
         scale_view,
         rope_view,
-        slots,
-        slots if lengths is None else lengths,
-        lse if sink is None else sink,
+        *call.rows(),
         out,
         lse,
         acc,
         sums,
-        scale_to_log2(scale),
+        scale_to_log2(call.scale),
         kv_cache.stride(0),
-        slots.stride(0),
+        call.slots.stride(0),
         kv_cache.shape[0] * kv_cache.shape[1],
         K,
         split.span,
         H,
         **CONFIGS[kv_format],
+        **call.modes(split),
         FORMAT=kv_format,
         PAGE=kv_cache.shape[1],
         ROW=kv_cache.stride(1),
-        HAS_LENGTHS=lengths is not None,
-        HAS_SINK=sink is not None,
-        SPLIT=split.splits > 1,
         num_warps=4,
     )
     if split.splits > 1:
-        launch_merge(acc, sums, sink, out, lse, split.splits, device_arch(lse.device))
+        launch_merge(acc, sums, call.sink, out, lse, split.splits, device_arch(lse.device))

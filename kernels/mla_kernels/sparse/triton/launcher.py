@@ -8,134 +8,82 @@ import triton
 
 from mla_kernels import checks
 from mla_kernels.arch import Arch
-from mla_kernels.decode.query import Query, first_part, joined, tokens_of
+from mla_kernels.decode.call import scale_argument
+from mla_kernels.decode.query import first_part, joined, width
 from mla_kernels.decode.rescale import scale_to_log2
+from mla_kernels.decode.triton.few_rows.tiles import FewRowsTile
 from mla_kernels.decode.triton.launcher import check_supported, kernel_constants
 from mla_kernels.decode.triton.plan import arch_of
 from mla_kernels.layouts import MlaDims
+from mla_kernels.sparse.call import SparseCall
 from mla_kernels.sparse.triton.few_rows.launcher import launch_few_rows
 from mla_kernels.sparse.triton.few_rows.tiles import choose_few_rows
 from mla_kernels.sparse.triton.kernel import mla_sparse_kernel
 from mla_kernels.sparse.triton.results import launch_merge
-from mla_kernels.sparse.triton.tiles import (
-    FIXED_WORKSPACE,
-    Split,
-    Tile,
-    choose_split,
-    choose_tile,
-    fixed_split,
-    partial_bytes,
-    tokens_at_once,
-)
+from mla_kernels.sparse.triton.tiles import Split, Tile, choose_split, choose_tile, fixed_split
 from mla_kernels.triton_common.formats import cache_format
 from mla_kernels.triton_common.launch import launch
 from mla_kernels.triton_common.runtime import INTERPRET
 
 
 def mla_sparse_attention_triton(
-    q: Query,
-    kv_cache: torch.Tensor,
-    slots: torch.Tensor,
+    call: SparseCall,
     *,
-    scale: float,
-    kv_lora_rank: int,
-    kv_scale: float | torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    sink: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    max_logits: torch.Tensor | None = None,
-    workspace: torch.Tensor | None = None,
     deterministic: bool = False,
     tile: Tile | None = None,
     split: Split | None = None,
 ) -> None:
-    """`mla_sparse_attention` into contiguous out and lse. Allocates nothing with a workspace, but
-    for parts of q that the kernel for few heads does not serve."""
-    T, H = lse.shape
-    K, dtype, device = slots.shape[1], out.dtype, out.device
-    rope_dim = q.shape[2] - kv_lora_rank if isinstance(q, torch.Tensor) else q[1].shape[2]
-    dims = MlaDims(kv_lora_rank, rope_dim)
-    check_supported(first_part(q), out, dims)
+    """`mla_sparse_attention`. Allocates nothing with a workspace, but for parts of q that the
+    kernel for few heads does not serve."""
+    T, H, K = call.shape
+    DV, dtype, device = call.out.shape[2], call.out.dtype, call.out.device
+    dims = MlaDims(DV, width(call.q) - DV)
+    check_supported(first_part(call.q), call.out, dims)
     if T == 0:
         return
-    kv_format = cache_format(kv_cache.dtype)
+    kv_format = cache_format(call.kv_cache.dtype)
     arch = arch_of(device)
-    few_rows = None
-    # Gluon has no interpreter.
-    if tile is None and max_logits is None and not INTERPRET and checks.rows_aligned(kv_cache):
-        few_rows = choose_few_rows(H, dims, kv_format, arch, dtype)
+    chosen: Tile | FewRowsTile | None = tile
+    few_rows = not INTERPRET and call.max_logits is None and checks.rows_aligned(call.kv_cache)
+    if tile is None and few_rows:  # Gluon has no interpreter
+        chosen = choose_few_rows(H, dims, kv_format, arch, dtype)
+    chosen = chosen or choose_tile(H, kv_format, arch, half=dtype == torch.float16)
     if split is None and deterministic:
         split = fixed_split(K)
-        room = FIXED_WORKSPACE if workspace is None else workspace.numel()
-        turn = tokens_at_once(H, split.splits, kv_lora_rank, room) if split.splits > 1 else T
-        if 0 < turn < T:
-            for part in (slice(t, t + turn) for t in range(0, T, turn)):
-                mla_sparse_attention_triton(
-                    tokens_of(q, part),
-                    kv_cache,
-                    slots[part],
-                    scale=scale,
-                    kv_lora_rank=kv_lora_rank,
-                    kv_scale=kv_scale,
-                    lengths=None if lengths is None else lengths[part],
-                    sink=sink,
-                    out=out[part],
-                    lse=lse[part],
-                    max_logits=None if max_logits is None else max_logits[part],
-                    workspace=workspace,
-                    tile=tile,
-                    split=split,
-                )
-            return
-    tile = tile or choose_tile(H, kv_format, arch, half=dtype == torch.float16)
-    split = split or choose_split(T, H, K, few_rows or tile, device)
-    acc, sums = lse, lse
-    if split.splits > 1:
-        needed = partial_bytes(T, H, split.splits, kv_lora_rank)
-        if workspace is None:
-            workspace = torch.empty(needed, dtype=torch.uint8, device=device)
-        if workspace.numel() < needed:
-            raise ValueError(f"Expected workspace of {needed} bytes, got {workspace.numel()}")
-        floats = workspace[:needed].view(torch.float32)
-        acc, sums = floats.split([T * split.splits * H * n for n in (kv_lora_rank, 2)])
-        if max_logits is not None:
-            max_logits.fill_(-torch.inf)
-    if few_rows is not None:
-        launch_few_rows(
-            q, kv_cache, slots, out, lse, acc, sums, few_rows, split, arch,
-            scale=scale, lengths=lengths, sink=sink,
-        )  # fmt: skip
+        for part in call.turns(split):
+            launch_and_merge(part, chosen, split, dims, arch)
+        return
+    split = split or choose_split(T, H, K, chosen, device)
+    launch_and_merge(call, chosen, split, dims, arch)
+
+
+def launch_and_merge(
+    call: SparseCall, tile: Tile | FewRowsTile, split: Split, dims: MlaDims, arch: Arch
+) -> None:
+    """The kernel that the tile is of, and the merge of its ranges of slots."""
+    acc, sums = call.partials(split)
+    if isinstance(tile, FewRowsTile):
+        launch_few_rows(call, acc, sums, tile, split, arch)
     else:
-        launch_sparse(
-            joined(q), kv_cache, slots, out, lse, max_logits, acc, sums, tile, split, arch,
-            scale=scale, kv_scale=kv_scale, lengths=lengths, sink=sink, dims=dims,
-        )  # fmt: skip
+        if split.splits > 1 and call.max_logits is not None:
+            call.max_logits.fill_(-torch.inf)
+        launch_sparse(call, acc, sums, tile, split, dims, arch)
     if split.splits > 1:
-        launch_merge(acc, sums, sink, out, lse, split.splits, arch)
+        launch_merge(acc, sums, call.sink, call.out, call.lse, split.splits, arch)
 
 
 def launch_sparse(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    slots: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    max_logits: torch.Tensor | None,
+    call: SparseCall,
     acc: torch.Tensor,
     sums: torch.Tensor,
     tile: Tile,
     split: Split,
-    arch: Arch,
-    *,
-    scale: float,
-    kv_scale: float | torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    sink: torch.Tensor | None,
     dims: MlaDims,
+    arch: Arch,
 ) -> None:
     """One program a token, tile of its heads and range of its slots: the kernel of kernel.py."""
-    T, H, _ = q.shape
+    T, H, K = call.shape
+    q, kv_cache = joined(call.q), call.kv_cache
     kv_format = cache_format(kv_cache.dtype)
     kv, scale_view, rope_view = kv_cache, kv_cache, kv_cache
     if kv_format == "fp8":
@@ -149,31 +97,27 @@ def launch_sparse(
         kv,
         scale_view,
         rope_view,
-        1.0 if kv_scale is None else kv_scale,
-        slots,
-        slots if lengths is None else lengths,
-        lse if sink is None else sink,
-        out,
-        lse,
-        lse if max_logits is None else max_logits,
+        scale_argument(call.kv_scale),
+        *call.rows(),
+        call.out,
+        call.lse,
+        call.lse if call.max_logits is None else call.max_logits,
         acc,
         sums,
-        scale_to_log2(scale),
+        scale_to_log2(call.scale),
         q.stride(0),
         q.stride(1),
         kv_cache.stride(0),
-        slots.stride(0),
+        call.slots.stride(0),
         kv_cache.shape[0] * kv_cache.shape[1],
-        slots.shape[1],
+        K,
         H,
         split.span,
         **kernel_constants(dims, kv_format, kv_cache.shape[1], kv_cache.stride(1)),
         **tile_constants(tile, arch, kv_format, q.dtype),
-        LOAD_SCALE=isinstance(kv_scale, torch.Tensor),
-        HAS_LENGTHS=lengths is not None,
-        HAS_SINK=sink is not None,
-        SPLIT=split.splits > 1,
-        MAX_LOGITS=max_logits is not None,
+        **call.modes(split),
+        LOAD_SCALE=isinstance(call.kv_scale, torch.Tensor),
+        MAX_LOGITS=call.max_logits is not None,
         **tile_options(tile),
     )
 

@@ -7,34 +7,28 @@ import torch
 import triton
 
 from mla_kernels.arch import Arch
-from mla_kernels.decode.query import Query, both_parts
+from mla_kernels.decode.query import both_parts
 from mla_kernels.decode.rescale import scale_to_log2
 from mla_kernels.decode.triton.few_rows.tiles import FewRowsTile
 from mla_kernels.layouts import Fp8DsMlaLayout, MlaDims
+from mla_kernels.sparse.call import SparseCall
 from mla_kernels.sparse.triton.few_rows.kernel import few_rows_sparse_kernel
 from mla_kernels.sparse.triton.tiles import Split
 from mla_kernels.triton_common.launch import launch
 
 
 def launch_few_rows(
-    q: Query,
-    kv_cache: torch.Tensor,
-    slots: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    call: SparseCall,
     acc: torch.Tensor,
     sums: torch.Tensor,
     tile: FewRowsTile,
     split: Split,
     arch: Arch,
-    *,
-    scale: float,
-    lengths: torch.Tensor | None,
-    sink: torch.Tensor | None,
 ) -> None:
     """One program a token, tile of its heads and range of its slots."""
-    T, H = lse.shape
-    latent, rope = both_parts(q, out.shape[2])
+    T, H, K = call.shape
+    kv_cache = call.kv_cache
+    latent, rope = both_parts(call.q, call.out.shape[2])
     units = kv_cache.view(torch.bfloat16)
     launch(
         few_rows_sparse_kernel,
@@ -43,28 +37,24 @@ def launch_few_rows(
         rope,
         units,
         kv_cache.view(torch.float32),
-        slots,
-        slots if lengths is None else lengths,
-        lse if sink is None else sink,
-        out,
-        lse,
+        *call.rows(),
+        call.out,
+        call.lse,
         acc,
         sums,
-        scale_to_log2(scale),
+        scale_to_log2(call.scale),
         latent.stride(0),
         latent.stride(1),
         rope.stride(0),
         rope.stride(1),
         units.stride(0) // 8,
-        slots.stride(0),
+        call.slots.stride(0),
         kv_cache.shape[0] * kv_cache.shape[1],
-        slots.shape[1],
+        K,
         H,
         split.span,
         **tile_constants(tile, kv_cache.shape[1], units.stride(1)),
-        HAS_LENGTHS=lengths is not None,
-        HAS_SINK=sink is not None,
-        SPLIT=split.splits > 1,
+        **call.modes(split),
         PDL=arch.programmatic_launch,
         num_warps=tile.warps,
         maxnreg=tile.max_registers,
