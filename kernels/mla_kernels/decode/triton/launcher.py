@@ -12,6 +12,10 @@ from mla_kernels.decode.call import DecodeCall, scale_argument
 from mla_kernels.decode.plan import MlaDecodePlan
 from mla_kernels.decode.query import joined
 from mla_kernels.decode.rescale import scale_to_log2
+from mla_kernels.decode.triton.few_rows.hopper.launcher import (
+    launch_few_rows_fp8,
+    takes_few_rows_fp8,
+)
 from mla_kernels.decode.triton.few_rows.launcher import fits, launch_few_rows
 from mla_kernels.decode.triton.few_rows.tiles import choose_few_rows
 from mla_kernels.decode.triton.hopper.launcher import launch_many_rows, takes_many_rows
@@ -71,6 +75,8 @@ def mla_decode_triton(
     )  # fmt: skip
     if not INTERPRET and takes_many_rows(q, kv_cache, dims, arch, rescale):
         launch_many_rows(call)
+    elif few_rows is not None and takes_few_rows_fp8(kv_cache, few_rows, arch):
+        launch_few_rows_fp8(call)
     elif few_rows is not None:
         launch_few_rows(call, few_rows, dims)
     else:

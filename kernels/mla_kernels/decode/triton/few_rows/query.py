@@ -36,8 +36,11 @@ def load_rope(
 
 
 @gluon.jit
-def query_operands(q, rope, latent_stage, rope_shared, LATENT: gl.constexpr, FORMAT: gl.constexpr):
+def query_operands(
+    q, rope, latent_stage, rope_shared, LATENT: gl.constexpr, FORMAT: gl.constexpr, b_stage=None
+):
     """(a, b, up): the latent part in the layout LATENT; the rope part goes to rope_shared [1 or 2].
+    a and b pass through latent_stage; given b_stage, b through that, and both stay there.
 
     With codes the latent is fp16 below 2 in size, `up` the power of two that this took away, and a
     and b are columns as in operands.py; "fp8" treats the rope part likewise. Else a is all and b
@@ -56,7 +59,7 @@ def query_operands(q, rope, latent_stage, rope_shared, LATENT: gl.constexpr, FOR
         down, up = powers_of_two(top)
         a, b = query_pairs((x * down).to(gl.float16))
         a = staged(a, latent_stage, LATENT)
-        b = staged(b, latent_stage, LATENT)
+        b = staged(b, latent_stage if b_stage is None else b_stage, LATENT)
     if FORMAT == "fp8":
         rope_a, rope_b = query_pairs((y * down).to(gl.float16))
         rope_shared.index(0).store(rope_a)

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launching the few-rows kernel with a warp that loads. Arguments are checked by
+`mla_kernels.decode.api`."""
+
+import torch
+import triton
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from mla_kernels.arch import Arch
+from mla_kernels.decode.call import DecodeCall, scale_argument
+from mla_kernels.decode.hopper import layouts
+from mla_kernels.decode.hopper.fp8.operands import rows_of
+from mla_kernels.decode.query import joined
+from mla_kernels.decode.rescale import scale_to_log2
+from mla_kernels.decode.triton.few_rows.hopper.kernel import few_rows_fp8_kernel
+from mla_kernels.decode.triton.few_rows.tiles import FewRowsTile
+from mla_kernels.triton_common.launch import launch
+
+# 80 registers a thread at launch are what two programs of twelve warps may have; of those of the
+# loader's four warps all but 24 go to the others: 104.
+CONFIG = {"BM": 16, "SLOTS": 2, "LOADER_REGS": 24}
+OPTIONS = {"num_warps": 8, "maxnreg": 80}
+
+
+def takes_few_rows_fp8(kv_cache: torch.Tensor, tile: FewRowsTile, arch: Arch) -> bool:
+    """Whether this kernel serves a batch that the few-rows kernel would take with this tile."""
+    return (
+        arch.sm == 90
+        and tile.rows == CONFIG["BM"]
+        and kv_cache.dtype == torch.float8_e4m3fn
+        and kv_cache.shape[1:] == (layouts.BLOCK.value, 576)
+        and kv_cache.is_contiguous()
+        and kv_cache.data_ptr() % 16 == 0
+    )
+
+
+def launch_few_rows_fp8(call: DecodeCall) -> None:
+    """One program a tile of 16 query rows and part of the plan; splits are left to the merge."""
+    q, block = joined(call.q), layouts.BLOCK.value
+    units = call.kv_cache.view(-1, call.kv_cache.shape[-1]).view(torch.bfloat16)
+    launch(
+        few_rows_fp8_kernel,
+        (triton.cdiv(call.rows, CONFIG["BM"]), call.plan.parts.shape[0]),
+        q,
+        TensorDescriptor.from_tensor(units, [block, 256], rows_of(256)),
+        TensorDescriptor.from_tensor(units, [block, 32], rows_of(32)),
+        scale_argument(call.kv_scale),
+        *call.tables(),
+        *call.results(),
+        scale_to_log2(call.scale),
+        q.stride(0),
+        q.stride(1),
+        q.stride(2),
+        *call.sizes(),
+        **call.modes(),
+        **CONFIG,
+        LOAD_SCALE=isinstance(call.kv_scale, torch.Tensor),
+        **OPTIONS,
+    )

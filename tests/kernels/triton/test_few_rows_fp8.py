@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The few-rows kernel with a warp that loads: when it is taken; on a GPU what the dense tests do
+not reach."""
+
+import pytest
+import torch
+from mla_kernels import mla_decode
+from mla_kernels.arch import ARCHS
+from mla_kernels.decode.reference import mla_decode_reference
+from mla_kernels.decode.triton import launcher
+from mla_kernels.decode.triton.few_rows.hopper.launcher import (
+    CONFIG,
+    OPTIONS,
+    takes_few_rows_fp8,
+)
+from mla_kernels.decode.triton.few_rows.tiles import few_rows_tile
+from mla_kernels.layouts import MlaDims
+from mla_kernels.testing import metrics
+from mla_kernels.testing.cases import decode_case
+
+gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="needs sm_90",
+    ),
+]
+CODES = torch.float8_e4m3fn
+
+
+def takes(cache, rows=16, sm=90):
+    tile = few_rows_tile(rows, MlaDims(), "fp8", ARCHS[sm])
+    return takes_few_rows_fp8(cache, tile, ARCHS[sm])
+
+
+def test_16_rows_over_codes_on_sm_90():
+    cache = torch.empty(4, 64, 576, dtype=CODES)
+    assert takes(cache)
+    assert not takes(cache, rows=32)
+    for sm in (89, 100, 120):
+        assert not takes(cache, sm=sm)
+
+
+def test_what_the_few_rows_kernel_serves():
+    assert not takes(torch.empty(4, 64, 656, dtype=torch.uint8))
+    assert not takes(torch.empty(4, 32, 576, dtype=CODES))
+    assert not takes(torch.empty(4, 64, 288, dtype=CODES))
+    assert not takes(torch.empty(4, 64, 640, dtype=CODES)[..., :576])
+    shifted = torch.empty(8 + 4 * 64 * 576, dtype=CODES)[8:].view(4, 64, 576)
+    assert not takes(shifted)
+
+
+def test_the_plan_has_parts_for_as_many_programs_as_an_sm_holds():
+    tile = few_rows_tile(16, MlaDims(), "fp8", ARCHS[90])
+    warps = OPTIONS["num_warps"] + 4  # the loader has a warpgroup of its own
+    assert tile.rows == CONFIG["BM"]
+    assert tile.ctas * warps * 32 * OPTIONS["maxnreg"] <= 65536
+
+
+def check(case, **options):
+    out, lse = mla_decode(
+        *case.args, **case.options, **options, impl="triton", out=case.poisoned_out()
+    )
+    want, want_lse = mla_decode_reference(*case.args, **case.options, causal=True)
+    assert not metrics.SHORT_BAR.failures(metrics.measure(out, want))
+    seen = torch.isfinite(want_lse)
+    assert torch.equal(seen, torch.isfinite(lse))
+    assert (lse - want_lse)[seen].abs().max() < 2**-8
+    return out
+
+
+def codes_case(lengths, **options):
+    return decode_case(
+        lengths,
+        **{"q_std": 0.5, "device": "cuda", "cache_dtype": CODES, "kv_scale": 0.02} | options,
+    )
+
+
+class TestOnAGpu:
+    pytestmark = gpu
+
+    @pytest.fixture(autouse=True)
+    def launches(self, monkeypatch):
+        """How often the kernel was launched."""
+        count = []
+
+        def launch(*args, **options):
+            count.append(1)
+            return original(*args, **options)
+
+        original = launcher.launch_few_rows_fp8
+        monkeypatch.setattr(launcher, "launch_few_rows_fp8", launch)
+        return count
+
+    @pytest.mark.parametrize(("heads", "s_q"), [(1, 1), (5, 1), (16, 1), (8, 2), (5, 3), (1, 16)])
+    def test_rows(self, launches, heads, s_q):
+        """Cache rows past a request's end hold NaN."""
+        lengths = [0, 1, 63, 64, 65, 127, 0, 129, 700, 9000]
+        case = codes_case(lengths, num_heads=heads, s_q=s_q)
+        check(case)
+        check(case, deterministic=True)
+        assert len(launches) == 2
+
+    @pytest.mark.parametrize("std", [1.0, 3.0])
+    def test_references_that_move(self, launches, std):
+        """The scale is a power of two, as in test_few_rows.py."""
+        case = codes_case([4096, 777], num_heads=16, q_std=std, k_std=std, kv_scale=2.0**-6)
+        check(case)
+        assert len(launches) == 1
+
+    def test_a_scale_on_the_gpu(self, launches):
+        case = codes_case([300, 64, 1], num_heads=16)
+        case.options["kv_scale"] = torch.tensor(0.02, device="cuda")
+        check(case)
+        assert len(launches) == 1
+
+    def test_many_requests_a_program_and_the_same_bits_again(self, launches):
+        """Short requests: the loader is a request ahead of the scores most of the time."""
+        case = codes_case([1 + 37 * i % 200 for i in range(1400)], num_heads=16)
+        first = check(case)
+        for _ in range(10):
+            assert torch.equal(first, check(case))
+        assert len(launches) == 11
+
+    def test_a_long_request(self, launches):
+        check(codes_case([131072], num_heads=16))
+        assert len(launches) == 1
+
+    def test_32_rows_go_to_the_few_rows_kernel(self, launches):
+        check(codes_case([5, 300], num_heads=32))
+        assert not launches
