@@ -9,7 +9,7 @@ from mla_kernels.arch import ARCHS
 from mla_kernels.decode.reference import mla_decode_reference
 from mla_kernels.decode.triton import launcher
 from mla_kernels.decode.triton.few_rows.hopper.launcher import (
-    CONFIG,
+    CONFIGS,
     OPTIONS,
     takes_few_rows_fp8,
 )
@@ -26,6 +26,7 @@ gpu = [
     ),
 ]
 CODES = torch.float8_e4m3fn
+ROWS = [(1, 1), (5, 1), (16, 1), (8, 2), (5, 3), (1, 16), (17, 1), (32, 1), (16, 2), (7, 4)]
 
 
 def takes(cache, rows=16, sm=90):
@@ -33,10 +34,9 @@ def takes(cache, rows=16, sm=90):
     return takes_few_rows_fp8(cache, tile, ARCHS[sm])
 
 
-def test_16_rows_over_codes_on_sm_90():
+def test_few_rows_over_codes_on_sm_90():
     cache = torch.empty(4, 64, 576, dtype=CODES)
-    assert takes(cache)
-    assert not takes(cache, rows=32)
+    assert takes(cache) and takes(cache, rows=32)
     for sm in (89, 100, 120):
         assert not takes(cache, sm=sm)
 
@@ -50,11 +50,12 @@ def test_what_the_few_rows_kernel_serves():
     assert not takes(shifted)
 
 
-def test_the_plan_has_parts_for_as_many_programs_as_an_sm_holds():
-    tile = few_rows_tile(16, MlaDims(), "fp8", ARCHS[90])
-    warps = OPTIONS["num_warps"] + 4  # the loader has a warpgroup of its own
-    assert tile.rows == CONFIG["BM"]
-    assert tile.ctas * warps * 32 * OPTIONS["maxnreg"] <= 65536
+@pytest.mark.parametrize("rows", CONFIGS)
+def test_the_plan_has_parts_for_as_many_programs_as_an_sm_holds(rows):
+    tile = few_rows_tile(rows, MlaDims(), "fp8", ARCHS[90])
+    warps = OPTIONS[rows]["num_warps"] + 4  # the loader has a warpgroup of its own
+    assert tile.rows == CONFIGS[rows]["BM"] == rows
+    assert tile.ctas * warps * 32 * OPTIONS[rows]["maxnreg"] <= 65536
 
 
 def check(case, **options):
@@ -92,7 +93,7 @@ class TestOnAGpu:
         monkeypatch.setattr(launcher, "launch_few_rows_fp8", launch)
         return count
 
-    @pytest.mark.parametrize(("heads", "s_q"), [(1, 1), (5, 1), (16, 1), (8, 2), (5, 3), (1, 16)])
+    @pytest.mark.parametrize(("heads", "s_q"), ROWS)
     def test_rows(self, launches, heads, s_q):
         """Cache rows past a request's end hold NaN."""
         lengths = [0, 1, 63, 64, 65, 127, 0, 129, 700, 9000]
@@ -101,10 +102,11 @@ class TestOnAGpu:
         check(case, deterministic=True)
         assert len(launches) == 2
 
+    @pytest.mark.parametrize("heads", CONFIGS)
     @pytest.mark.parametrize("std", [1.0, 3.0])
-    def test_references_that_move(self, launches, std):
+    def test_references_that_move(self, launches, std, heads):
         """The scale is a power of two, as in test_few_rows.py."""
-        case = codes_case([4096, 777], num_heads=16, q_std=std, k_std=std, kv_scale=2.0**-6)
+        case = codes_case([4096, 777], num_heads=heads, q_std=std, k_std=std, kv_scale=2.0**-6)
         check(case)
         assert len(launches) == 1
 
@@ -114,9 +116,10 @@ class TestOnAGpu:
         check(case)
         assert len(launches) == 1
 
-    def test_many_requests_a_program_and_the_same_bits_again(self, launches):
+    @pytest.mark.parametrize("heads", CONFIGS)
+    def test_many_requests_a_program_and_the_same_bits_again(self, launches, heads):
         """Short requests: the loader is a request ahead of the scores most of the time."""
-        case = codes_case([1 + 37 * i % 200 for i in range(1400)], num_heads=16)
+        case = codes_case([1 + 37 * i % 200 for i in range(1400)], num_heads=heads)
         first = check(case)
         for _ in range(10):
             assert torch.equal(first, check(case))
@@ -126,6 +129,6 @@ class TestOnAGpu:
         check(codes_case([131072], num_heads=16))
         assert len(launches) == 1
 
-    def test_32_rows_go_to_the_few_rows_kernel(self, launches):
-        check(codes_case([5, 300], num_heads=32))
+    def test_another_layout_goes_to_the_few_rows_kernel(self, launches):
+        check(codes_case([5, 300], num_heads=16, block_size=32))
         assert not launches

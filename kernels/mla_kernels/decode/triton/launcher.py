@@ -76,7 +76,7 @@ def mla_decode_triton(
     if not INTERPRET and takes_many_rows(q, kv_cache, dims, arch, rescale):
         launch_many_rows(call)
     elif few_rows is not None and takes_few_rows_fp8(kv_cache, few_rows, arch):
-        launch_few_rows_fp8(call)
+        launch_few_rows_fp8(call, few_rows)
     elif few_rows is not None:
         launch_few_rows(call, few_rows, dims)
     else:

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dense MLA decode for 16 query rows over a per-tensor e4m3 cache: eight warps on mma.sync, as in
-few_rows/kernel.py, and a warp that loads.
+"""Dense MLA decode for 16 and 32 query rows over a per-tensor e4m3 cache: eight warps on mma.sync,
+as in few_rows/kernel.py, and a warp that loads.
 
     barrier   arrives       waits    means
     full      TMA, loader   eight    a cache tile is there, zeros past the request's end
     empty     eight         loader   P V of it is done
     landed    TMA           loader   a tile that has rows to clear has landed
 
-Two programs share an SM: while the warps of one meet, those of the other compute. Each has 104
-registers; for that most of q's `b` (few_rows/operands.py) is read from shared memory, and the
-scores are one sum.
+Two programs of 16 rows share an SM: while the warps of one meet, those of the other compute. Each
+has 104 registers; for that most of q's `b` (few_rows/operands.py) is read from shared memory, and
+the scores are one sum.
 """
 
 from triton.experimental import gluon

@@ -16,17 +16,21 @@ from mla_kernels.decode.triton.few_rows.hopper.kernel import few_rows_fp8_kernel
 from mla_kernels.decode.triton.few_rows.tiles import FewRowsTile
 from mla_kernels.triton_common.launch import launch
 
-# 80 registers a thread at launch are what two programs of twelve warps may have; of those of the
-# loader's four warps all but 24 go to the others: 104.
-CONFIG = {"BM": 16, "SLOTS": 2, "LOADER_REGS": 24}
-OPTIONS = {"num_warps": 8, "maxnreg": 80}
+# By rows of a program. 16: two programs of twelve warps on an SM have 80 registers a thread at
+# launch; of those of the loader's four warps all but 24 go to the others: 104. 32: one program,
+# 240.
+CONFIGS = {
+    16: {"BM": 16, "SLOTS": 2, "LOADER_REGS": 24},
+    32: {"BM": 32, "SLOTS": 4, "LOADER_REGS": 24},
+}
+OPTIONS = {16: {"num_warps": 8, "maxnreg": 80}, 32: {"num_warps": 8, "maxnreg": 168}}
 
 
 def takes_few_rows_fp8(kv_cache: torch.Tensor, tile: FewRowsTile, arch: Arch) -> bool:
     """Whether this kernel serves a batch that the few-rows kernel would take with this tile."""
     return (
         arch.sm == 90
-        and tile.rows == CONFIG["BM"]
+        and tile.rows in CONFIGS
         and kv_cache.dtype == torch.float8_e4m3fn
         and kv_cache.shape[1:] == (layouts.BLOCK.value, 576)
         and kv_cache.is_contiguous()
@@ -34,13 +38,13 @@ def takes_few_rows_fp8(kv_cache: torch.Tensor, tile: FewRowsTile, arch: Arch) ->
     )
 
 
-def launch_few_rows_fp8(call: DecodeCall) -> None:
-    """One program a tile of 16 query rows and part of the plan; splits are left to the merge."""
+def launch_few_rows_fp8(call: DecodeCall, tile: FewRowsTile) -> None:
+    """One program a tile of query rows and part of the plan; splits are left to the merge."""
     q, block = joined(call.q), layouts.BLOCK.value
     units = call.kv_cache.view(-1, call.kv_cache.shape[-1]).view(torch.bfloat16)
     launch(
         few_rows_fp8_kernel,
-        (triton.cdiv(call.rows, CONFIG["BM"]), call.plan.parts.shape[0]),
+        (triton.cdiv(call.rows, tile.rows), call.plan.parts.shape[0]),
         q,
         TensorDescriptor.from_tensor(units, [block, 256], rows_of(256)),
         TensorDescriptor.from_tensor(units, [block, 32], rows_of(32)),
@@ -53,7 +57,7 @@ def launch_few_rows_fp8(call: DecodeCall) -> None:
         q.stride(2),
         *call.sizes(),
         **call.modes(),
-        **CONFIG,
+        **CONFIGS[tile.rows],
         LOAD_SCALE=isinstance(call.kv_scale, torch.Tensor),
-        **OPTIONS,
+        **OPTIONS[tile.rows],
     )

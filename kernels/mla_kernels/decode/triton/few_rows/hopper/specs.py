@@ -5,7 +5,7 @@ from mla_kernels.arch import Arch
 from mla_kernels.decode.hopper.fp8.operands import rows_of
 from mla_kernels.decode.hopper.specs import POINTERS
 from mla_kernels.decode.triton.few_rows.hopper.kernel import few_rows_fp8_kernel
-from mla_kernels.decode.triton.few_rows.hopper.launcher import CONFIG, OPTIONS
+from mla_kernels.decode.triton.few_rows.hopper.launcher import CONFIGS, OPTIONS
 from mla_kernels.decode.triton.few_rows.specs import STRIDES
 from mla_kernels.offline.spec import KernelSpec
 
@@ -24,16 +24,17 @@ def specialisations(arch: Arch) -> list[KernelSpec]:
     }
     return [
         KernelSpec(
-            name=f"decode_few_rows_tma/fp8/pow2{'_causal' if causal else ''}"
+            name=f"decode_few_rows_tma/fp8/m{rows}/pow2{'_causal' if causal else ''}"
             f"{'_chunked' if chunked else ''}",
             fn=few_rows_fp8_kernel,
             signature=signature,
-            constexprs={**CONFIG, "LOAD_SCALE": True, "CAUSAL": causal, "CHUNKED": chunked},
+            constexprs={**CONFIGS[rows], "LOAD_SCALE": True, "CAUSAL": causal, "CHUNKED": chunked},
             aligned=("q_ptr", *POINTERS, *STRIDES),
-            options=OPTIONS,
+            options=OPTIONS[rows],
             tensor_core="any",
             quick=not causal and not chunked,
         )
+        for rows in CONFIGS
         for causal in (False, True)
         for chunked in (False, True)
     ]
