@@ -84,6 +84,53 @@ def tile_scores(
 
 
 @gluon.jit
+def group_scores(
+    ring_a, ring_b, rope_ring, slot, query, zero, N: gl.constexpr, AHEAD: gl.constexpr
+):  # fmt: skip
+    """S^T [64, N] of each group of 128 columns, without its scales, and of the rope columns. Groups
+    of both halves in turn, as products of few heads take longer to follow one another in one sum.
+
+    zero    as in tile_scores"""
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator(N), 2)
+    none = gl.zeros([64, N], gl.float32, accumulator(N))
+    rope_q = reinterpret(query.index(8), gl.bfloat16, [N, 64], rows_of(64))
+    rope = warpgroup_mma(
+        rope_ring.index(slot), rope_q.permute((1, 0)), none, use_acc=False, is_async=True
+    )
+    s_0 = none
+    s_1 = none
+    s_2 = none
+    s_3 = none
+    a = key_units(ring_a, ring_b, rope_ring, slot, 0, OPERAND)
+    b = key_units(ring_a, ring_b, rope_ring, slot, 8, OPERAND)
+    for c in gl.static_range(8):
+        q_a = query.index(zero + c // 2)
+        q_b = query.index(zero + c // 2 + 4)
+        next_a = a
+        next_b = b
+        if c + 1 < 8:
+            next_a = key_units(ring_a, ring_b, rope_ring, slot, c + 1, OPERAND)
+            next_b = key_units(ring_a, ring_b, rope_ring, slot, c + 9, OPERAND)
+        for high in gl.static_range(2):
+            keys_a = halves(a, HIGH_TO_F16 if high else LOW_TO_F16)
+            keys_b = halves(b, HIGH_TO_F16 if high else LOW_TO_F16)
+            part_a = q_a.slice(c % 2 * 32 + high * 16, 16, dim=1).permute((1, 0))
+            part_b = q_b.slice(c % 2 * 32 + high * 16, 16, dim=1).permute((1, 0))
+            if c < 4:
+                s_0 = warpgroup_mma(keys_a, part_a, s_0, use_acc=c + high > 0, is_async=True)
+                s_2 = warpgroup_mma(keys_b, part_b, s_2, use_acc=c + high > 0, is_async=True)
+            else:
+                s_1 = warpgroup_mma(keys_a, part_a, s_1, use_acc=c + high > 4, is_async=True)
+                s_3 = warpgroup_mma(keys_b, part_b, s_3, use_acc=c + high > 4, is_async=True)
+            s_0, s_1, s_2, s_3, rope = warpgroup_mma_wait(
+                0 if c + high == 8 else AHEAD, deps=(s_0, s_1, s_2, s_3, rope)
+            )
+        a = next_a
+        b = next_b
+    return s_0, s_1, s_2, s_3, rope
+
+
+@gluon.jit
 def value_operand(units, ratio, ASM: gl.constexpr, GROUPED: gl.constexpr):
     values = halves(units, ASM)
     if GROUPED:
@@ -95,30 +142,33 @@ def value_operand(units, ratio, ASM: gl.constexpr, GROUPED: gl.constexpr):
 def add_values(
     o_a, o_b, o_c, o_d, tile, p, ratios, slot,
     GROUP: gl.constexpr, N: gl.constexpr, PENDING: gl.constexpr, GROUPED: gl.constexpr,
+    PLANES: gl.constexpr,
 ):  # fmt: skip
     """O^T [64 units, N] of the even and of the odd columns of one group, and of the next, plus
     V^T P^T of one tile. PENDING products are under way while an operand is made. GROUPED: values
-    take their group's factor of a token."""
+    take their group's factor of a token, unless P^T, of several planes, has taken it."""
+    SCALED: gl.constexpr = GROUPED and PLANES == 1
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator(N), 2)
     STEPS: gl.constexpr = 64 // CHUNK * 2
     units = value_units(tile.slice(0, 64, dim=1), 0, OPERAND)
     for c in gl.static_range(STEPS):
-        weights = p.slice(c // 2 * CHUNK, CHUNK, dim=0)
+        plane = p.index(PLANES * slot + (0 if PLANES == 1 else GROUP + c % 2))
+        weights = plane.slice(c // 2 * CHUNK, CHUNK, dim=0)
         later = units
         if c + 1 < STEPS:
             later = value_units(tile.slice((c + 1) % 2 * 64, 64, dim=1), (c + 1) // 2, OPERAND)
         units = by_column(units)
         ratio = units
-        if GROUPED:
+        if SCALED:
             part = ratios.index(slot).slice((GROUP + c % 2) * 64 + c // 2 * CHUNK, CHUNK)
             ratio = part.load(gl.SliceLayout(0, OPERAND))
-        values = value_operand(units, ratio, LOW_TO_F16, GROUPED)
+        values = value_operand(units, ratio, LOW_TO_F16, SCALED)
         if c % 2 == 0:
             o_a = warpgroup_mma(values, weights, o_a, is_async=True)
         else:
             o_c = warpgroup_mma(values, weights, o_c, is_async=True)
         o_a, o_b, o_c, o_d = warpgroup_mma_wait(PENDING, deps=(o_a, o_b, o_c, o_d))
-        values = value_operand(units, ratio, HIGH_TO_F16, GROUPED)
+        values = value_operand(units, ratio, HIGH_TO_F16, SCALED)
         if c % 2 == 0:
             o_b = warpgroup_mma(values, weights, o_b, is_async=True)
         else:

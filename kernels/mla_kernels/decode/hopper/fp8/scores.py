@@ -15,8 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from mla_kernels import numerics
-from mla_kernels.decode.hopper.fp8.operands import accumulator
-from mla_kernels.decode.hopper.fp8.products import tile_scores
+from mla_kernels.decode.hopper.fp8.operands import accumulator, rows_of
+from mla_kernels.decode.hopper.fp8.products import group_scores, tile_scores
 from mla_kernels.decode.hopper.fp8.query import convert_query, load_query
 from mla_kernels.decode.hopper.fp8.softmax import (
     along_pairs,
@@ -25,7 +25,9 @@ from mla_kernels.decode.hopper.fp8.softmax import (
     log2,
     pair_max,
     round_f16,
+    store_planes,
     store_ratios,
+    sum_of_groups,
 )
 from mla_kernels.decode.hopper.fp8.sums import at_factors, by_products, no_sums, of_warps
 from mla_kernels.decode.hopper.layouts import BLOCK, SCALES_READ
@@ -58,12 +60,16 @@ def scores_warpgroup(
     scale_ring, ratios, full_a, full_b, p_ring, bases, factors, moved, decided, full_p, empty_p,
     sums, limits, zeros, full_sums, inverse, full_out, empty_out, num_rows, num_heads, s_q,
     ME: gl.constexpr, N: gl.constexpr, SLOTS: gl.constexpr,
-    ADDENDS: gl.constexpr, AHEAD: gl.constexpr, GROUPED: gl.constexpr,
+    ADDENDS: gl.constexpr, AHEAD: gl.constexpr, PLANES: gl.constexpr, GROUPED: gl.constexpr,
     LOAD_SCALE: gl.constexpr, CAUSAL: gl.constexpr, CHUNKED: gl.constexpr,
 ):  # fmt: skip
     SCORES: gl.constexpr = accumulator(N)
     HEAD: gl.constexpr = gl.SliceLayout(0, SCORES)
     OTHER: gl.constexpr = 1 - ME
+    if PLANES == 1:
+        whole = p_ring
+    else:
+        whole = ratios  # P^T before the groups' scales
     cache_scale = gl.to_tensor(1.0)
     if LOAD_SCALE:
         cache_scale = gl.load(kv_scale)
@@ -125,12 +131,18 @@ def scores_warpgroup(
                 largest = gl.maximum(largest, LEAST_SCALE)
                 inverse_scale = 1.0 / largest
             zero = gl.max(zeros.load(ONE), 0)
-            x = tile_scores(
-                ring_a, ring_b, rope_ring, i, query, zero, scales, inverse_scale,
-                N, ADDENDS, AHEAD, GROUPED,
-            )  # fmt: skip
+            if ADDENDS == 4:
+                groups = group_scores(ring_a, ring_b, rope_ring, i, query, zero, N, AHEAD)
+                x = sum_of_groups(groups, scales)
+            else:
+                x = tile_scores(
+                    ring_a, ring_b, rope_ring, i, query, zero, scales, inverse_scale,
+                    N, ADDENDS, AHEAD, GROUPED,
+                )  # fmt: skip
             row_scale = gl.max(row_scales.load(ONE), 0)
-            if GROUPED:
+            if ADDENDS == 4:
+                x = gl.fma(x, row_scale, (log2(largest) + GRID_OFFSET)[:, None] + gl.zeros_like(x))
+            elif GROUPED:
                 offset = (log2(largest) + GRID_OFFSET)[:, None] + gl.zeros_like(x)
                 x = gl.fma(x, gl.zeros_like(x) + (largest * row_scale)[:, None], offset)
             else:
@@ -143,7 +155,7 @@ def scores_warpgroup(
                 seen = (n * BLOCK + token)[:, None] < limit[None, :]
                 x = gl.where(seen, x, float("-inf"))
             mbarrier.wait(empty_p.index(ME), ((number >> 1) & 1) ^ 1)
-            if GROUPED:
+            if GROUPED and PLANES == 1:
                 store_ratios(scales, inverse_scale, ratios.index(ME))
             mbarrier.wait(decided.index(OTHER), ((number - 1) >> 1) & 1)
             weight = follow(weight, factors.index(OTHER), moved.index(OTHER))
@@ -152,7 +164,8 @@ def scores_warpgroup(
             highs = pair_max(x)
             WEIGHT: gl.constexpr = highs.type.layout
             above = highs - along_pairs(base, WEIGHT)
-            votes = p_ring.index(ME).slice(0, max(8, 256 // N), dim=0)  # nobody reads it now
+            rows = p_ring.index(PLANES * ME)  # nobody reads it now
+            votes = rows.slice(0, max(8, 256 // N), dim=0)
             moves = any_moves(above, reinterpret(votes, gl.int32, [32, 4], SCALES_READ))
             moved.index(ME).store(gl.full([1], 0, gl.int32, ONE) + moves)
             if moves != 0:
@@ -167,14 +180,19 @@ def scores_warpgroup(
             base = bases.load(HEAD)  # again: registers are short
             mbarrier.arrive(decided.index(ME), count=1)
             p = gl.exp2(x - base[None, :])
-            rounded = round_f16(p)
-            p_ring.index(ME).store(rounded)
+            if PLANES == 1:
+                p_ring.index(ME).store(round_f16(p))
+            else:
+                planes = reinterpret(p_ring, gl.float16, [2, 4 * BLOCK, N], rows_of(N))
+                store_planes(p, scales, inverse_scale, planes.index(ME))
             fence_async_shared()
             mbarrier.arrive(full_p.index(ME), count=1)
+            if PLANES > 1:
+                whole.index(ME).store(round_f16(p))
             # From shared memory, as the compiler would put sums from registers before the
             # hand-over, which the value warpgroups wait for.
             if GROUPED:
-                p = p_ring.index(ME).load(SCORES).to(gl.float32) * inverse_scale[:, None]
+                p = whole.index(ME).load(SCORES).to(gl.float32) * inverse_scale[:, None]
                 weight += of_warps(p, False)
             else:
                 weight += by_products(p_ring.index(ME))

@@ -44,6 +44,28 @@ def store_ratios(scales, inverse, target):
 
 
 @gluon.jit
+def sum_of_groups(groups, scales):
+    """S^T from group_scores' sums and the scales of each token."""
+    s = groups[4]
+    for g in gl.static_range(4):
+        s = gl.fma(groups[g], scales[g][:, None] + gl.zeros_like(s), s)
+    return s
+
+
+@gluon.jit
+def store_planes(p, scales, inverse, target):
+    """P^T for each group's values, [4 * 64, N]: times the group's scale of a token over the
+    largest."""
+    parts = ()
+    for g in gl.static_range(4):
+        part = round_f16(p * (scales[g] * inverse)[:, None])
+        parts = parts + (part,)  # type: ignore  # noqa: RUF005
+    planes = gl.join(gl.join(parts[0], parts[1]), gl.join(parts[2], parts[3]))  # type: ignore
+    planes = gl.permute(planes, (3, 2, 0, 1))  # [group // 2, group % 2, token, row]
+    target.store(gl.reshape(planes, [4 * BLOCK, p.shape[1]]))
+
+
+@gluon.jit
 def load_scale(scales, g: gl.constexpr, L: gl.constexpr):
     """fp32 [64]: the scale of group g of each token."""
     scales = reinterpret(scales, gl.float32, [BLOCK, 4], SCALES_READ)

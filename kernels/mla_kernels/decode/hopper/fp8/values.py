@@ -138,7 +138,7 @@ def values_warpgroup(
     ring, rope_ring, scale_ring, full, p_ring, factors, moved, ratios, full_p, empty_p,
     inverse, full_out, empty_out, num_rows,
     COL: gl.constexpr, ROPE_COL: gl.constexpr, N: gl.constexpr, SLOTS: gl.constexpr,
-    PENDING: gl.constexpr, GROUPED: gl.constexpr, CHUNKED: gl.constexpr,
+    PENDING: gl.constexpr, GROUPED: gl.constexpr, PLANES: gl.constexpr, CHUNKED: gl.constexpr,
 ):  # fmt: skip
     GROUP: gl.constexpr = COL // 64
     i = gl.to_tensor(0)
@@ -173,8 +173,8 @@ def values_warpgroup(
             if left < BLOCK:
                 clear_rows_past(ring.index(i), left)
             o_a, o_b, o_c, o_d = add_values(
-                o_a, o_b, o_c, o_d, ring.index(i), p_ring.index(ip),
-                ratios, ip, GROUP, N, PENDING, GROUPED,
+                o_a, o_b, o_c, o_d, ring.index(i), p_ring,
+                ratios, ip, GROUP, N, PENDING, GROUPED, PLANES,
             )  # fmt: skip
             mbarrier.arrive(empty_p.index(ip), count=1)
             c = load_half(
