@@ -178,3 +178,44 @@ def add_values(
         )
         units = later
     return o_a, o_b, o_c, o_d
+
+
+@gluon.jit
+def all_value_units(tile, N: gl.constexpr):
+    """A tile's codes of a value warpgroup, ordered as add_units wants them."""
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator(N), 2)
+    units = ()
+    for c in gl.static_range(64 // CHUNK * 2):
+        part = value_units(tile.slice(c % 2 * 64, 64, dim=1), c // 2, OPERAND)
+        units = units + (by_column(part),)  # type: ignore  # noqa: RUF005
+    return units
+
+
+@gluon.jit
+def add_units(
+    o_a, o_b, o_c, o_d, units, p, ratios, slot,
+    GROUP: gl.constexpr, N: gl.constexpr, PENDING: gl.constexpr, GROUPED: gl.constexpr,
+    PLANES: gl.constexpr,
+):  # fmt: skip
+    """add_values of all_value_units, whose tile may be gone."""
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator(N), 2)
+    SCALED: gl.constexpr = GROUPED and PLANES == 1
+    for c in gl.static_range(len(units)):
+        ratio = units[c]
+        if SCALED:
+            part = ratios.index(slot).slice((GROUP + c % 2) * 64 + c // 2 * CHUNK, CHUNK)
+            ratio = part.load(gl.SliceLayout(0, OPERAND))
+        plane = p.index(PLANES * slot + (0 if PLANES == 1 else GROUP + c % 2))
+        weights = plane.slice(c // 2 * CHUNK, CHUNK, dim=0)
+        low = value_operand(units[c], ratio, LOW_TO_F16, SCALED)
+        high = value_operand(units[c], ratio, HIGH_TO_F16, SCALED)
+        if c % 2 == 0:
+            o_a = warpgroup_mma(low, weights, o_a, is_async=True)
+            o_b = warpgroup_mma(high, weights, o_b, is_async=True)
+        else:
+            o_c = warpgroup_mma(low, weights, o_c, is_async=True)
+            o_d = warpgroup_mma(high, weights, o_d, is_async=True)
+        o_a, o_b, o_c, o_d = warpgroup_mma_wait(
+            0 if c + 1 == len(units) else PENDING, deps=(o_a, o_b, o_c, o_d)
+        )
+    return o_a, o_b, o_c, o_d
