@@ -15,9 +15,9 @@ SCORE_REGS  registers of a scores warpgroup's thread
 
 from typing import Any
 
-_16 = {"N": 16, "SLOTS": 5, "ADDENDS": 2, "AHEAD": 4, "PENDING": 4, "PLANES": 1, "EARLY": True}
+_16 = {"N": 16, "SLOTS": 5, "ADDENDS": 2, "AHEAD": 4, "PENDING": 4, "PLANES": 1, "EARLY": False}
 _16 |= {"VALUE_REGS": 128, "SCORE_REGS": 128}
-_32 = _16 | {"N": 32, "ADDENDS": 1, "PENDING": 2}
+_32 = _16 | {"N": 32, "ADDENDS": 1, "PENDING": 2, "EARLY": True}
 _64 = _32 | {"N": 64, "SLOTS": 3, "AHEAD": 2, "PENDING": 1, "VALUE_REGS": 168, "SCORE_REGS": 88}
 _64 |= {"EARLY": False}
 CONFIGS: dict[str, dict[int, dict[str, Any]]] = {

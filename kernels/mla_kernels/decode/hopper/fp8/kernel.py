@@ -24,11 +24,11 @@ bytes, read twice, and becomes fp16, exactly, in the registers that the tensor c
     full_out     WG0           WG1, WG2         1 / l of the segment is published
     empty_out    WG1, WG2      WG0              both have read it
 
-A ring slot is free for its next load when its warpgroup has multiplied it, and with up to 32 rows,
-which leave registers for half a tile of codes, when P^T of its tile is there: P^T exists only if
-the scores are done. P^T has two slots, one for WG0's tiles and one for WG3's. The next segment's
-query is asked for when the last scores of a segment are made, by the warpgroup of WG0 and WG3 that
-has not made them.
+A ring slot is free for its next load when its warpgroup has multiplied it: P^T of a tile exists
+only if its scores are done. With 17 to 32 rows it is free when P^T is there, as the codes of half
+a tile wait for that in registers. P^T has two slots, one for WG0's tiles and one for WG3's. The
+next segment's query is asked for when the last scores of a segment are made, by the warpgroup of
+WG0 and WG3 that has not made them.
 
 fp8_ds_mla: a group of 128 columns of a token has the scale s_g. Keys and values are s_g / max s
 times their codes, in fp16; scores take max s as a factor at the end, and the rope columns, which
