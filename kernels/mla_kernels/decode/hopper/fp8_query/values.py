@@ -117,7 +117,8 @@ def values_warpgroup(
     )
     c = Place(request + 0, lo + 0, hi + 0, end + 0)
     loads = plan, kv_desc, rope_desc, ring, rope_ring, full
-    for j in gl.static_range(SLOTS):
+    # + 0: unrolled, it would take longer, as what runs once waits for its instructions.
+    for j in range(SLOTS + gl.minimum(start.split, 0)):
         c = load_half(
             c, page_of(plan, c), plan, kv_desc, rope_desc, kv_desc,
             ring, rope_ring, rope_ring, full, j, COL, 256, False,
@@ -129,38 +130,29 @@ def values_warpgroup(
         o_b = gl.zeros([64, BLOCK], gl.float32, ACCUMULATOR)
         o_c = gl.zeros([64, BLOCK], gl.float32, ACCUMULATOR)
         o_d = gl.zeros([64, BLOCK], gl.float32, ACCUMULATOR)
-        for _n in range(lo, hi - 1):
-            page = page_of(plan, c)
-            mbarrier.wait(full.index(i), phase)
-            units = all_units(ring.index(i), 0)
-            mbarrier.wait(full_p.index(ip), pp)
-            o_a, o_b, o_c, o_d, x, c = add_values(
-                o_a, o_b, o_c, o_d, x, never, units, c, page, i,
-                p_ring.index(ip), factors.index(ip), lows.index(ip), loads, COL,
-            )  # fmt: skip
-            mbarrier.arrive(empty_p.index(ip), count=1)
-            i, phase = ring_next(i, phase, SLOTS)
-            ip, pp = ring_next(ip, pp, SLOTS_P)
-
-        # The last tile is peeled: it may have rows behind the request's end.
         length = gl.load(seq_lens + request)
         slot = gl.load(requests + request * 4 + 0)
         splits = gl.load(requests + request * 4 + 1)
         after, after_lo, after_hi, after_end = next_segment(plan, request, hi, end)
-        page = page_of(plan, c)
-        mbarrier.wait(full.index(i), phase)
-        left = gl.minimum(length, hi * BLOCK) - (hi - 1) * BLOCK
-        if left < BLOCK:
-            clear_rows_past(ring.index(i), left)
-        units = all_units(ring.index(i), 0)
-        mbarrier.wait(full_p.index(ip), pp)
-        o_a, o_b, o_c, o_d, x, c = add_values(
-            o_a, o_b, o_c, o_d, x, never, units, c, page, i,
-            p_ring.index(ip), factors.index(ip), lows.index(ip), loads, COL,
-        )  # fmt: skip
-        mbarrier.arrive(empty_p.index(ip), count=1)
-        i, phase = ring_next(i, phase, SLOTS)
-        ip, pp = ring_next(ip, pp, SLOTS_P)
+        # Two turns if the last tile has rows past the request's length: they are cleared between,
+        # so that the loop over tiles has no branch for them, and its code is there once.
+        tail = (hi * BLOCK > length).to(gl.int32)
+        for turn in range(1 + tail):
+            if turn > 0:
+                mbarrier.wait(full.index(i), phase)
+                clear_rows_past(ring.index(i), length - (hi - 1) * BLOCK)
+            for _n in range(gl.where(turn > 0, 1, hi - lo - tail)):
+                page = page_of(plan, c)
+                mbarrier.wait(full.index(i), phase)
+                units = all_units(ring.index(i), 0)
+                mbarrier.wait(full_p.index(ip), pp)
+                o_a, o_b, o_c, o_d, x, c = add_values(
+                    o_a, o_b, o_c, o_d, x, never, units, c, page, i,
+                    p_ring.index(ip), factors.index(ip), lows.index(ip), loads, COL,
+                )  # fmt: skip
+                mbarrier.arrive(empty_p.index(ip), count=1)
+                i, phase = ring_next(i, phase, SLOTS)
+                ip, pp = ring_next(ip, pp, SLOTS_P)
 
         store_segment(
             (o_a, o_b, o_c, o_d), out, part_acc, inverse, full_out, empty_out, po, request, slot,
