@@ -117,7 +117,7 @@ def values_warpgroup(
     )
     c = Place(request + 0, lo + 0, hi + 0, end + 0)
     loads = plan, kv_desc, rope_desc, ring, rope_ring, full
-    # + 0: unrolled, it would take longer, as what runs once waits for its instructions.
+    # + 0 that the compiler does not know: unrolled, it takes longer, as its code must be fetched.
     for j in range(SLOTS + gl.minimum(start.split, 0)):
         c = load_half(
             c, page_of(plan, c), plan, kv_desc, rope_desc, kv_desc,
