@@ -139,6 +139,25 @@ def value_operand(units, ratio, ASM: gl.constexpr, GROUPED: gl.constexpr):
 
 
 @gluon.jit
+def weights_of(p, slot, c: gl.constexpr, GROUP: gl.constexpr, PLANES: gl.constexpr):
+    """P^T of the tokens of a product, and of its group of columns where there is a plane for it."""
+    plane = p.index(PLANES * slot + (0 if PLANES == 1 else GROUP + c % 2))
+    return plane.slice(c // 2 * CHUNK, CHUNK, dim=0)
+
+
+@gluon.jit
+def ratio_of(
+    units, ratios, slot, c: gl.constexpr, GROUP: gl.constexpr, OPERAND: gl.constexpr,
+    SCALED: gl.constexpr,
+):  # fmt: skip
+    """The factors of those tokens, or anything where values take none."""
+    if SCALED:
+        part = ratios.index(slot).slice((GROUP + c % 2) * 64 + c // 2 * CHUNK, CHUNK)
+        units = part.load(gl.SliceLayout(0, OPERAND))
+    return units
+
+
+@gluon.jit
 def add_values(
     o_a, o_b, o_c, o_d, tile, p, ratios, slot,
     GROUP: gl.constexpr, N: gl.constexpr, PENDING: gl.constexpr, GROUPED: gl.constexpr,
@@ -152,16 +171,12 @@ def add_values(
     STEPS: gl.constexpr = 64 // CHUNK * 2
     units = value_units(tile.slice(0, 64, dim=1), 0, OPERAND)
     for c in gl.static_range(STEPS):
-        plane = p.index(PLANES * slot + (0 if PLANES == 1 else GROUP + c % 2))
-        weights = plane.slice(c // 2 * CHUNK, CHUNK, dim=0)
+        weights = weights_of(p, slot, c, GROUP, PLANES)
         later = units
         if c + 1 < STEPS:
             later = value_units(tile.slice((c + 1) % 2 * 64, 64, dim=1), (c + 1) // 2, OPERAND)
         units = by_column(units)
-        ratio = units
-        if SCALED:
-            part = ratios.index(slot).slice((GROUP + c % 2) * 64 + c // 2 * CHUNK, CHUNK)
-            ratio = part.load(gl.SliceLayout(0, OPERAND))
+        ratio = ratio_of(units, ratios, slot, c, GROUP, OPERAND, SCALED)
         values = value_operand(units, ratio, LOW_TO_F16, SCALED)
         if c % 2 == 0:
             o_a = warpgroup_mma(values, weights, o_a, is_async=True)
@@ -201,12 +216,8 @@ def add_units(
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator(N), 2)
     SCALED: gl.constexpr = GROUPED and PLANES == 1
     for c in gl.static_range(len(units)):
-        ratio = units[c]
-        if SCALED:
-            part = ratios.index(slot).slice((GROUP + c % 2) * 64 + c // 2 * CHUNK, CHUNK)
-            ratio = part.load(gl.SliceLayout(0, OPERAND))
-        plane = p.index(PLANES * slot + (0 if PLANES == 1 else GROUP + c % 2))
-        weights = plane.slice(c // 2 * CHUNK, CHUNK, dim=0)
+        ratio = ratio_of(units[c], ratios, slot, c, GROUP, OPERAND, SCALED)
+        weights = weights_of(p, slot, c, GROUP, PLANES)
         low = value_operand(units[c], ratio, LOW_TO_F16, SCALED)
         high = value_operand(units[c], ratio, HIGH_TO_F16, SCALED)
         if c % 2 == 0:
