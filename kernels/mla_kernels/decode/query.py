@@ -42,8 +42,8 @@ def first_part(q: Query) -> torch.Tensor:
     return q if isinstance(q, torch.Tensor) else q[0]
 
 
-def width(q: Query) -> int:
-    """Columns of a head: Dk."""
+def head_dim(q: Query) -> int:
+    """Dk of q, or of both its parts together."""
     return q.shape[-1] if isinstance(q, torch.Tensor) else q[0].shape[-1] + q[1].shape[-1]
 
 

@@ -37,7 +37,7 @@ class SparseCall:
         T, H = self.lse.shape
         return T, H, self.slots.shape[1]
 
-    def rows(self) -> tuple[torch.Tensor, ...]:
+    def inputs(self) -> tuple[torch.Tensor, ...]:
         """Slots, lengths and sink; what stands for a missing one is not read."""
         lengths = self.slots if self.lengths is None else self.lengths
         return self.slots, lengths, self.lse if self.sink is None else self.sink

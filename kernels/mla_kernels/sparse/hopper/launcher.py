@@ -56,7 +56,7 @@ def launch_sparse(call: SparseCall, split: Split) -> None:
         kv_cache,
         scale_view,
         rope_view,
-        *call.rows(),
+        *call.inputs(),
         out,
         lse,
         acc,

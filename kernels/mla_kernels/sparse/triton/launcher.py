@@ -9,7 +9,7 @@ import triton
 from mla_kernels import checks
 from mla_kernels.arch import Arch
 from mla_kernels.decode.call import scale_argument
-from mla_kernels.decode.query import first_part, joined, width
+from mla_kernels.decode.query import first_part, head_dim, joined
 from mla_kernels.decode.rescale import scale_to_log2
 from mla_kernels.decode.triton.few_rows.tiles import FewRowsTile
 from mla_kernels.decode.triton.launcher import check_supported, kernel_constants
@@ -37,7 +37,7 @@ def mla_sparse_attention_triton(
     kernel for few heads does not serve."""
     T, H, K = call.shape
     DV, dtype, device = call.out.shape[2], call.out.dtype, call.out.device
-    dims = MlaDims(DV, width(call.q) - DV)
+    dims = MlaDims(DV, head_dim(call.q) - DV)
     check_supported(first_part(call.q), call.out, dims)
     if T == 0:
         return
@@ -98,7 +98,7 @@ def launch_sparse(
         scale_view,
         rope_view,
         scale_argument(call.kv_scale),
-        *call.rows(),
+        *call.inputs(),
         call.out,
         call.lse,
         call.lse if call.max_logits is None else call.max_logits,

@@ -37,7 +37,7 @@ def launch_few_rows(
         rope,
         units,
         kv_cache.view(torch.float32),
-        *call.rows(),
+        *call.inputs(),
         call.out,
         call.lse,
         acc,
