@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the pages name exists: links, commands, files, settings; and figures are those measured."""
 
+import json
 import re
+import statistics
 import subprocess
 from pathlib import Path
 
@@ -103,3 +105,22 @@ def test_figures_of_the_readme_are_those_measured():
         measured = (ROOT / path).read_text().lower().replace(";", ",")
         said = f"geometric mean {mean}, at least as fast in {share.removesuffix(' cases')}"
         assert said in measured, f"README's row of {path} is not what was measured last"
+
+
+def test_what_a_newer_triton_costs_is_what_was_measured():
+    """The README and docs/support.md quote the ratio of two committed runs."""
+    results = ROOT / "benchmarks/results/h200"
+    runs = [
+        json.loads((results / folder / "dense_decode.json").read_text())
+        for folder in ("", "triton_3.7.1")
+    ]
+    assert [run["machine"]["triton"] for run in runs] == ["3.6.0", "3.7.1"]
+    old, new = ({(r["case"], r["impl"]): r.get("us") for r in run["rows"]} for run in runs)
+    means = {}
+    for name in ("hopper", "triton"):
+        ratios = [us / old[key] for key, us in new.items() if key[1] == f"mla_kernels/{name}/pow2"]
+        assert len(ratios) == 36
+        means[name] = f"{statistics.geometric_mean(ratios):.3f}"
+    support = (ROOT / "docs/support.md").read_text()
+    assert f"{means['hopper']} of the time with the Hopper kernels, {means['triton']} w" in support
+    assert f"take {means['hopper']} of these times" in (ROOT / "README.md").read_text()
