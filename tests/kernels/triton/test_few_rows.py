@@ -69,7 +69,8 @@ def test_rings_and_registers_fit(sm):
                 assert found.ctas * (ring + 8 * KB) <= arch.shared_memory_per_sm
                 assert found.tokens >= found.rows  # q passes through a slot of the ring
                 assert found.max_registers * found.warps * 32 * found.ctas <= 65536
-                assert ctas_per_sm(rows, arch, kv_format) == found.ctas
+                alone = sm == 90 and kv_format == "fp8"  # few_rows/hopper
+                assert ctas_per_sm(rows, arch, kv_format) == (1 if alone else found.ctas)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from mla_kernels.decode.triton.few_rows.hopper.launcher import (
     takes_few_rows_fp8,
 )
 from mla_kernels.decode.triton.few_rows.tiles import few_rows_tile
+from mla_kernels.decode.triton.tiles import ctas_per_sm
 from mla_kernels.layouts import MlaDims
 from mla_kernels.testing import metrics
 from mla_kernels.testing.cases import decode_case
@@ -52,10 +53,16 @@ def test_what_the_few_rows_kernel_serves():
 
 @pytest.mark.parametrize("rows", CONFIGS)
 def test_the_plan_has_parts_for_as_many_programs_as_an_sm_holds(rows):
-    tile = few_rows_tile(rows, MlaDims(), "fp8", ARCHS[90])
-    warps = OPTIONS[rows]["num_warps"] + 4  # the loader has a warpgroup of its own
-    assert tile.rows == CONFIGS[rows]["BM"] == rows
-    assert tile.ctas * warps * 32 * OPTIONS[rows]["maxnreg"] <= 65536
+    tile, config = few_rows_tile(rows, MlaDims(), "fp8", ARCHS[90]), CONFIGS[rows]
+    # The loader has a warpgroup of its own.
+    warps = OPTIONS[rows]["num_warps"] * config["TEAMS"] + 4
+    registers = warps * 32 * OPTIONS[rows]["maxnreg"]
+    assert tile.rows == config["BM"] == rows
+    assert ctas_per_sm(rows, ARCHS[90], "fp8") == 1
+    assert registers <= 65536
+    # What the teams take over from the loader's warps is there.
+    handed_out = config["TEAMS"] * config["TEAM_REGS"] * 8 * 32 + config["LOADER_REGS"] * 4 * 32
+    assert handed_out <= registers
 
 
 def check(case, **options):
@@ -95,8 +102,8 @@ class TestOnAGpu:
 
     @pytest.mark.parametrize(("heads", "s_q"), ROWS)
     def test_rows(self, launches, heads, s_q):
-        """Cache rows past a request's end hold NaN."""
-        lengths = [0, 1, 63, 64, 65, 127, 0, 129, 700, 9000]
+        """Cache rows past a request's end hold NaN. Of one tile the second team gets none."""
+        lengths = [0, 1, 63, 64, 65, 127, 0, 129, 192, 700, 9000]
         case = codes_case(lengths, num_heads=heads, s_q=s_q)
         check(case)
         check(case, deterministic=True)

@@ -46,7 +46,8 @@ def ctas_per_sm(rows: int, arch: Arch, kv_format: str = "float") -> int:
     """Programs that share an SM, which is how many parts the plan makes."""
     few_rows = choose_few_rows(tile_rows(rows, arch), MlaDims(), kv_format, arch)
     if few_rows is not None:
-        return few_rows.ctas
+        # few_rows/hopper, which takes nearly all fp8 caches on sm_90, fills an SM with one.
+        return 1 if arch.sm == 90 and kv_format == "fp8" else few_rows.ctas
     tile = choose_tile(rows, MlaDims(), kv_format, arch)
     return 2 if tile.warps == 4 else 1
 

@@ -16,14 +16,14 @@ from mla_kernels.decode.triton.few_rows.hopper.kernel import few_rows_fp8_kernel
 from mla_kernels.decode.triton.few_rows.tiles import FewRowsTile
 from mla_kernels.triton_common.launch import launch
 
-# By rows of a program. 16: two programs of twelve warps on an SM have 80 registers a thread at
-# launch; of those of the loader's four warps all but 24 go to the others: 104. 32: one program,
-# 240.
+# By rows of a program, one of which fills an SM. 16: twenty warps have 96 registers a thread at
+# launch; of those of the loader's four all but 24 go to the others: 112. 32: twelve, 240. SLOTS
+# are a team's places in the ring.
 CONFIGS = {
-    16: {"BM": 16, "SLOTS": 2, "LOADER_REGS": 24},
-    32: {"BM": 32, "SLOTS": 4, "LOADER_REGS": 24},
+    16: {"BM": 16, "SLOTS": 2, "TEAMS": 2, "TEAM_REGS": 112, "LOADER_REGS": 24},
+    32: {"BM": 32, "SLOTS": 4, "TEAMS": 1, "TEAM_REGS": 0, "LOADER_REGS": 24},
 }
-OPTIONS = {16: {"num_warps": 8, "maxnreg": 80}, 32: {"num_warps": 8, "maxnreg": 168}}
+OPTIONS = {16: {"num_warps": 8, "maxnreg": 96}, 32: {"num_warps": 8, "maxnreg": 168}}
 
 
 def takes_few_rows_fp8(kv_cache: torch.Tensor, tile: FewRowsTile, arch: Arch) -> bool:

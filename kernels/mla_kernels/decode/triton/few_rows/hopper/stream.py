@@ -29,7 +29,7 @@ def clear_rows_past(ring, slot, left, SLOTS: gl.constexpr):
 @gluon.jit
 def loader(
     start, seq_lens, requests, table, table_stride, kv_desc, kv_rope_desc, ring, rope_ring,
-    full, empty, landed, SLOTS: gl.constexpr, CHUNKED: gl.constexpr,
+    full, empty, landed, SLOTS: gl.constexpr, TEAMS: gl.constexpr, CHUNKED: gl.constexpr,
 ):  # fmt: skip
     """Ask for a tile when its place becomes free. That of a request's end, if it is not whole, is
     handed on when its other rows are zeros."""
@@ -38,8 +38,10 @@ def loader(
     plan, request, lo, hi, end, _split = start_segment(
         start, seq_lens, requests, table, table_stride, CHUNKED
     )
-    i = gl.to_tensor(0)
+    i = gl.to_tensor(0)  # of the team that the next tile goes to, and of the other
     phase = gl.to_tensor(1)
+    i_other = gl.to_tensor(0)
+    phase_other = gl.to_tensor(1)
     phase_landed = gl.to_tensor(0)
     page = page_of(plan, request, lo)
     while request <= plan.last:
@@ -50,21 +52,32 @@ def loader(
             more = n + 1 < hi
             page = page_of(plan, gl.where(more, request, after), gl.where(more, n + 1, after_lo))
             left = length - n * BLOCK
-            mbarrier.wait(empty.index(i), phase)
+            team = (n - lo) % TEAMS
+            at = team * SLOTS + i
+            mbarrier.wait(empty.index(at), phase)
             if left >= BLOCK:
-                mbarrier.expect(full.index(i), BYTES)
-                tma_load(kv_desc, [row, 0], full.index(i), ring.index(i))
-                tma_load(kv_rope_desc, [row, WIDTH], full.index(i), rope_ring.index(i))
+                mbarrier.expect(full.index(at), BYTES)
+                tma_load(kv_desc, [row, 0], full.index(at), ring.index(at))
+                tma_load(kv_rope_desc, [row, WIDTH], full.index(at), rope_ring.index(at))
             else:
                 mbarrier.expect(landed, BYTES)
-                tma_load(kv_desc, [row, 0], landed, ring.index(i))
-                tma_load(kv_rope_desc, [row, WIDTH], landed, rope_ring.index(i))
+                tma_load(kv_desc, [row, 0], landed, ring.index(at))
+                tma_load(kv_rope_desc, [row, WIDTH], landed, rope_ring.index(at))
                 mbarrier.wait(landed, phase_landed)
                 phase_landed = phase_landed ^ 1
-                clear_rows_past(ring, i, left, SLOTS)
+                clear_rows_past(ring, at, left, TEAMS * SLOTS)
                 fence_async_shared()
-                mbarrier.arrive(full.index(i), count=1)
+                mbarrier.arrive(full.index(at), count=1)
             i, phase = ring_next(i, phase, SLOTS)
+            if TEAMS == 2:
+                i, i_other = i_other, i
+                phase, phase_other = phase_other, phase
+        if TEAMS == 2:  # a segment begins with the first team
+            odd = (hi - lo) % 2 == 1
+            i, i_other = gl.where(odd, i_other, i), gl.where(odd, i, i_other)
+            phase, phase_other = (
+                gl.where(odd, phase_other, phase), gl.where(odd, phase, phase_other)
+            )  # fmt: skip
         request = after + 0
         lo = after_lo + 0
         hi = after_hi + 0
