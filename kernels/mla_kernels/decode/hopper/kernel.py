@@ -29,7 +29,6 @@ and on full_r for R, themselves.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
-from triton.language.extra.cuda import gdc_launch_dependents
 
 from mla_kernels.decode.hopper.layouts import BLOCK, CODES, HALF, ROPE, SCALES, TILE, VECTOR
 from mla_kernels.decode.hopper.scores import scores_warpgroup
@@ -81,7 +80,6 @@ def hopper_decode_kernel(
     FULL: gl.constexpr,  # bf16 cache, s_q * H a multiple of 64: TMA writes out and part_acc
     PEELED: gl.constexpr,  # bf16 cache: a segment's last tile has code of its own
 ):
-    gdc_launch_dependents()
     start = read_start(parts)
     q_shared = gl.allocate_shared_memory(gl.bfloat16, [BLOCK, 128], TILE)
     ring_a = gl.allocate_shared_memory(gl.bfloat16, [SLOTS_A, BLOCK, HALF], TILE)

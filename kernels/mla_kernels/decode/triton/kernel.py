@@ -8,6 +8,7 @@ writes `out` and `lse`; any other writes its fp32 (O, l, k) to the plan's worksp
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from mla_kernels.decode.triton import plan_kernel
 from mla_kernels.decode.triton.segment import attend, write_segment
@@ -162,6 +163,9 @@ def mla_decode_kernel(
                     tl.debug_barrier()  # every thread has read the flag
                     tl.store(flag, 0)
             else:
+                if PDL:  # noqa: SIM102 (known to the compiler, the other is not)
+                    if request == last_request:
+                        gdc_launch_dependents()
                 write_segment(
                     acc, k, l, v_scale, out_ptr, lse_ptr, part_acc_ptr, part_sum_ptr,
                     request, splits, slot + split, row, row_ok, num_rows,

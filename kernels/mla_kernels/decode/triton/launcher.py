@@ -78,7 +78,7 @@ def mla_decode_triton(
     elif few_rows is not None and takes_few_rows_fp8(kv_cache, few_rows, arch):
         launch_few_rows_fp8(call, few_rows)
     elif few_rows is not None:
-        launch_few_rows(call, few_rows, dims)
+        launch_few_rows(call, few_rows, dims, arch)
     else:
         launch_decode(call, choose_tile(s_q * H, dims, kv_format, arch, rescale), dims, arch)
     launch_merge(device_plan, out, lse, arch)

@@ -41,7 +41,6 @@ times s_g / max s.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
-from triton.language.extra.cuda import gdc_launch_dependents
 
 from mla_kernels.decode.hopper.fp8.operands import rows_of
 from mla_kernels.decode.hopper.fp8.scores import ONE, scores_warpgroup
@@ -92,7 +91,6 @@ def hopper_fp8_kernel(
 ):  # fmt: skip
     GROUPED: gl.constexpr = FORMAT == "fp8_ds_mla"
     ROPE_COL: gl.constexpr = DS_MLA_ROPE if GROUPED else 256
-    gdc_launch_dependents()
     start = read_start(parts)
     ring_a = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, BLOCK, 128], rows_of(128))
     ring_b = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, BLOCK, 128], rows_of(128))

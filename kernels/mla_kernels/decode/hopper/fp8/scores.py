@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
 )
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from mla_kernels import numerics
 from mla_kernels.decode.hopper.fp8.operands import accumulator, rows_of
@@ -238,3 +239,4 @@ def scores_warpgroup(
         lo = after_lo + 0
         hi = after_hi + 0
         end = after_end + 0
+    gdc_launch_dependents()  # the merge (decode/triton/merge.py)

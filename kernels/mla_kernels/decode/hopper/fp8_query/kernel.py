@@ -24,7 +24,6 @@ if its scores are done. WG0 asks for the scores of the next tile before it turns
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
-from triton.language.extra.cuda import gdc_launch_dependents
 
 from mla_kernels.decode.hopper.fp8_query.operands import LATENT_UNITS, ROPE_CODES, ROPE_UNITS
 from mla_kernels.decode.hopper.fp8_query.scores import scores_warpgroup
@@ -63,7 +62,6 @@ def hopper_fp8_query_kernel(
     CAUSAL: gl.constexpr,
     CHUNKED: gl.constexpr,
 ):
-    gdc_launch_dependents()
     start = read_start(parts)
     ring_a = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, BLOCK, 128], LATENT_UNITS)
     ring_b = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, BLOCK, 128], LATENT_UNITS)

@@ -9,6 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from mla_kernels import numerics
 from mla_kernels.decode.hopper.fp8_query.operands import (
@@ -173,3 +174,4 @@ def scores_warpgroup(
         lo = after_lo + 0
         hi = after_hi + 0
         end = after_end + 0
+    gdc_launch_dependents()  # the merge (decode/triton/merge.py)

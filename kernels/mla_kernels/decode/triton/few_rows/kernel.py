@@ -19,6 +19,7 @@ As with "fp8" in decode/triton/kernel.py, neither K nor V is rounded to bf16.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from mla_kernels import numerics
 from mla_kernels.decode.triton import plan_kernel
@@ -76,6 +77,7 @@ def few_rows_kernel(
     CHUNKED: gl.constexpr,
     WARPS: gl.constexpr,
     STAGES: gl.constexpr,
+    PDL: gl.constexpr,
 ):
     CODES: gl.constexpr = FORMAT != "float"
     SCALED: gl.constexpr = FORMAT == "fp8_ds_mla"
@@ -289,6 +291,9 @@ def few_rows_kernel(
                 now = gl.where(now + 1 == STAGES, 0, now + 1)
                 fill = gl.where(fill + 1 == STAGES, 0, fill + 1)
 
+            if PDL:  # noqa: SIM102 (known to the compiler, the other is not)
+                if request == last_request:
+                    gdc_launch_dependents()
             o = o_a
             if CODES:
                 o = gl.reshape(gl.join(o_a, o_b), [GROUPS, BM, 128])

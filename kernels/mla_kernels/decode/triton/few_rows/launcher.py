@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import triton
 
+from mla_kernels.arch import Arch
 from mla_kernels.decode.call import DecodeCall, scale_argument
 from mla_kernels.decode.query import joined
 from mla_kernels.decode.rescale import scale_to_log2
@@ -23,7 +24,7 @@ def fits(kv_cache: torch.Tensor) -> bool:
     return all(n % 16 == 0 for n in steps) and kv_cache.shape[1] in (16, 32, 64, 128)
 
 
-def launch_few_rows(call: DecodeCall, tile: FewRowsTile, dims: MlaDims) -> None:
+def launch_few_rows(call: DecodeCall, tile: FewRowsTile, dims: MlaDims, arch: Arch) -> None:
     """One program a row tile and part of the plan. The cache must fit (`fits`)."""
     q, kv_cache = joined(call.q), call.kv_cache
     kv_format = cache_format(kv_cache.dtype)
@@ -43,7 +44,7 @@ def launch_few_rows(call: DecodeCall, tile: FewRowsTile, dims: MlaDims) -> None:
         q.stride(2),
         units.stride(0) // 8,
         *call.sizes(),
-        **kernel_constants(tile, dims, kv_format, kv_cache.shape[1], units.stride(1)),
+        **kernel_constants(tile, arch, dims, kv_format, kv_cache.shape[1], units.stride(1)),
         **call.modes(),
         LOAD_SCALE=isinstance(call.kv_scale, torch.Tensor),
         num_warps=tile.warps,
@@ -52,9 +53,9 @@ def launch_few_rows(call: DecodeCall, tile: FewRowsTile, dims: MlaDims) -> None:
 
 
 def kernel_constants(
-    tile: FewRowsTile, dims: MlaDims, kv_format: str, page: int, row: int
+    tile: FewRowsTile, arch: Arch, dims: MlaDims, kv_format: str, page: int, row: int
 ) -> dict[str, Any]:
-    """Compile-time arguments that tile and cache decide; `row` in 16-bit units."""
+    """Compile-time arguments that tile, GPU and cache decide; `row` in 16-bit units."""
     layout = Fp8DsMlaLayout(dims)
     rope = {
         "float": dims.kv_lora_rank,
@@ -73,4 +74,5 @@ def kernel_constants(
         "ROPE_OFFSET": rope[kv_format],
         "WARPS": tile.warps,
         "STAGES": tile.stages,
+        "PDL": arch.programmatic_launch,
     }

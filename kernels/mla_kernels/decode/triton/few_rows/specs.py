@@ -79,7 +79,7 @@ def _spec(
             **dict.fromkeys((*STRIDES, *SCALARS), "i32"),
         },
         constexprs={
-            **kernel_constants(tile, dims, kv_format, page, row_bytes[kv_format] // 2),
+            **kernel_constants(tile, arch, dims, kv_format, page, row_bytes[kv_format] // 2),
             "LOAD_SCALE": kv_format == "fp8",
             "CAUSAL": causal,
             "CHUNKED": chunked,

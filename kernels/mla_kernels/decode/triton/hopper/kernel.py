@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from mla_kernels import numerics
 from mla_kernels.decode.hopper.layouts import BLOCK, HALF, ROPE, TILE
@@ -168,6 +169,8 @@ def attend(
         slot = gl.load(requests + request * 4 + 0)
         splits = gl.load(requests + request * 4 + 1)
         after, after_lo, after_hi, after_end = next_segment(plan, request, hi, end)
+        if after > plan.last:  # the merge (decode/triton/merge.py)
+            gdc_launch_dependents()
 
         total = gl.convert_layout(gl.sum(l, 1), SCORES_ROW)
         reference = gl.convert_layout(gl.max(k, 1), SCORES_ROW)
