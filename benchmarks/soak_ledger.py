@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 KEPT_FAULTS = 20
+KEPT_PROBES = 20  # those that moved most
 GROWTH_MIB = 64.0  # that memory may seem to grow by in the second half
 GPU_LEAK_MIB = 16.0  # that tensors may take more when idle: workspaces made by the first use
 MIN_SAMPLES = 8
@@ -22,7 +23,11 @@ Row = dict[str, Any]
 
 @dataclass
 class Ledger:
-    """Counts of one soak. `samples` are rows of time_s, kv_cache_usage and what MEMORY names."""
+    """Counts of one soak. `samples` are rows of time_s, kv_cache_usage and what MEMORY names.
+
+    moves         nats by which each token's logprob moved under load, of all probes
+    widest_moves  of the probes that moved most: tokens of the prompt, and the moves
+    """
 
     outcomes: Counter[str] = field(default_factory=Counter)
     samples: list[Row] = field(default_factory=list)
@@ -33,7 +38,8 @@ class Ledger:
     longest_prompt: int = 0
     other_tokens: int = 0
     widest_gap: float = 0.0
-    widest_drift: float = 0.0
+    moves: list[float] = field(default_factory=list)
+    widest_moves: list[tuple[int, list[float]]] = field(default_factory=list)
 
     def fault(self, text: str) -> None:
         """Something went wrong; the first KEPT_FAULTS are kept word for word."""
@@ -45,9 +51,16 @@ class Ledger:
         self.prompt_tokens += tokens
         self.longest_prompt = max(self.longest_prompt, tokens)
 
-    def saw_probe(self, drift: float, gap: float | None) -> None:
-        """As `soak_load.compare` returns them."""
-        self.widest_drift = max(self.widest_drift, drift)
+    @property
+    def widest_drift(self) -> float:
+        return max(self.moves, default=0.0)
+
+    def saw_probe(self, length: int, moves: list[float], gap: float | None) -> None:
+        """Tokens of the prompt, and what `soak_load.compare` returns."""
+        self.moves += moves
+        self.widest_moves.append((length, [round(x, 4) for x in moves]))
+        self.widest_moves.sort(key=lambda seen: -max(seen[1], default=0.0))
+        del self.widest_moves[KEPT_PROBES:]
         if gap is not None:
             self.other_tokens += 1
             self.widest_gap = max(self.widest_gap, gap)
@@ -128,7 +141,9 @@ def summary_line(minutes: float, ledger: Ledger, end: End | None, wrong: list[st
     """The soak in one line."""
     counts = ", ".join(f"{ledger.outcomes[o]} {OUTCOMES[o]}" for o in OUTCOMES)
     text = f"soak: {minutes:.1f} min, {ledger.requests} requests ({counts}), "
-    text += f"{end.preemptions if end else '?'} preemptions, "
+    preempted = ledger.samples[-1].get("preemptions") if ledger.samples else None
+    preempted = end.preemptions if end else preempted
+    text += f"{'?' if preempted is None else int(preempted)} preemptions, "
     if wrong:
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         return f"{text}FAILED: {wrong[0]}{more}"

@@ -171,21 +171,21 @@ def complaint(answer: Answer, body: Body, vocabulary: int) -> str | None:
     return None
 
 
-def compare(reference: Answer, answer: Answer) -> tuple[float, float | None]:
+def compare(reference: Answer, answer: Answer) -> tuple[list[float], float | None]:
     """How far a probe's answer is from the one on the idle server, in nats.
 
-    Returns the largest change of a logprob up to the first other token, and how much less likely
-    than the reference's the reference held that token (None: all tokens are the same; inf: it was
-    not among its alternatives).
+    Returns the changes of the logprobs of the tokens before the first other one, and how much less
+    likely than the reference's the reference held that one (None: all tokens are the same; inf: it
+    was not among its alternatives).
     """
-    drift = 0.0
+    moves: list[float] = []
     for i, (expected, token) in enumerate(zip(reference.tokens, answer.tokens, strict=True)):
         if token != expected:
             held = reference.alternatives[i]
             other = held.get(f"token_id:{token}", -math.inf)
-            return drift, held[f"token_id:{expected}"] - other
-        drift = max(drift, abs(reference.logprobs[i] - answer.logprobs[i]))
-    return drift, None
+            return moves, held[f"token_id:{expected}"] - other
+        moves.append(abs(reference.logprobs[i] - answer.logprobs[i]))
+    return moves, None
 
 
 async def events(response: httpx.Response) -> AsyncIterator[bytes]:
@@ -309,10 +309,12 @@ class Client:
         return answer
 
     def _judge_probe(self, number: int, answer: Answer) -> None:
-        drift, gap = compare(self.references[number], answer)
-        self.ledger.saw_probe(drift, gap)
+        moves, gap = compare(self.references[number], answer)
         length = len(self.probes[number])
+        self.ledger.saw_probe(length, moves, gap)
+        drift = max(moves, default=0.0)
         if drift > self.tolerance:
-            raise ValueError(f"a logprob moved by {drift:.3g} (prompt of {length})")
+            token = f"of token {moves.index(drift)}, {len(moves)} alike"
+            raise ValueError(f"a logprob moved by {drift:.3g} ({token}, prompt of {length})")
         if gap is not None and gap > 2 * self.tolerance:
             raise ValueError(f"another token that was {gap:.3g} below (prompt of {length})")

@@ -30,7 +30,7 @@ class Report:
             "line": line,
             "wrong": wrong,
             **self.about,
-            "counts": {k: v for k, v in vars(ledger).items() if k not in ("samples", "faults")},
+            "counts": counts_of(ledger),
             "end": asdict(end) if end else None,
             "samples": ledger.samples,
         }
@@ -38,6 +38,18 @@ class Report:
         (self.results / "soak.json").write_text(json.dumps(report, indent=1) + "\n")
         (self.results / "soak.md").write_text(markdown(report))
         return line
+
+
+def yes_or_no(known: bool | None) -> str:
+    return "?" if known is None else "yes" if known else "no"
+
+
+def counts_of(ledger: Ledger) -> Row:
+    """What the ledger counted, its long lists in few numbers."""
+    kept = {k: v for k, v in vars(ledger).items() if k not in ("samples", "faults", "moves")}
+    moves = sorted(ledger.moves) or [0.0]
+    at = {"median": len(moves) // 2, "99 of 100": len(moves) * 99 // 100, "largest": -1}
+    return kept | {"moves": {name: round(moves[i], 4) for name, i in at.items()}}
 
 
 def markdown(report: Row) -> str:
@@ -61,8 +73,9 @@ def markdown(report: Row) -> str:
         f"* The cache was at most {max((row['kv_cache_usage'] for row in samples), default=0):.0%} "
         f"full; at the end {end.get('blocks_used', '?')} blocks are in use.",
         "* Probes are the same bit for bit on the idle server before and after: "
-        f"{'yes' if end.get('same_probes') else 'no'}. Under load logprobs moved by at most "
-        f"{counts['widest_drift']:.2g} nats, and {counts['other_tokens']} of "
+        f"{yes_or_no(end.get('same_probes'))}. Under load logprobs moved by at most "
+        f"{counts['moves']['largest']:.2g} nats (half of them by {counts['moves']['median']:.2g}, "
+        f"99 of 100 by {counts['moves']['99 of 100']:.2g}), and {counts['other_tokens']} of "
         f"{counts['outcomes'].get('probes', 0)} answers had another token, held at most "
         f"{counts['widest_gap']:.2g} nats below (allowed: {settings['tolerance']:g}, and twice).",
         "",

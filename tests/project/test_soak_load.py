@@ -99,12 +99,12 @@ def test_probes_are_compared_up_to_the_first_other_token():
 
     ties = [{"token_id:5": -0.1, "token_id:9": -0.3}, {"token_id:6": 0.0}]
     reference = Answer(**GOOD | {"alternatives": ties})
-    assert compare(reference, reference) == (0.0, None)
+    assert compare(reference, reference) == ([0.0, 0.0], None)
     moved = Answer(**GOOD | {"logprobs": [-0.15, 0.0]})
-    assert compare(reference, moved) == (pytest.approx(0.05), None)
-    drift, gap = compare(reference, Answer(**GOOD | {"tokens": [9, 9], "logprobs": [-5.0, -5.0]}))
-    assert (drift, gap) == (0.0, pytest.approx(0.2))
-    assert compare(reference, Answer(**GOOD | {"tokens": [8, 6]})) == (0.0, math.inf)
+    assert compare(reference, moved) == (pytest.approx([0.05, 0.0]), None)
+    moves, gap = compare(reference, Answer(**GOOD | {"tokens": [9, 9], "logprobs": [-5.0, -5.0]}))
+    assert (moves, gap) == ([], pytest.approx(0.2))
+    assert compare(reference, Answer(**GOOD | {"tokens": [8, 6]})) == ([], math.inf)
 
 
 class Server:

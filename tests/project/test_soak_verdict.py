@@ -158,7 +158,7 @@ def test_the_page(alive):
     from dataclasses import asdict
 
     from soak import parse_arguments, public
-    from soak_report import markdown
+    from soak_report import counts_of, markdown
 
     args = vars(parse_arguments(["--minutes", "1", "--dtype", "float32"]))
     assert args["blocks"] == 1 + 141
@@ -170,7 +170,7 @@ def test_the_page(alive):
             "machine": {"cpu": "C", "vllm": "1", "torch": "2"},
             "model": "demo v3",
             "settings": args,
-            "counts": vars(sound_ledger()),
+            "counts": counts_of(sound_ledger()),
             "end": asdict(sound_end()) if alive else None,
             "samples": sound_ledger().samples,
         }
@@ -179,7 +179,22 @@ def test_the_page(alive):
     assert "| engine | 3000 | 3000 | 3000 | 3000 | +0.0 |" in page
     assert "GPU" not in page
     assert ("* WRONG: the server has no sound end state" in page) != alive
-    assert ("before and after: yes" in page) == alive
+    assert f"before and after: {'yes' if alive else '?'}" in page
+
+
+def test_how_far_probes_moved():
+    from soak_ledger import KEPT_PROBES
+    from soak_report import counts_of
+
+    ledger = sound_ledger()
+    for i in range(50):
+        ledger.saw_probe(i, [0.01 * i, 0.0], None)
+    ledger.saw_probe(700, [], 0.5)
+    counts = counts_of(ledger)
+    assert counts["moves"] == {"median": 0.0, "99 of 100": 0.49, "largest": 0.49}
+    assert (counts["other_tokens"], counts["widest_gap"]) == (1, 0.5)
+    assert len(counts["widest_moves"]) == KEPT_PROBES
+    assert counts["widest_moves"][0] == (49, [0.49, 0.0])
 
 
 def test_a_soak_that_is_killed_leaves_what_it_had_seen(tmp_path):
