@@ -43,7 +43,7 @@ def specialisations(arch: Arch) -> list[KernelSpec]:
             | POINTERS
             | (RESULTS if full else {})
             | scalars
-            | {"kv_scale": "*fp32"},
+            | {"kv_scale": "*fp32" if kv_format == "fp8" else "fp32"},
             constexprs={
                 **CONFIGS[kv_format],
                 "FORMAT": kv_format,

@@ -24,6 +24,7 @@ def specialisations(arch: Arch) -> list[KernelSpec]:
             *[_spec(arch, rows, kv_format, dims) for dims in ALL_DIMS],
             _spec(arch, rows, kv_format, causal=True),
             _spec(arch, rows, kv_format, chunked=True),
+            _spec(arch, rows, kv_format, causal=True, chunked=True),
             _spec(arch, rows, kv_format, dtype=torch.float16),
             *[_spec(arch, rows, kv_format, page=page) for page in (32, 128)],
         ]

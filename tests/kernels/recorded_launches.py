@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls the launchers of Gluon kernels on a CPU, where these cannot run, and prints the launches
+that no specification of the offline compiler describes, and kernels that none launched.
+
+    python recorded_launches.py 90
+
+A process of its own, for test_recorded_launches.py: kernels must not be bound to the interpreter,
+and much is put in the place of the device.
+"""
+
+import importlib
+import itertools
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from mla_kernels.arch import ARCHS, Arch
+from mla_kernels.layouts import Fp8DsMlaLayout, MlaDims
+from mla_kernels.offline.spec import KernelSpec, all_specs, spec_modules
+from triton.experimental.gluon._runtime import GluonJITFunction
+
+SMS = 132
+ELEMENTS = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int32: "i32",
+    torch.uint8: "u8",
+    torch.float8_e4m3fn: "fp8e4nv",
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What `launch` was given: run-time and compile-time arguments by name, and options."""
+
+    kernel: Any
+    runtime: dict[str, Any]
+    constants: dict[str, Any]
+    options: dict[str, Any]
+
+
+def type_of(x: Any) -> str:
+    """As a KernelSpec's signature says it."""
+    if isinstance(x, torch.Tensor):
+        return f"*{ELEMENTS[x.dtype]}"
+    if hasattr(x, "block_shape"):
+        box = ", ".join(str(n) for n in x.block_shape)
+        return f"tensordesc<{ELEMENTS[x.base.dtype]}[{box}],{x.layout!r}>"
+    return "fp32" if isinstance(x, float) else "i32"
+
+
+def differences(launch: Launch, spec: KernelSpec) -> list[str]:
+    """In what a launch is not the one that `spec` compiles."""
+    found = []
+    for name, value in launch.constants.items():
+        if spec.constexprs.get(name) != value:
+            found.append(f"{name} = {value!r}, compiled {spec.constexprs.get(name)!r}")
+    for name, value in launch.runtime.items():
+        if name in spec.constexprs:  # folded in
+            if value != spec.constexprs[name]:
+                found.append(f"{name} = {value!r}, compiled {spec.constexprs[name]!r}")
+        elif type_of(value) != spec.signature.get(name):
+            found.append(f"{name}: {type_of(value)}, compiled {spec.signature.get(name)}")
+    if launch.options != dict(spec.options):
+        found.append(f"options {launch.options}, compiled {dict(spec.options)}")
+    return found
+
+
+class Recorder:
+    """Stands in for `launch`."""
+
+    def __init__(self) -> None:
+        self.launches: list[Launch] = []
+
+    def __call__(self, kernel: Any, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
+        assert all(n > 0 for n in grid), grid
+        params = kernel.params
+        values = dict(zip((p.name for p in params), args, strict=False))
+        twice = values.keys() & named.keys()
+        assert not twice, twice
+        options = {k: v for k, v in named.items() if k not in {p.name for p in params}}
+        values |= {k: v for k, v in named.items() if k not in options}
+        missing = [p.name for p in params if p.name not in values and not p.has_default]
+        assert not missing, f"{kernel.__name__} without {missing}"
+        constants = {p.name: values.get(p.name, p.default) for p in params if p.is_constexpr}
+        runtime = {p.name: values[p.name] for p in params if not p.is_constexpr}
+        self.launches.append(Launch(kernel, runtime, constants, options))
+
+
+def in_every_launcher(recorder: Recorder, arch: Arch) -> None:
+    """Put the recorder, the GPU and its number of SMs in the place of what modules imported."""
+    for name in spec_modules():
+        importlib.import_module(name)
+        importlib.import_module(name.removesuffix("specs") + "launcher")
+    properties = types.SimpleNamespace(multi_processor_count=SMS)
+    torch.cuda.get_device_properties = lambda device: properties
+    stand_ins = {
+        "launch": recorder,
+        "device_arch": lambda device: arch,
+        "arch_of": lambda device: arch,
+    }
+    for module in [m for n, m in sys.modules.items() if n.startswith("mla_kernels.")]:
+        for name, value in stand_ins.items():
+            if callable(getattr(module, name, None)):
+                setattr(module, name, value)
+
+
+CACHES = {
+    "float": lambda dims, dtype: torch.empty(8, 64, dims.head_dim, dtype=dtype),
+    "fp8": lambda dims, dtype: torch.empty(8, 64, dims.head_dim, dtype=torch.float8_e4m3fn),
+    "fp8_ds_mla": lambda dims, dtype: torch.empty(
+        8, 64, Fp8DsMlaLayout(dims).row_bytes, dtype=torch.uint8
+    ),
+}
+SCALE = torch.ones(1)
+
+
+def dense_calls(arch: Arch) -> Iterator[tuple[str, Any]]:
+    """(what it is, the call) of the launchers behind `mla_decode`."""
+    from mla_kernels.decode.hopper.launcher import mla_decode_hopper
+    from mla_kernels.decode.triton.launcher import DIMS, mla_decode_triton
+
+    def call(implementation, dims, dtype, cache, heads, s_q, deterministic, rescale):
+        B = 3
+        q = torch.empty(B, s_q, heads, dims.head_dim, dtype=dtype)
+        kv_cache = CACHES[cache](dims, torch.bfloat16 if dtype.itemsize == 1 else dtype)
+        queries = {} if implementation is mla_decode_triton else {"q_scale": SCALE}
+        sizes = {} if implementation is mla_decode_hopper else {"kv_lora_rank": dims.kv_lora_rank}
+        out_dtype = torch.bfloat16 if dtype.itemsize == 1 else dtype
+        implementation(
+            q,
+            kv_cache,
+            torch.zeros(B, 4, dtype=torch.int32),
+            torch.ones(B, dtype=torch.int32),
+            scale=0.1,
+            kv_scale=SCALE if cache == "fp8" else None,
+            causal=True,
+            rescale=rescale,
+            plan=None,
+            out=torch.empty(B, s_q, heads, dims.kv_lora_rank, dtype=out_dtype),
+            lse=torch.empty(B, s_q, heads),
+            deterministic=deterministic,
+            **queries,
+            **sizes,
+        )
+
+    shapes = [(1, 1), (16, 1), (8, 2), (32, 1), (16, 2), (64, 1), (32, 2), (128, 1), (128, 2)]
+    modes = list(itertools.product(shapes, (False, True)))
+    for (heads, s_q), deterministic in modes:
+        for cache, dims in itertools.product(CACHES, DIMS):
+            if cache == "fp8_ds_mla" and dims != MlaDims():
+                continue
+            dtypes = (torch.bfloat16, torch.float16) if cache == "float" else (torch.bfloat16,)
+            for dtype, rescale in itertools.product(dtypes, ("pow2", "amla", "flash")):
+                args = (dims, dtype, cache, heads, s_q, deterministic, rescale)
+                yield f"triton {args}", lambda a=args: call(mla_decode_triton, *a)
+        if arch.sm != 90:
+            continue
+        for cache, rescale in itertools.product(CACHES, ("pow2", "amla")):
+            args = (MlaDims(), torch.bfloat16, cache, heads, s_q, deterministic, rescale)
+            yield f"hopper {args}", lambda a=args: call(mla_decode_hopper, *a)
+        args = (MlaDims(), torch.float8_e4m3fn, "fp8", heads, s_q, deterministic, "pow2")
+        yield f"fp8 query {args}", lambda a=args: call(mla_decode_hopper, *a)
+
+
+def sparse_calls(arch: Arch) -> Iterator[tuple[str, Any]]:
+    """The same behind `mla_sparse_attention`: few tokens, whose slots are split, and many."""
+    from mla_kernels.sparse.call import SparseCall
+    from mla_kernels.sparse.hopper.launcher import mla_sparse_attention_hopper
+    from mla_kernels.sparse.triton.launcher import mla_sparse_attention_triton
+
+    def call(implementation, heads, cache, tokens):
+        dims, few = MlaDims(), tokens == 1
+        q = torch.empty(tokens, heads, dims.head_dim, dtype=torch.bfloat16)
+        implementation(
+            SparseCall(
+                q,
+                CACHES[cache](dims, torch.bfloat16),
+                torch.zeros(tokens, 2048, dtype=torch.int32),
+                torch.empty(tokens, heads, dims.kv_lora_rank, dtype=torch.bfloat16),
+                torch.empty(tokens, heads),
+                scale=0.1,
+                lengths=torch.zeros(tokens, dtype=torch.int32) if few else None,
+                sink=None if few else torch.zeros(heads),
+            )
+        )
+
+    for heads, tokens in itertools.product((1, 16, 32, 64, 128), (1, 600)):
+        args = (heads, "fp8_ds_mla", tokens)
+        yield f"triton {args}", lambda a=args: call(mla_sparse_attention_triton, *a)
+        for cache in ("float", "fp8_ds_mla") if arch.sm == 90 else ():
+            args = (heads, cache, tokens)
+            yield f"hopper {args}", lambda a=args: call(mla_sparse_attention_hopper, *a)
+
+
+def indexer_calls(arch: Arch) -> Iterator[tuple[str, Any]]:
+    """The same behind `indexer_scores` and `indexer_topk`."""
+    from mla_kernels.indexer.hopper.launcher import launch_hopper_scores
+
+    def call(heads, rows, topk):
+        scores, level1 = torch.empty(rows, 256), torch.zeros(rows, 32, dtype=torch.int32)
+        launch_hopper_scores(
+            torch.empty(rows, heads, 128, dtype=torch.float8_e4m3fn),
+            torch.empty(8, 64, 128 + 4, dtype=torch.uint8),  # codes and a scale
+            torch.empty(rows, heads),
+            torch.zeros(rows, 4, dtype=torch.int32),
+            torch.ones(rows, dtype=torch.int32),
+            scores,
+            level1=level1 if topk else None,
+        )
+
+    if arch.sm == 90:
+        for args in ((64, 64, True), (64, 1, False), (32, 1024, False)):
+            yield f"indexer {args}", lambda a=args: call(*a)
+
+
+def main() -> int:
+    arch, recorder, wrong = ARCHS[int(sys.argv[1])], Recorder(), 0
+    in_every_launcher(recorder, arch)
+    specs = all_specs(arch)
+    unseen = {s.fn.__name__ for s in specs if isinstance(s.fn, GluonJITFunction)}
+    for what, call in itertools.chain(dense_calls(arch), sparse_calls(arch), indexer_calls(arch)):
+        recorder.launches.clear()
+        call()
+        for launch in recorder.launches:
+            if not isinstance(launch.kernel, GluonJITFunction):
+                continue  # the interpreter runs these
+            near = [differences(launch, s) for s in specs if s.fn is launch.kernel]
+            least = min(near, key=len, default=["nothing of it is compiled"])
+            unseen.discard(launch.kernel.__name__)
+            if least:
+                wrong += 1
+                print(f"{what}: {launch.kernel.__name__}: {'; '.join(least)}")
+    if unseen:
+        print(f"never launched: {sorted(unseen)}")
+    return 1 if wrong or unseen else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
