@@ -6,8 +6,6 @@ import pytest
 import torch
 from mla_kernels import mla_decode
 from mla_kernels.arch import ARCHS
-from mla_kernels.decode.reference import mla_decode_reference
-from mla_kernels.decode.triton import launcher
 from mla_kernels.decode.triton.few_rows.hopper.launcher import (
     CONFIGS,
     OPTIONS,
@@ -16,8 +14,8 @@ from mla_kernels.decode.triton.few_rows.hopper.launcher import (
 from mla_kernels.decode.triton.few_rows.tiles import few_rows_tile
 from mla_kernels.decode.triton.tiles import ctas_per_sm
 from mla_kernels.layouts import MlaDims
-from mla_kernels.testing import metrics
 from mla_kernels.testing.cases import decode_case
+from mla_kernels.testing.decoded import assert_decoded
 
 gpu = [
     pytest.mark.gpu,
@@ -69,11 +67,7 @@ def check(case, **options):
     out, lse = mla_decode(
         *case.args, **case.options, **options, impl="triton", out=case.poisoned_out()
     )
-    want, want_lse = mla_decode_reference(*case.args, **case.options, causal=True)
-    assert not metrics.SHORT_BAR.failures(metrics.measure(out, want))
-    seen = torch.isfinite(want_lse)
-    assert torch.equal(seen, torch.isfinite(lse))
-    assert (lse - want_lse)[seen].abs().max() < 2**-8
+    assert_decoded(case, out, lse)
     return out
 
 
@@ -88,17 +82,9 @@ class TestOnAGpu:
     pytestmark = gpu
 
     @pytest.fixture(autouse=True)
-    def launches(self, monkeypatch):
+    def launches(self, count_launches):
         """How often the kernel was launched."""
-        count = []
-
-        def launch(*args, **options):
-            count.append(1)
-            return original(*args, **options)
-
-        original = launcher.launch_few_rows_fp8
-        monkeypatch.setattr(launcher, "launch_few_rows_fp8", launch)
-        return count
+        return count_launches("launch_few_rows_fp8")
 
     @pytest.mark.parametrize(("heads", "s_q"), ROWS)
     def test_rows(self, launches, heads, s_q):

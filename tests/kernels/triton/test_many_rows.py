@@ -6,12 +6,10 @@ import pytest
 import torch
 from mla_kernels import mla_decode
 from mla_kernels.arch import ARCHS
-from mla_kernels.decode.reference import mla_decode_reference
-from mla_kernels.decode.triton import launcher
 from mla_kernels.decode.triton.hopper.launcher import takes_many_rows
 from mla_kernels.layouts import MlaDims
-from mla_kernels.testing import metrics
 from mla_kernels.testing.cases import decode_case
+from mla_kernels.testing.decoded import assert_decoded
 
 gpu = [
     pytest.mark.gpu,
@@ -57,13 +55,11 @@ def test_memory_that_tma_does_not_take():
     assert not takes_many_rows(q, shifted, **options)
 
 
-def check(case):
-    out, lse = mla_decode(*case.args, **case.options, impl="triton", out=case.poisoned_out())
-    want, want_lse = mla_decode_reference(*case.args, **case.options, causal=True)
-    assert not metrics.SHORT_BAR.failures(metrics.measure(out, want))
-    seen = torch.isfinite(want_lse)
-    assert torch.equal(seen, torch.isfinite(lse))
-    assert (lse - want_lse)[seen].abs().max() < 2**-8
+def check(case, **options):
+    out, lse = mla_decode(
+        *case.args, **case.options, **options, impl="triton", out=case.poisoned_out()
+    )
+    assert_decoded(case, out, lse)
     return out
 
 
@@ -71,17 +67,9 @@ class TestOnAGpu:
     pytestmark = gpu
 
     @pytest.fixture(autouse=True)
-    def launches(self, monkeypatch):
+    def launches(self, count_launches):
         """How often the kernel was launched."""
-        count = []
-
-        def launch(*args, **options):
-            count.append(1)
-            return original(*args, **options)
-
-        original = launcher.launch_many_rows
-        monkeypatch.setattr(launcher, "launch_many_rows", launch)
-        return count
+        return count_launches("launch_many_rows")
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     @pytest.mark.parametrize(
