@@ -57,6 +57,16 @@ def test_ragged_batches(impl, heads, s_q, deterministic):
     check(case, impl, deterministic=deterministic)
 
 
+@pytest.mark.parametrize("heads", [4, 32, 64])
+def test_nan_in_a_query_shows_in_its_row_alone(impl, heads):
+    """Of requests that are split, and that are not; in lse too."""
+    case = decode_case([70, 9000], num_heads=heads, device="cuda")
+    case.q[:, 0, 1, 3] = torch.nan
+    out, lse = mla_decode(*case.args, **case.options, impl=impl, out=case.poisoned_out())
+    assert lse.isnan().nonzero().tolist() == [[0, 0, 1], [1, 0, 1]]
+    assert torch.equal(out.isnan(), lse.isnan()[..., None].expand_as(out))
+
+
 @pytest.mark.parametrize("cache", ["fp8", "fp8_ds_mla"])
 @pytest.mark.parametrize("heads", [1, 6, 16, 64, 128])
 @pytest.mark.parametrize("s_q", [1, 2, 5])

@@ -81,6 +81,15 @@ def test_matches_the_definition(device, cache, heads, splits):
     check(*sparse_case((300, 0, 64, 1), 130, heads=heads, cache=cache, device=device), splits)
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+def test_nan_in_a_query_shows_in_its_row_alone(device, splits):
+    q, kv, slots, options = sparse_case((300, 64), 130, heads=4, device=device)
+    q[1, 2, 3] = torch.nan
+    out, lse = attend(q, kv, slots, options, splits)
+    assert lse.isnan().nonzero().tolist() == [[1, 2]]
+    assert torch.equal(out.isnan(), lse.isnan()[..., None].expand_as(out))
+
+
 @pytest.mark.parametrize("heads", [16, 72])
 @pytest.mark.parametrize("on_device", [False, True])
 def test_fp8_scales(device, heads, on_device):

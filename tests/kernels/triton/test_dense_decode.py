@@ -68,6 +68,17 @@ def test_rescale_variants(device, rescale, heads):
     check(case, 3, rescale=rescale)
 
 
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("rescale", RESCALES)
+def test_nan_in_a_query_shows_in_its_row_alone(device, rescale, parts):
+    """In lse too: minus infinity would say that the row sees no token."""
+    case = decode_case([70, 300], num_heads=4, device=device)
+    case.q[0, 0, 1, 3] = torch.nan
+    out, lse = decode(case, parts, rescale=rescale)
+    assert lse.isnan().nonzero().tolist() == [[0, 0, 1]]
+    assert torch.equal(out.isnan(), lse.isnan()[..., None].expand_as(out))
+
+
 @pytest.mark.parametrize("dims", [MlaDims(), MlaDims(256, 32)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128])

@@ -142,7 +142,7 @@ def scores_warpgroup(
 
         total = sums_of_rows(l)
         reference = of_rows(k)
-        seen = total > 0.0
+        seen = total != 0.0  # NaN too
         mbarrier.wait(empty_out, po)
         at = first_row + row
         if splits == 1:

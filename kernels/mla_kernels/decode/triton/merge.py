@@ -109,7 +109,7 @@ def merge_kernel(
             acc = tl.sum(acc, 1)
             l = tl.sum(l, 1)
 
-        seen = l > 0.0
+        seen = l != 0.0  # NaN too
         acc = acc * tl.where(seen, 1.0 / l, 0.0)[:, None]
         out_row = request * num_rows + row
         out_at = out_ptr + out_row[:, None] * DV + col[None, :]

@@ -180,7 +180,7 @@ def write_segment(
     mask = row_ok[:, None]
     if splits == 1:
         at = request.to(tl.int64) * num_rows + row
-        seen = l > 0.0
+        seen = l != 0.0  # NaN too
         result = rows_o * tl.where(seen, 1.0 / l, 0.0)[:, None]
         tl.store(
             out_ptr + at[:, None] * DV + dv, round_to(result, out_ptr.dtype.element_ty), mask=mask

@@ -162,7 +162,7 @@ def scores_warpgroup(
     head = first_head + gl.arange(0, BLOCK, SCORES_ROW)
     ok = head < num_heads
     total = gl.convert_layout(gl.sum(l, 1), SCORES_ROW)
-    seen = total > 0.0
+    seen = total != 0.0  # NaN too
     if SPLIT:
         at = ((token * gl.num_programs(1) + gl.program_id(1)) * num_heads + head) * 2
         gl.store(part_sums + at, total, mask=ok)

@@ -27,15 +27,15 @@ def one_over_sum(l, k, sink_ptr, head, ok, HAS_SINK: tl.constexpr):
     """What O is multiplied by: 1 / l, 0 for no key; the sink is one more term of the sum."""
     if HAS_SINK:
         sink = tl.load(sink_ptr + head, mask=ok, other=0.0)
-        return tl.where(l > 0.0, 1.0 / (l + tl.exp2(sink * LOG2_E - k)), 0.0)
+        return tl.where(l != 0.0, 1.0 / (l + tl.exp2(sink * LOG2_E - k)), 0.0)
     else:
-        return tl.where(l > 0.0, 1.0 / l, 0.0)
+        return tl.where(l != 0.0, 1.0 / l, 0.0)
 
 
 @triton.jit
 def log_sum(l, k):
     """The natural log-sum-exp, without the sink."""
-    return tl.where(l > 0.0, (k + tl.log2(l)) * LN2, -float("inf"))
+    return tl.where(l != 0.0, (k + tl.log2(l)) * LN2, -float("inf"))
 
 
 @triton.jit

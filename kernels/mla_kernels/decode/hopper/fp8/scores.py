@@ -218,7 +218,7 @@ def scores_warpgroup(
             mbarrier.wait(full_sums, segment & 1)
             total = total + sums.load(ONE)
             k = bases.load(ONE) - GRID_OFFSET
-            seen = total > 0.0
+            seen = total != 0.0  # NaN too
             slot = gl.load(requests + request * 4 + 0)
             splits = gl.load(requests + request * 4 + 1)
             row_ok = row < num_rows

@@ -154,7 +154,7 @@ def scores_warpgroup(
         splits = gl.load(requests + request * 4 + 1)
         total = sums_of_rows(l)
         reference = of_rows(k)
-        seen = total > 0.0
+        seen = total != 0.0  # NaN too
         mbarrier.wait(empty_out, po)
         at = first_row + gl.arange(0, BLOCK, SCORES_ROW)
         row_ok = at < num_rows

@@ -33,7 +33,7 @@ def write_out(
     k = gl.convert_layout(k, ROW)
     if splits == 1:
         first = request.to(gl.int64) * num_rows
-        seen = l > 0.0
+        seen = l != 0.0  # NaN too
         result = o * per_row(gl.where(seen, 1.0 / l, 0.0) * scale)
         at += first * (GROUPS * 128)
         gl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=row < num_rows)

@@ -174,7 +174,7 @@ def attend(
 
         total = gl.convert_layout(gl.sum(l, 1), SCORES_ROW)
         reference = gl.convert_layout(gl.max(k, 1), SCORES_ROW)
-        seen = total > 0.0
+        seen = total != 0.0  # NaN too
         if splits == 1:
             factor = gl.convert_layout(gl.where(seen, 1.0 / total, 0.0), OUT_ROW)
             to = out + request.to(gl.int64) * num_rows * LATENT
