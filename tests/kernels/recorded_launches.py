@@ -57,8 +57,8 @@ def differences(launch: Launch, spec: KernelSpec) -> list[str]:
     """In what a launch is not the one that `spec` compiles."""
     found = []
     for name, value in launch.constants.items():
-        if spec.constexprs.get(name) != value:
-            found.append(f"{name} = {value!r}, compiled {spec.constexprs.get(name)!r}")
+        if name not in spec.constexprs or spec.constexprs[name] != value:
+            found.append(f"{name} = {value!r}, compiled {spec.constexprs.get(name, 'without')!r}")
     for name, value in launch.runtime.items():
         if name in spec.constexprs:  # folded in
             if value != spec.constexprs[name]:
