@@ -121,6 +121,18 @@ def test_holes_lengths_sinks_and_junk(impl, cache, T, heads, page):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("cache", ["bf16", "fp8_ds_mla"])
+@pytest.mark.parametrize("T", [2, 600])
+def test_nan_in_a_query_shows_in_its_row_alone(impl, cache, T):
+    """Of tokens whose slots are split, and that are not; in lse too."""
+    step = Step(T, 64, cache, impl=impl)
+    step.q[1, 2, 3] = torch.nan
+    step()
+    assert step.lse.isnan().nonzero().tolist() == [[1, 2]]
+    assert torch.equal(step.out.isnan(), step.lse.isnan()[..., None].expand_as(step.out))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize("T", [2, 64])
 def test_graph_replays_with_other_slots(heads, T, impl):
