@@ -126,7 +126,7 @@ class Watch:
             "kv_cache_usage": round(metrics["vllm:kv_cache_usage_perc"], 3),
             "running": metrics["vllm:num_requests_running"],
             "waiting": metrics["vllm:num_requests_waiting"],
-            "preemptions": metrics[PREEMPTED],
+            "preemptions": int(metrics[PREEMPTED]),
         }
         memory = await asyncio.to_thread(self.memory)
         self.ledger.samples.append(row | {k: round(v, 1) for k, v in memory.items()})

@@ -51,10 +51,6 @@ class Ledger:
         self.prompt_tokens += tokens
         self.longest_prompt = max(self.longest_prompt, tokens)
 
-    @property
-    def widest_drift(self) -> float:
-        return max(self.moves, default=0.0)
-
     def saw_probe(self, length: int, moves: list[float], gap: float | None) -> None:
         """Tokens of the prompt, and what `soak_load.compare` returns."""
         self.moves += moves
@@ -141,9 +137,8 @@ def summary_line(minutes: float, ledger: Ledger, end: End | None, wrong: list[st
     """The soak in one line."""
     counts = ", ".join(f"{ledger.outcomes[o]} {OUTCOMES[o]}" for o in OUTCOMES)
     text = f"soak: {minutes:.1f} min, {ledger.requests} requests ({counts}), "
-    preempted = ledger.samples[-1].get("preemptions") if ledger.samples else None
-    preempted = end.preemptions if end else preempted
-    text += f"{'?' if preempted is None else int(preempted)} preemptions, "
+    sampled = ledger.samples[-1].get("preemptions", "?") if ledger.samples else "?"
+    text += f"{end.preemptions if end else sampled} preemptions, "
     if wrong:
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         return f"{text}FAILED: {wrong[0]}{more}"

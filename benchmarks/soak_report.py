@@ -49,7 +49,8 @@ def counts_of(ledger: Ledger) -> Row:
     kept = {k: v for k, v in vars(ledger).items() if k not in ("samples", "faults", "moves")}
     moves = sorted(ledger.moves) or [0.0]
     at = {"median": len(moves) // 2, "99 of 100": len(moves) * 99 // 100, "largest": -1}
-    return kept | {"moves": {name: round(moves[i], 4) for name, i in at.items()}}
+    quantiles = {name: round(moves[i], 4) for name, i in at.items()}
+    return kept | {"moves": {"tokens": len(ledger.moves), **quantiles}}
 
 
 def markdown(report: Row) -> str:
@@ -73,7 +74,8 @@ def markdown(report: Row) -> str:
         f"* The cache was at most {max((row['kv_cache_usage'] for row in samples), default=0):.0%} "
         f"full; at the end {end.get('blocks_used', '?')} blocks are in use.",
         "* Probes are the same bit for bit on the idle server before and after: "
-        f"{yes_or_no(end.get('same_probes'))}. Under load logprobs moved by at most "
+        f"{yes_or_no(end.get('same_probes'))}. Under load the logprobs of "
+        f"{counts['moves']['tokens']} tokens moved by at most "
         f"{counts['moves']['largest']:.2g} nats (half of them by {counts['moves']['median']:.2g}, "
         f"99 of 100 by {counts['moves']['99 of 100']:.2g}), and {counts['other_tokens']} of "
         f"{counts['outcomes'].get('probes', 0)} answers had another token, held at most "

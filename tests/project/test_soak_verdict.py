@@ -80,9 +80,11 @@ def test_a_server_that_is_gone():
 
     wrong = verdict(sound_ledger(), None)
     assert wrong == ["the server has no sound end state"]
-    assert "? preemptions, FAILED: the server has no sound end state" in summary_line(
-        1, sound_ledger(), None, wrong
-    )
+    ledger = sound_ledger()
+    ending = "preemptions, FAILED: the server has no sound end state"
+    assert f"? {ending}" in summary_line(1, ledger, None, wrong)
+    ledger.samples[-1]["preemptions"] = 7
+    assert f"7 {ending}" in summary_line(1, ledger, None, wrong)
 
 
 def test_faults_are_counted_and_the_first_ones_kept():
@@ -191,7 +193,8 @@ def test_how_far_probes_moved():
         ledger.saw_probe(i, [0.01 * i, 0.0], None)
     ledger.saw_probe(700, [], 0.5)
     counts = counts_of(ledger)
-    assert counts["moves"] == {"median": 0.0, "99 of 100": 0.49, "largest": 0.49}
+    expected = {"tokens": 100, "median": 0.0, "99 of 100": 0.49, "largest": 0.49}
+    assert counts["moves"] == expected
     assert (counts["other_tokens"], counts["widest_gap"]) == (1, 0.5)
     assert len(counts["widest_moves"]) == KEPT_PROBES
     assert counts["widest_moves"][0] == (49, [0.49, 0.0])
