@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from soak_ledger import GROWTH_MIB, MEMORY, MIN_SAMPLES, End, Ledger, growth_mib, summary_line
+from soak_load import TYPICAL
 
 UNFINISHED = "the soak did not come to its end"
 Row = dict[str, Any]
@@ -79,7 +80,8 @@ def markdown(report: Row) -> str:
         f"{counts['moves']['largest']:.2g} nats (half of them by {counts['moves']['median']:.2g}, "
         f"99 of 100 by {counts['moves']['99 of 100']:.2g}), and {counts['other_tokens']} of "
         f"{counts['outcomes'].get('probes', 0)} answers had another token, held at most "
-        f"{counts['widest_gap']:.2g} nats below (allowed: {settings['tolerance']:g}, and twice).",
+        f"{counts['widest_gap']:.2g} nats below. Allowed: {settings['tolerance']:g} a token, "
+        f"{TYPICAL:g} of that for half of a probe's tokens, twice for another one.",
         "",
         "| memory, MiB | begin | middle | end | most | growth in the second half |",
         "|---|--:|--:|--:|--:|--:|",
