@@ -25,7 +25,6 @@ of their own; WG1 and WG2 turn those of tile n + 1 into bf16 before they wait fo
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
-from triton.language.extra.cuda import gdc_launch_dependents
 
 from mla_kernels.decode.hopper.kernel import barriers
 from mla_kernels.decode.hopper.layouts import BLOCK, CODES, HALF, ROPE, TILE, VECTOR
@@ -68,8 +67,6 @@ def hopper_sparse_kernel(
     HAS_SINK: gl.constexpr,
     SPLIT: gl.constexpr,
 ):
-    if SPLIT:
-        gdc_launch_dependents()
     COUNT: gl.constexpr = 128 if FORMAT == "bf16" else 1
     q_shared = gl.allocate_shared_memory(gl.bfloat16, [BLOCK, 128], TILE)
     ring_a = gl.allocate_shared_memory(gl.bfloat16, [SLOTS_A, BLOCK, HALF], TILE)

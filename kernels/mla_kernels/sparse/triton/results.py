@@ -151,7 +151,11 @@ def launch_merge(
     splits: int,
     arch: Arch,
 ) -> None:
-    """out and lse of all tokens from their partials, `splits` a token."""
+    """out and lse of all tokens from their partials, `splits` a token.
+
+    few_rows/kernel.py asks for it when its last values are multiplied. Earlier is slower, and after
+    the Hopper kernel it is fastest not to ask (benchmarks/VERSIONS.md).
+    """
     T, H, DV = out.shape
     tile = merge_tile(splits, DV)
     pdl = arch.programmatic_launch and not INTERPRET

@@ -77,8 +77,6 @@ def few_rows_sparse_kernel(
     WARPS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    if PDL and SPLIT:
-        gdc_launch_dependents()
     GROUPS: gl.constexpr = DV // 128
     UNITS: gl.constexpr = 64  # of a group
     MMA: gl.constexpr = mma_layout(GROUPS, WARPS)
@@ -153,6 +151,8 @@ def few_rows_sparse_kernel(
         now = gl.where(now + 1 == STAGES, 0, now + 1)
         fill = gl.where(fill + 1 == STAGES, 0, fill + 1)
 
+    if PDL and SPLIT:
+        gdc_launch_dependents()  # the merge (sparse/triton/results.py)
     o = gl.reshape(gl.join(o_a, o_b), [GROUPS, BM, 128])
     result = (token * gl.num_programs(1) + gl.program_id(1)) * num_heads
     write_program(
