@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a soak saw, and whether it is well: faults, leaks of blocks and memory, one line of it."""
 
+import statistics
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,8 @@ KEPT_PROBES = 20  # those that moved most
 GROWTH_MIB = 64.0  # that memory may seem to grow by in the second half
 GPU_LEAK_MIB = 16.0  # that tensors may take more when idle: workspaces made by the first use
 MIN_SAMPLES = 8
+TYPICAL = 0.25  # of the tolerance: by which half of a probe's tokens may move
+MANY_TOKENS = 8  # fewer have no typical one
 # A soak in which one of these never happened has not tried it.
 OUTCOMES = {
     "done": "answered",
@@ -80,6 +83,23 @@ class End:
     same_probes: bool  # idle at the begin and at the end, bit for bit
     # What tensors take on the GPU when idle, more than before the load; None where nobody says it.
     gpu_leak_mib: float | None = None
+
+
+def moved_too_far(moves: list[float], gap: float | None, tolerance: float) -> str | None:
+    """What of `soak_load.compare`'s result rounding does not explain, if anything.
+
+    Rounding moves a token here and there; a wrong context moves nearly all behind it. So any token
+    may move by `tolerance`, but half of them by no more than TYPICAL of it. Another token is right
+    where the two were within twice the tolerance, as both may have moved.
+    """
+    drift = max(moves, default=0.0)
+    if drift > tolerance:
+        return f"a logprob moved by {drift:.3g}, token {moves.index(drift)} of {len(moves)} alike"
+    if len(moves) >= MANY_TOKENS and statistics.median(moves) > TYPICAL * tolerance:
+        return f"half of {len(moves)} logprobs moved by {statistics.median(moves):.3g}"
+    if gap is not None and gap > 2 * tolerance:
+        return f"another token that was {gap:.3g} below"
+    return None
 
 
 def growth_mib(samples: list[Row], name: str) -> float:

@@ -5,13 +5,12 @@ import asyncio
 import json
 import math
 import random
-import statistics
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-from soak_ledger import Ledger
+from soak_ledger import Ledger, moved_too_far
 
 NAME = "soak"  # the served model
 PATH = "/v1/completions"
@@ -19,8 +18,6 @@ REQUEST_SECONDS = 300.0  # a request that takes longer hangs
 ALTERNATIVES = 5  # of each token of a probe
 PROBE_TOKENS = 32
 FIRST_TOKEN = 10  # below are special tokens
-TYPICAL = 0.25  # of the tolerance: by which half of a probe's tokens may move
-MANY_TOKENS = 8  # fewer have no typical one
 MOST_FAULTS = 100  # the soak is over
 KINDS = {"whole": 30, "stream": 30, "leave": 20, "cut": 8, "bad": 6, "probe": 6}
 Body = dict[str, Any]
@@ -189,23 +186,6 @@ def compare(reference: Answer, answer: Answer) -> tuple[list[float], float | Non
             return moves, held[f"token_id:{expected}"] - other
         moves.append(abs(reference.logprobs[i] - answer.logprobs[i]))
     return moves, None
-
-
-def moved_too_far(moves: list[float], gap: float | None, tolerance: float) -> str | None:
-    """What of `compare`'s result rounding does not explain, if anything.
-
-    Rounding moves a token here and there; a wrong context moves nearly all behind it. So any token
-    may move by `tolerance`, but half of them by no more than TYPICAL of it. Another token is right
-    where the two were within twice the tolerance, as both may have moved.
-    """
-    drift = max(moves, default=0.0)
-    if drift > tolerance:
-        return f"a logprob moved by {drift:.3g}, token {moves.index(drift)} of {len(moves)} alike"
-    if len(moves) >= MANY_TOKENS and statistics.median(moves) > TYPICAL * tolerance:
-        return f"half of {len(moves)} logprobs moved by {statistics.median(moves):.3g}"
-    if gap is not None and gap > 2 * tolerance:
-        return f"another token that was {gap:.3g} below"
-    return None
 
 
 async def events(response: httpx.Response) -> AsyncIterator[bytes]:

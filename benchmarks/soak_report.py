@@ -6,8 +6,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from soak_ledger import GROWTH_MIB, MEMORY, MIN_SAMPLES, End, Ledger, growth_mib, summary_line
-from soak_load import TYPICAL
+from soak_ledger import (
+    GROWTH_MIB,
+    MEMORY,
+    MIN_SAMPLES,
+    TYPICAL,
+    End,
+    Ledger,
+    growth_mib,
+    summary_line,
+)
 
 UNFINISHED = "the soak did not come to its end"
 Row = dict[str, Any]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """benchmarks/soak.py without a server: its verdict, and the page that it writes."""
 
+import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -216,3 +217,20 @@ def test_a_soak_that_is_killed_leaves_what_it_had_seen(tmp_path):
     assert "soak: 0.5 min, 40 requests" in (tmp_path / "soak.md").read_text()
     assert report.write(1.0, sound_ledger(), sound_end(), []).endswith("no NaN")
     assert json.loads((tmp_path / "soak.json").read_text())["end"]["health"] == 200
+
+
+@pytest.mark.parametrize(
+    ("moves", "gap", "says"),
+    [
+        ([0.9] + [0.2] * 31, 1.9, None),
+        ([0.9, 0.9], None, None),  # too few for a typical one
+        ([1.1] + [0.0] * 31, None, "a logprob moved by 1.1, token 0 of 32 alike"),
+        ([0.3] * 20 + [0.0] * 12, None, "half of 32 logprobs moved by 0.3"),
+        ([0.0] * 3, 2.1, "another token that was 2.1 below"),
+        ([], math.inf, "another token that was inf below"),
+    ],
+)
+def test_what_rounding_does_not_explain_is_a_fault(moves, gap, says):
+    from soak_ledger import moved_too_far
+
+    assert moved_too_far(moves, gap, tolerance=1.0) == says
