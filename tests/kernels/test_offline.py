@@ -104,6 +104,25 @@ def test_one_specialisation_of_each_kernel_compiles_for_every_arch():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_a_merge_waits_and_is_asked_for_behind_the_products(tmp_path):
+    """Programmatic launch: ACQBULK waits for the kernel before, PREEXIT asks for the one behind.
+    Asked for at a program's start, the merge takes time from those who still work."""
+    for word in ("decode", "merge"):
+        done = offline("--quick", "--arch", "90", "--match", word, "--dump", str(tmp_path))
+        assert done.returncode == 0, done.stdout + done.stderr
+    kernels = {path.name: sass.parse(path.read_text()) for path in tmp_path.glob("*.sass")}
+    merges = {name: code for name, code in kernels.items() if "merge" in name}
+    assert len(merges) == 2
+    assert [n for n, code in merges.items() if "ACQBULK" not in {i.opcode for i in code}] == []
+    asking = 0
+    for name, code in kernels.items():
+        asks = [i.address for i in code if i.opcode == "PREEXIT"]
+        products = [i.address for i in code if i.opcode in sass.OPCODE_FAMILY]
+        assert not asks or max(asks) > max(products), name
+        asking += bool(asks)
+    assert asking >= 15
+
+
 def test_an_option_that_amd_does_not_know_is_a_problem():
     with pytest.raises(ValueError, match=r"options that HIP knows, got \['warps_per_cta'\]"):
         amd.build(None, {"num_warps": 4, "maxnreg": 255, "warps_per_cta": 4}, AMD)
