@@ -10,6 +10,13 @@ from dense_cases import SHAPES
 from dense_modes import MODES
 
 OURS = ("mla_kernels/hopper/pow2", "mla_kernels/triton/pow2")
+# What a caller gets, so not always the same kernel with another rescale in it.
+KERNELS = [
+    "`amla` and `flash` are what `rescale=` gives, which may be another kernel: Hopper's own one",
+    "for fp8 caches knows pow2 alone, and so do, on sm_90, the portable ones for more than 16 rows",
+    "(heads times new tokens) of bf16 and for few rows of fp8. One kernel's rescales stand side by",
+    "side in the Hopper columns of bf16 caches, and in the portable ones up to 16 rows of bf16.",
+]
 TITLES = {
     "cold": "# Dense MLA decode",
     "paused": "# Dense MLA decode after a pause",
@@ -53,6 +60,7 @@ def markdown(report: dict[str, Any]) -> str:
         f"Microseconds: {MODES[report['mode']].note}.",
         "`floor`: the larger of FLOP over the GEMM rate and bytes over the read rate, both of this",
         "run. `best peer`: the faster of FlashMLA and FlashAttention-3; above 1 ours is faster.",
+        *(KERNELS if any("amla" in impl for impl in impls) else []),
         "",
         "| case | floor | " + " | ".join(i.removeprefix("mla_kernels/") for i in impls)
         + " | hopper: best peer | triton: vLLM Triton | hopper TFLOPS | hopper GB/s |",

@@ -224,7 +224,8 @@ def main() -> int:
     result = {"machine": machine, "command": command, "rows": rows}
     (args.results / "mla_layer.json").write_text(json.dumps(result, indent=1) + "\n")
     title = (
-        f"# One decode step of an MLA layer ({machine['gpu']})\n\n`{command}`, microseconds.\n\n"
+        f"# One decode step of an MLA layer ({machine['gpu']}, commit {machine['commit']})\n\n"
+        f"`{command}`, microseconds.\n\n"
     )
     (args.results / "mla_layer.md").write_text(title + markdown(rows))
     return int(any(r["note"] and r["note"] != "out of memory" for r in rows))

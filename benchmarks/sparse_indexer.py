@@ -81,15 +81,22 @@ def rows_of(
     return rows
 
 
+def wrong(case: str, op: str, impl: str, why: str) -> dict[str, Any]:
+    """The row of what is not timed."""
+    print(f"{case} {op}: WRONG, {impl}, {why}", flush=True)
+    return {"case": case, "op": op, "impl": impl, "failed": why}
+
+
 def bench_topk(timer: Timer, case: str, scores: torch.Tensor, lengths: torch.Tensor) -> list[Any]:
     out = torch.empty(len(scores), K, dtype=torch.int32, device=DEVICE)
     runs: dict[str, Run] = {}
+    rows = []
     if torch.equal(exact_topk(scores, K, lengths=lengths), sorted_topk(scores)):
         runs["mla_kernels/triton"] = lambda: exact_topk(scores, K, lengths=lengths, out=out)
     else:
-        print(f"{case} top-k: WRONG", flush=True)
+        rows.append(wrong(case, "topk", "mla_kernels/triton", "not the tokens of a stable sort"))
     runs |= topk_peers(scores, lengths, K)
-    return rows_of(timer, case, "topk", runs, scores.numel() * 4, {})
+    return rows + rows_of(timer, case, "topk", runs, scores.numel() * 4, {})
 
 
 def bench(timer: Timer, B: int, n: int) -> list[dict[str, Any]]:
@@ -98,6 +105,7 @@ def bench(timer: Timer, B: int, n: int) -> list[dict[str, Any]]:
     scores = torch.empty(B, n, device=DEVICE)
     runs: dict[str, Run] = {}
     extra: dict[str, Any] = {}
+    rows = []
     for impl in ("triton", "hopper"):
 
         def run(impl: str = impl) -> torch.Tensor:
@@ -108,14 +116,15 @@ def bench(timer: Timer, B: int, n: int) -> list[dict[str, Any]]:
         if error < 1e-5:
             runs[f"mla_kernels/{impl}"] = run
         else:
-            print(f"{name} scores: WRONG, {impl}, relative error {error}", flush=True)
+            why = f"relative error {error:.1e}, above 1e-5"
+            rows.append(wrong(name, "scores", f"mla_kernels/{impl}", why))
     try:
         peer = deepgemm_logits(case)
         extra["deepgemm"] = {"rel_err": score_error(case, peer()[:, :n])}
         runs["deepgemm"] = peer
     except Exception as problem:
-        print(f"{name} DeepGEMM: {problem}", flush=True)
-    rows = rows_of(timer, name, "scores", runs, B * n * 132, extra)
+        print(f"{name} DeepGEMM: {problem}", flush=True)  # not installed, or refuses the case
+    rows += rows_of(timer, name, "scores", runs, B * n * 132, extra)
     rows += bench_topk(timer, name, scores, case.seq_lens)
 
     def two_steps() -> torch.Tensor:
@@ -126,7 +135,7 @@ def bench(timer: Timer, B: int, n: int) -> list[dict[str, Any]]:
     if torch.equal(indexer_topk(*case.args, K), two_steps()):
         fused["mla_kernels/fused"] = lambda: indexer_topk(*case.args, K)
     else:
-        print(f"{name} fused: WRONG", flush=True)
+        rows.append(wrong(name, "scores+topk", "mla_kernels/fused", "not the two steps' tokens"))
     return rows + rows_of(timer, name, "scores+topk", fused, B * n * 132, {})
 
 

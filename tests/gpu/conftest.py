@@ -18,7 +18,7 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
+sys.path[:0] = [str(HERE), str(HERE.parents[1] / "benchmarks")]
 ENGINE_RUN = HERE / "engine_run_gpu.py"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 AT_ONCE = 8
@@ -142,18 +142,22 @@ def make_table(request, stem):
 
 def write_parity(folder, stem, rows, chosen):
     """stem.json and stem.md; chosen: the end of the command that made them."""
+    from machine import commit  # of benchmarks/
+
     gpus = torch.cuda.device_count()
     head = {
         "command": f"python -m pytest tests/gpu -m gpu --results benchmarks/results/h200{chosen}",
         "gpu": f"{gpus} x " * (gpus > 1) + torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "vllm": importlib.metadata.version("vllm"),
+        "commit": commit(),
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{stem}.json").write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
     lines = [
         "# Parity in vLLM\n",
-        f"`{head['command']}` on {head['gpu']}, vLLM {head['vllm']}, torch {head['torch']}.\n",
+        f"`{head['command']}` on {head['gpu']}, vLLM {head['vllm']}, torch {head['torch']}, "
+        f"commit {head['commit']}.\n",
         "Greedy tokens of a 4-layer model with DeepSeek-V3's attention (latent 512, rope 64) and "
         "their logprobs, against transformers in fp32. `own best`: tokens that are the oracle's "
         "first choice. `parted`: requests whose tokens part from those of the engine compared "
