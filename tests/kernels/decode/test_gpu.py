@@ -241,17 +241,26 @@ def test_a_request_is_the_same_bits_alone_in_a_batch_and_every_time(impl, cache)
 class Step:
     """One decode step as a server runs it: the plan is updated, then a layer is computed."""
 
-    def __init__(self, impl, deterministic=False):
-        self.case = decode_case([4000] * 12, num_heads=128, s_q=2, device="cuda")
+    PAGES = 62  # whole ones: no page has rows past its request's end, so any order of them will do
+
+    def __init__(self, impl, heads=128, s_q=2, cache="bf16", deterministic=False):
+        case = self.case = decode_case(
+            [64 * self.PAGES] * 12,
+            num_heads=heads,
+            s_q=s_q,
+            q_std=0.5,
+            device="cuda",
+            **CACHES[cache],
+        )
         self.impl, self.deterministic = impl, deterministic
-        case = self.case
         self.plan = plan_mla_decode(
             case.seq_lens,
-            num_heads=128,
-            s_q=2,
+            num_heads=heads,
+            s_q=s_q,
             impl=impl,
             deterministic=deterministic,
             max_seq_len=4096,
+            kv_cache_dtype=case.kv_cache.dtype,
         )
         self.out = case.poisoned_out()
         self.lse = self.out.new_empty(self.out.shape[:-1], dtype=torch.float32)
@@ -271,26 +280,30 @@ class Step:
     def change(self, seed):
         """Other lengths and another order of blocks."""
         g = torch.Generator().manual_seed(seed)
-        lens = torch.randint(2, 4001, (12,), generator=g, dtype=torch.int32)
+        lens = torch.randint(2, 64 * self.PAGES + 1, (12,), generator=g, dtype=torch.int32)
         lens[seed % 12] = 0
         self.case.seq_lens.copy_(lens)
-        used = self.case.block_table[:, :62].flatten().cpu()
-        order = used[torch.randperm(len(used), generator=g)].view(12, 62)
-        self.case.block_table[:, :62] = order.cuda()
+        used = self.case.block_table[:, : self.PAGES].flatten().cpu()
+        order = used[torch.randperm(len(used), generator=g)].view(12, self.PAGES)
+        self.case.block_table[:, : self.PAGES] = order.cuda()
         self.out.fill_(torch.nan)
 
     def check(self):
-        args = list(self.case.args)
-        args[1] = torch.nan_to_num(args[1])  # tails of other requests' last blocks are read now
-        self.case.kv_cache.copy_(args[1])
-        want, _ = mla_decode_reference(*self.case.args, **self.case.options, causal=True)
-        assert not metrics.SHORT_BAR.failures(metrics.measure(self.out, want))
+        assert_decoded(self.case, self.out, self.lse)
 
 
+# One for each kernel that a step may take.
+STEPS = [
+    (heads, s_q, cache)
+    for cache in CACHES
+    for heads, s_q in ((16, 1), (32, 1), (64, 1), (128, 1), (128, 2))
+]
+
+
+@pytest.mark.parametrize(("heads", "s_q", "cache"), STEPS)
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_graph_replays_with_other_lengths_and_tables(impl, deterministic):
-    step = Step(impl, deterministic)
-    step.case.kv_cache.nan_to_num_()
+def test_graph_replays_with_other_lengths_and_tables(impl, heads, s_q, cache, deterministic):
+    step = Step(impl, heads, s_q, cache, deterministic)
     step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -302,11 +315,11 @@ def test_graph_replays_with_other_lengths_and_tables(impl, deterministic):
         step.check()
 
 
-def test_steps_neither_allocate_nor_sync_nor_compile(impl):
+@pytest.mark.parametrize(("heads", "s_q", "cache"), STEPS)
+def test_steps_neither_allocate_nor_sync_nor_compile(impl, heads, s_q, cache):
     import triton
 
-    step = Step(impl)
-    step.case.kv_cache.nan_to_num_()
+    step = Step(impl, heads, s_q, cache)
     step()
     step.change(0)
     step()
