@@ -24,9 +24,9 @@ def check_range(name: str, value: int, low: int, high: int) -> None:
         raise ValueError(f"Expected {name} in {low}..{high}, got {value!r}")
 
 
-def check_scale(scale: float) -> None:
+def check_scale(scale: float, name: str = "softmax scale") -> None:
     """A softmax scale: a number of the host, as reading one back would wait for the device."""
-    _check_positive("softmax scale", scale)
+    _check_positive(name, scale)
 
 
 def _check_positive(name: str, value: object) -> None:
@@ -80,9 +80,12 @@ def check_aligned(name: str, x: torch.Tensor, *dims: int) -> None:
         )
 
 
-def check_kv_cache(kv_cache: torch.Tensor, dims: MlaDims, kv_scale: object) -> None:
-    """A paged cache of one of the layouts in layouts.py, for rows of `dims`."""
-    check_dtype("kv_cache", kv_cache, (*FLOAT_DTYPES, torch.float8_e4m3fn, torch.uint8))
+def check_kv_cache(
+    kv_cache: torch.Tensor, dims: MlaDims, kv_scale: object, name: str = "kv_cache"
+) -> None:
+    """A paged cache of one of the layouts in layouts.py, for rows of `dims`. `name` is what the
+    caller calls it."""
+    check_dtype(name, kv_cache, (*FLOAT_DTYPES, torch.float8_e4m3fn, torch.uint8))
     width = dims.head_dim
     if kv_cache.dtype == torch.uint8:
         if dims.kv_lora_rank % Fp8DsMlaLayout.group_size:
@@ -91,15 +94,15 @@ def check_kv_cache(kv_cache: torch.Tensor, dims: MlaDims, kv_scale: object) -> N
                 f"fp8_ds_mla rows, got {dims.kv_lora_rank}"
             )
         width = Fp8DsMlaLayout(dims).row_bytes
-    check_shape("kv_cache", kv_cache, ("num_blocks", "block_size", width))
-    check_choice("block size (kv_cache.shape[1])", kv_cache.shape[1], BLOCK_SIZES)
-    check_last_contiguous("kv_cache", kv_cache)
+    check_shape(name, kv_cache, ("num_blocks", "block_size", width))
+    check_choice(f"block size ({name}.shape[1])", kv_cache.shape[1], BLOCK_SIZES)
+    check_last_contiguous(name, kv_cache)
     if kv_cache.dtype == torch.uint8:
-        check_aligned("kv_cache", kv_cache, 0, 1)
+        check_aligned(name, kv_cache, 0, 1)
     if kv_cache.dtype == torch.float8_e4m3fn:
         if kv_scale is None:
             raise ValueError("Expected kv_scale for a float8_e4m3fn cache, got None")
-        check_fp8_scale("kv_scale", kv_scale, "kv_cache", kv_cache.device)
+        check_fp8_scale("kv_scale", kv_scale, name, kv_cache.device)
     elif kv_scale is not None:
         raise ValueError(f"Expected kv_scale=None for a {kv_cache.dtype} cache, got {kv_scale!r}")
 
@@ -118,15 +121,20 @@ def check_fp8_scale(name: str, scale: object, of: str, device: torch.device) -> 
 
 
 def check_contents(
-    block_table: torch.Tensor, seq_lens: torch.Tensor, num_blocks: int, block_size: int
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    num_blocks: int,
+    block_size: int,
+    name: str = "seq_lens",
 ) -> None:
-    """Lengths within the table and used table entries within the cache. Reads the device."""
+    """Lengths within the table and used table entries within the cache. Reads the device. `name` is
+    what the caller calls the lengths."""
     lens = seq_lens.tolist()
     capacity = block_table.shape[1] * block_size
     for i, n in enumerate(lens):
         if not 0 <= n <= capacity:
             raise ValueError(
-                f"Expected seq_lens[{i}] in 0..{capacity} ({block_table.shape[1]} blocks of "
+                f"Expected {name}[{i}] in 0..{capacity} ({block_table.shape[1]} blocks of "
                 f"{block_size} in its block table row), got {n}"
             )
     column = torch.arange(block_table.shape[1], device=block_table.device)
@@ -136,7 +144,7 @@ def check_contents(
         i, j = bad.nonzero()[0].tolist()
         raise ValueError(
             f"Expected block_table entries in 0..{num_blocks - 1}, got {int(block_table[i, j])} "
-            f"in row {i}, column {j} (seq_lens[{i}] = {lens[i]})"
+            f"in row {i}, column {j} ({name}[{i}] = {lens[i]})"
         )
 
 

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 import torch
 
 from mla_kernels import checks
-from mla_kernels.decode.api import mla_decode
+from mla_kernels.decode.api import MAX_HEADS, MAX_S_Q, mla_decode
 from mla_kernels.decode.plan import MlaDecodePlan, plan_mla_decode
+from mla_kernels.layouts import Fp8DsMlaLayout, MlaDims
 from mla_kernels.sparse.api import mla_sparse_attention
+from mla_kernels.triton_common.record import kind
 
 __all__ = [
     "FlashMLASchedMeta",
@@ -33,6 +35,7 @@ class FlashMLASchedMeta:
 
     shape: tuple[object, ...] | None = None
     plan: MlaDecodePlan | None = None
+    checked: tuple[object, ...] | None = None  # the kinds of arguments of the last call
 
 
 def get_mla_metadata(*args: object, **kwargs: object) -> tuple[FlashMLASchedMeta, None]:
@@ -84,42 +87,34 @@ def flash_mla_with_kvcache(
         )
     if num_splits is not None:
         raise ValueError(f"Expected num_splits=None, got {num_splits!r}")
-    extras = (extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
-    if any(x is not None for x in extras):
-        raise ValueError("Expected no extra_k_cache, extra_indices_in_kvcache, extra_topk_length")
-    checks.check_shape("q", q, ("B", "s_q", "H", "Dk"))
+    extras = {
+        "extra_k_cache": extra_k_cache,
+        "extra_indices_in_kvcache": extra_indices_in_kvcache,
+        "extra_topk_length": extra_topk_length,
+    }
+    for name, extra in extras.items():
+        if extra is not None:
+            raise ValueError(f"Expected no {name} (not supported), got {type(extra).__name__}")
+    meta = tile_scheduler_metadata
+    tensors = q, k_cache, block_table, cache_seqlens, indices, attn_sink, topk_length, out
+    modes = head_dim_v, softmax_scale, causal, is_fp8_kvcache
+    kinds = *map(kind, tensors), *map(kind, modes)
+    if kinds != meta.checked:
+        _check_decode(*tensors, *modes)
     B, s_q, H, Dk = q.shape
-    checks.check_range("head_dim_v", head_dim_v, 1, Dk - 1)
-    checks.check_shape("k_cache", k_cache, ("num_blocks", "block_size", 1, "Dk"))
+    scale = Dk**-0.5 if softmax_scale is None else softmax_scale
     kv_cache = k_cache.squeeze(2)
     if is_fp8_kvcache:
-        checks.check_dtype("k_cache", k_cache, (torch.uint8, torch.int8, torch.float8_e4m3fn))
         kv_cache = kv_cache.view(torch.uint8)
-    else:
-        checks.check_dtype("k_cache", k_cache, (q.dtype,))
-    topk = None
-    if indices is not None:
-        checks.check_shape("indices", indices, (B, s_q, "topk"))
-        topk = indices.shape[2]
-    if out is not None:
-        checks.check_shape("out", out, (B, s_q, H, head_dim_v))
-        if not out.is_contiguous():
-            raise ValueError(f"Expected a contiguous out, got strides {out.stride()}")
+    topk = None if indices is None else indices.shape[2]
     shape = (*q.shape, *k_cache.shape[1:], causal, is_fp8_kvcache, topk)
-    meta = tile_scheduler_metadata
     if meta.shape not in (None, shape):
         raise ValueError(
             f"Expected the shapes and mode that the metadata was first used with, {meta.shape}, "
             f"got {shape}"
         )
-    scale = Dk**-0.5 if softmax_scale is None else softmax_scale
     if indices is not None:
-        if causal:
-            raise ValueError("Expected causal=False with indices, got True")
-        lengths = None
-        if topk_length is not None:
-            checks.check_shape("topk_length", topk_length, (B,))
-            lengths = topk_length.repeat_interleave(s_q)
+        lengths = None if topk_length is None else topk_length.repeat_interleave(s_q)
         result, lse = mla_sparse_attention(
             q.flatten(0, 1),
             kv_cache,
@@ -132,10 +127,12 @@ def flash_mla_with_kvcache(
         )
         result, lse = result.view(B, s_q, H, head_dim_v), lse.view(B, s_q, H)
     else:
-        if attn_sink is not None or topk_length is not None:
-            raise ValueError("Expected attn_sink and topk_length with indices only")
-        if block_table is None or cache_seqlens is None:
-            raise ValueError("Expected block_table and cache_seqlens, or indices, got neither")
+        assert block_table is not None and cache_seqlens is not None  # checked above
+        if q.device.type == "cpu":  # where `mla_decode` refuses them too, by its own names
+            num_blocks, block_size = k_cache.shape[:2]
+            checks.check_contents(
+                block_table, cache_seqlens, num_blocks, block_size, "cache_seqlens"
+            )
         plan = meta.plan
         if plan is None:
             plan = plan_mla_decode(
@@ -160,7 +157,8 @@ def flash_mla_with_kvcache(
             out=out,
         )
         meta.plan = plan
-    meta.shape = shape  # only now: what was refused leaves the metadata as it was
+    # Only now: what was refused leaves the metadata as it was.
+    meta.shape, meta.checked = shape, kinds
     return result, _lonely_to_inf(lse).transpose(1, 2)
 
 
@@ -172,6 +170,7 @@ def flash_mla_sparse_fwd(
     d_v: int = 512,
     attn_sink: torch.Tensor | None = None,
     topk_length: torch.Tensor | None = None,
+    indexer_topk: int | None = 0,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sparse prefill: every query token attends to the rows of `kv` that its indices name.
@@ -180,15 +179,26 @@ def flash_mla_sparse_fwd(
     kv           [s_kv, 1, Dk]
     indices      [s_q, 1, topk] int32; -1 or a number >= s_kv is none
     topk_length  [s_q] int32: only the leftmost indices are used
+    indexer_topk 0 or None: FlashMLA's second log-sum-exp, over so many indices, is not supported
+    out          [s_q, H, d_v] contiguous, to write into
 
     Returns (out [s_q, H, d_v], max_logits [s_q, H], lse [s_q, H]): of each row the largest scaled
     score (-inf without a key) and the log-sum-exp (natural; +inf without a key), the sink left out.
     """
+    if isinstance(indexer_topk, torch.Tensor) or indexer_topk not in (None, 0):
+        raise ValueError(f"Expected indexer_topk=0 (no other is supported), got {indexer_topk!r}")
     checks.check_shape("q", q, ("s_q", "H", "Dk"))
-    checks.check_shape("kv", kv, ("s_kv", 1, q.shape[2]))
+    checks.check_dtype("q", q, checks.FLOAT_DTYPES)
+    s_q, H, Dk = q.shape
+    checks.check_range("number of heads (q.shape[1])", H, 1, MAX_HEADS)
+    checks.check_range("d_v", d_v, 1, Dk - 1)
+    checks.check_scale(sm_scale, "sm_scale")
+    _check_beside(q, "kv", kv, ("s_kv", 1, Dk), q.dtype)
     checks.check_range("s_kv (kv.shape[0])", kv.shape[0], 1, 2**31 - 1)
-    checks.check_shape("indices", indices, (q.shape[0], 1, "topk"))
-    checks.check_dtype("indices", indices, (torch.int32,))
+    _check_beside(q, "indices", indices, (s_q, 1, "topk"), torch.int32)
+    _check_beside(q, "topk_length", topk_length, (s_q,), torch.int32)
+    _check_beside(q, "attn_sink", attn_sink, (H,), torch.float32)
+    _check_out(q, out, (s_q, H, d_v))
     rows = kv.squeeze(1)
     slots = torch.where(indices.squeeze(1) < rows.shape[0], indices.squeeze(1), -1)
     pages = _as_pages(rows)
@@ -205,6 +215,94 @@ def flash_mla_sparse_fwd(
         max_logits=max_logits,
     )
     return result, max_logits, _lonely_to_inf(lse)
+
+
+def _check_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_table: torch.Tensor | None,
+    cache_seqlens: torch.Tensor | None,
+    indices: torch.Tensor | None,
+    attn_sink: torch.Tensor | None,
+    topk_length: torch.Tensor | None,
+    out: torch.Tensor | None,
+    head_dim_v: int,
+    softmax_scale: float | None,
+    causal: bool,
+    is_fp8_kvcache: bool,
+) -> None:
+    """What the ops of this package would refuse too, but by the names of their own arguments."""
+    checks.check_shape("q", q, ("B", "s_q", "H", "Dk"))
+    checks.check_dtype("q", q, checks.FLOAT_DTYPES)
+    B, s_q, H, Dk = q.shape
+    checks.check_range("number of heads (q.shape[2])", H, 1, MAX_HEADS)
+    checks.check_range("head_dim_v", head_dim_v, 1, Dk - 1)
+    if softmax_scale is not None:
+        checks.check_scale(softmax_scale, "softmax_scale")
+    _check_cache(k_cache, q, head_dim_v, is_fp8_kvcache)
+    if indices is not None:
+        if causal:
+            raise ValueError(f"Expected causal=False with indices, got {causal!r}")
+        _check_beside(q, "indices", indices, (B, s_q, "topk"), torch.int32)
+        _check_beside(q, "topk_length", topk_length, (B,), torch.int32)
+        _check_beside(q, "attn_sink", attn_sink, (H,), torch.float32)
+    else:
+        for name, given in (("attn_sink", attn_sink), ("topk_length", topk_length)):
+            if given is not None:
+                raise ValueError(f"Expected {name} with indices only, got it and indices=None")
+        for name, given in (("block_table", block_table), ("cache_seqlens", cache_seqlens)):
+            if given is None:
+                raise ValueError(f"Expected {name} where there are no indices, got None")
+        checks.check_range("s_q (q.shape[1])", s_q, 1, MAX_S_Q)
+        _check_beside(q, "block_table", block_table, (B, "max_blocks"), torch.int32)
+        _check_beside(q, "cache_seqlens", cache_seqlens, (B,), torch.int32)
+    _check_out(q, out, (B, s_q, H, head_dim_v))
+
+
+def _check_cache(
+    k_cache: torch.Tensor, q: torch.Tensor, head_dim_v: int, is_fp8_kvcache: bool
+) -> None:
+    dims = MlaDims(head_dim_v, q.shape[3] - head_dim_v)
+    fp8_dtypes = (torch.uint8, torch.int8, torch.float8_e4m3fn)
+    checks.check_dtype("k_cache", k_cache, fp8_dtypes if is_fp8_kvcache else (q.dtype,))
+    width = dims.head_dim
+    if is_fp8_kvcache:
+        group = Fp8DsMlaLayout.group_size
+        if head_dim_v % group:
+            raise ValueError(
+                f"Expected head_dim_v to be a multiple of {group} with is_fp8_kvcache, "
+                f"got {head_dim_v}"
+            )
+        width = Fp8DsMlaLayout(dims).row_bytes
+    checks.check_shape("k_cache", k_cache, ("num_blocks", "block_size", 1, width))
+    checks.check_device("k_cache", k_cache, q.device)
+    rows = k_cache.squeeze(2)
+    checks.check_kv_cache(rows.view(torch.uint8) if is_fp8_kvcache else rows, dims, None, "k_cache")
+
+
+def _check_beside(
+    q: torch.Tensor,
+    name: str,
+    x: torch.Tensor | None,
+    shape: tuple[int | str, ...],
+    dtype: torch.dtype,
+) -> None:
+    """An argument, if given: that shape and dtype, q's device, a contiguous last dimension."""
+    if x is None:
+        return
+    checks.check_shape(name, x, shape)
+    checks.check_dtype(name, x, (dtype,))
+    checks.check_last_contiguous(name, x)
+    checks.check_device(name, x, q.device)
+
+
+def _check_out(q: torch.Tensor, out: torch.Tensor | None, shape: tuple[int, ...]) -> None:
+    if out is None:
+        return
+    checks.check_shape("out", out, shape)
+    if not out.is_contiguous():
+        raise ValueError(f"Expected a contiguous out, got strides {out.stride()}")
+    _check_beside(q, "out", out, shape, q.dtype)
 
 
 def _as_pages(rows: torch.Tensor) -> torch.Tensor:

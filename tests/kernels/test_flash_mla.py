@@ -2,14 +2,19 @@
 """mla_kernels.flash_mla keeps FlashMLA's conventions: shapes, layouts, infinities, refusals."""
 
 import inspect
+import re
+from pathlib import Path
 
 import pytest
 import torch
 from mla_kernels import flash_mla, mla_decode
+from mla_kernels.layouts import MlaDims
+from mla_kernels.sparse.hopper import support
 from mla_kernels.testing.cases import decode_case
 from mla_kernels.testing.metrics import SHORT_BAR, measure
 
 LENGTHS = [130, 64, 0]
+ROOT = Path(__file__).parents[2]
 
 
 def metadata(*args):
@@ -160,29 +165,106 @@ def test_parameters_are_those_of_flash_mla():
         "num_splits", "softmax_scale", "causal", "is_fp8_kvcache",
     ]  # fmt: skip
     names = list(inspect.signature(flash_mla.flash_mla_sparse_fwd).parameters)
-    assert names[:7] == ["q", "kv", "indices", "sm_scale", "d_v", "attn_sink", "topk_length"]
+    assert names[:8] == [
+        "q", "kv", "indices", "sm_scale", "d_v", "attn_sink", "topk_length", "indexer_topk",
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def nothing_runs(monkeypatch):
+    """What is refused here has not reached an op, which would name its own arguments."""
+
+    def reached(*args, **options):
+        raise AssertionError("an op was called")
+
+    for name in ("mla_decode", "plan_mla_decode", "mla_sparse_attention"):
+        monkeypatch.setattr(flash_mla, name, reached)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"extra_k_cache": torch.zeros(1)}, "no extra_k_cache"),
-        ({"attn_sink": torch.zeros(4)}, "with indices only"),
-        ({"topk_length": torch.zeros(3)}, "with indices only"),
-        ({"indices": torch.zeros(3, 1, 8, dtype=torch.int32), "causal": True}, "causal=False"),
-        ({"indices": torch.zeros(3, 8, dtype=torch.int32)}, "indices of shape"),
-        ({"indices": [1, 2]}, "indices to be a tensor, got list"),
+        ({"extra_k_cache": torch.zeros(1)}, "no extra_k_cache .*got Tensor"),
+        ({"extra_topk_length": torch.zeros(1)}, "no extra_topk_length .*got Tensor"),
+        ({"attn_sink": torch.zeros(4)}, "attn_sink with indices only"),
+        ({"topk_length": torch.zeros(3)}, "topk_length with indices only"),
+        ({"cache_seqlens": None}, "cache_seqlens where there are no indices, got None"),
+        ({"block_table": None}, "block_table where there are no indices, got None"),
+        ({"cache_seqlens": torch.zeros(2).int()}, r"cache_seqlens of shape \[3\], got \[2\]"),
+        ({"cache_seqlens": torch.zeros(3).long()}, r"cache_seqlens.dtype in .*got torch.int64"),
+        ({"cache_seqlens": [1, 2, 3]}, "cache_seqlens to be a tensor, got list"),
+        ({"cache_seqlens": torch.zeros(6).int()[::2]}, "cache_seqlens with a contiguous"),
+        ({"cache_seqlens": torch.tensor([1, 999, 0]).int()}, r"cache_seqlens\[1\] in 0.*got 999"),
+        ({"cache_seqlens": torch.zeros(3, device="meta").int()}, "cache_seqlens on cpu.*got meta"),
+        ({"block_table": torch.zeros(3, 4)}, "block_table.dtype in .*got torch.float32"),
+        ({"block_table": torch.full((3, 4), 77).int()}, r"got 77 .*\(cache_seqlens\[0\] = 130\)"),
+        ({"q": torch.zeros(3, 1, 4, 576).to(torch.float8_e4m3fn)}, "q.dtype in .*got .*e4m3fn"),
+        (
+            {"q": torch.zeros(3, 1, 129, 576).bfloat16()},
+            r"heads \(q.shape\[2\]\) in 1..128, got 129",
+        ),
+        ({"q": torch.zeros(3, 9, 4, 576).bfloat16()}, r"s_q \(q.shape\[1\]\) in 1..8, got 9"),
+        ({"k_cache": torch.zeros(4, 8, 1, 576).bfloat16()}, r"k_cache.shape\[1\]\) in .*got 8"),
+        ({"k_cache": torch.zeros(4, 64, 1, 512).bfloat16()}, r"k_cache of shape .* 1, 576\], got"),
+        ({"k_cache": torch.zeros(4, 64, 576).bfloat16()}, r"k_cache of shape .* 1, 576\], got"),
+        ({"k_cache": torch.zeros(4, 64, 1, 576)}, "k_cache.dtype in .*bfloat16.*got torch.float32"),
+        ({"k_cache": torch.zeros(4, 64, 1, 1152).bfloat16()[..., ::2]}, "k_cache with a contig"),
         ({"out": torch.zeros(3, 1, 4, 500).bfloat16()}, r"out of shape \[3, 1, 4, 512\]"),
         ({"out": torch.zeros(3, 1, 512, 4).bfloat16().mT}, "contiguous out, got strides"),
-        ({"softmax_scale": 0.0}, "softmax scale above 0, got 0.0"),
+        ({"out": torch.zeros(3, 1, 4, 512)}, "out.dtype in .*bfloat16.*got torch.float32"),
+        ({"softmax_scale": 0.0}, "softmax_scale above 0, got 0.0"),
         ({"head_dim_v": None}, r"head_dim_v in 1\.\.575, got None"),
         ({"head_dim_v": 576}, r"head_dim_v in 1\.\.575, got 576"),
         ({"is_fp8_kvcache": True}, "k_cache.dtype"),
+        (
+            {"is_fp8_kvcache": True, "k_cache": torch.zeros(4, 64, 1, 584).byte()},
+            r"k_cache of shape \[num_blocks, block_size, 1, 656\], got .*584",
+        ),
+        (
+            {
+                "is_fp8_kvcache": True,
+                "head_dim_v": 500,
+                "k_cache": torch.zeros(4, 64, 1, 656).byte(),
+            },
+            "head_dim_v to be a multiple of 128 .*got 500",
+        ),
     ],
 )
-def test_what_is_not_supported_is_refused(options, message):
+def test_what_is_not_supported_is_refused(options, message, nothing_runs):
+    case = decode_case(LENGTHS, num_heads=4)
+    call = {"q": case.q, "k_cache": case.kv_cache.unsqueeze(2), "block_table": case.block_table}
+    call |= {"cache_seqlens": case.seq_lens, "head_dim_v": 512}
     with pytest.raises(ValueError, match=message):
-        decode(decode_case(LENGTHS, num_heads=4), **options)
+        flash_mla.flash_mla_with_kvcache(
+            **call | options, tile_scheduler_metadata=flash_mla.FlashMLASchedMeta()
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"causal": True}, "causal=False with indices, got True"),
+        ({"indices": torch.zeros(3, 8).int()}, r"indices of shape \[3, 1, topk\], got \[3, 8\]"),
+        ({"indices": [1, 2]}, "indices to be a tensor, got list"),
+        ({"indices": torch.zeros(3, 1, 8).long()}, "indices.dtype in .*got torch.int64"),
+        ({"indices": torch.zeros(3, 1, 8).int()[..., ::2]}, "indices with a contiguous last"),
+        ({"topk_length": torch.zeros(4).int()}, r"topk_length of shape \[3\], got \[4\]"),
+        ({"topk_length": torch.zeros(3)}, "topk_length.dtype in .*got torch.float32"),
+        ({"topk_length": 5}, "topk_length to be a tensor, got int"),
+        ({"topk_length": torch.zeros(3, device="meta").int()}, "topk_length on cpu.*got meta"),
+        ({"attn_sink": torch.zeros(3)}, r"attn_sink of shape \[4\], got \[3\]"),
+        ({"attn_sink": torch.zeros(4).bfloat16()}, "attn_sink.dtype in .*got torch.bfloat16"),
+        ({"attn_sink": torch.zeros(8)[::2]}, "attn_sink with a contiguous last dimension"),
+        ({"softmax_scale": torch.ones(1)}, "softmax_scale above 0, got tensor"),
+        ({"out": torch.zeros(3, 1, 4, 512).half()}, "out.dtype in .*bfloat16.*got torch.float16"),
+    ],
+)
+def test_a_sparse_decode_that_is_refused(options, message, nothing_runs):
+    case = decode_case(LENGTHS, num_heads=4)
+    args = (case.q, case.kv_cache.unsqueeze(2), None, None, 512, metadata()[0])
+    options = {"indices": torch.zeros(3, 1, 8).int()} | options
+    with pytest.raises(ValueError, match=message):
+        flash_mla.flash_mla_with_kvcache(*args, **options)
 
 
 def test_a_refused_call_leaves_the_metadata_for_the_next():
@@ -191,9 +273,10 @@ def test_a_refused_call_leaves_the_metadata_for_the_next():
     with pytest.raises(ValueError, match="with indices only"):
         flash_mla.flash_mla_with_kvcache(*args, causal=True, topk_length=case.seq_lens)
     fewer = (*args[:3], case.seq_lens[:2], *args[4:])
-    with pytest.raises(ValueError, match="seq_lens of shape"):
-        flash_mla.flash_mla_with_kvcache(*fewer)
-    flash_mla.flash_mla_with_kvcache(*args)
+    for _ in range(2):  # before a call that was checked and went well, and after it
+        with pytest.raises(ValueError, match="cache_seqlens of shape"):
+            flash_mla.flash_mla_with_kvcache(*fewer)
+        flash_mla.flash_mla_with_kvcache(*args)
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, []])
@@ -212,15 +295,37 @@ def test_an_empty_batch(lengths):
         ({"indices": torch.zeros(5, 1, 8).long()}, "indices.dtype in .*int32.*got torch.int64"),
         ({"indices": torch.zeros(4, 1, 8).int()}, r"indices of shape \[5, 1, topk\], got \[4"),
         ({"kv": torch.zeros(96, 576).bfloat16()}, r"kv of shape \[s_kv, 1, 576\], got \[96, 576\]"),
-        ({"topk_length": torch.zeros(4).int()}, r"lengths of shape \[5\], got \[4\]"),
-        ({"sm_scale": float("nan")}, "softmax scale above 0, got nan"),
+        ({"topk_length": torch.zeros(4).int()}, r"topk_length of shape \[5\], got \[4\]"),
+        ({"topk_length": torch.zeros(5)}, "topk_length.dtype in .*got torch.float32"),
+        ({"attn_sink": torch.zeros(5)}, r"attn_sink of shape \[4\], got \[5\]"),
+        ({"attn_sink": torch.zeros(4).half()}, "attn_sink.dtype in .*got torch.float16"),
+        ({"sm_scale": float("nan")}, "finite sm_scale above 0, got nan"),
+        ({"kv": torch.zeros(96, 1, 576)}, "kv.dtype in .*bfloat16.*got torch.float32"),
+        ({"kv": torch.zeros(96, 1, 576, device="meta").bfloat16()}, "kv on cpu.*got meta"),
+        ({"kv": torch.zeros(96, 1, 1152).bfloat16()[..., ::2]}, "kv with a contiguous last"),
+        ({"q": torch.zeros(5, 129, 576).bfloat16()}, r"heads \(q.shape\[1\]\) in 1..128, got 129"),
+        ({"q": torch.zeros(5, 4, 576).int()}, "q.dtype in .*got torch.int32"),
+        ({"d_v": 576}, r"d_v in 1..575, got 576"),
+        ({"out": torch.zeros(5, 4, 512)}, "out.dtype in .*bfloat16.*got torch.float32"),
+        ({"out": torch.zeros(5, 4, 511).bfloat16()}, r"out of shape \[5, 4, 512\], got"),
+        ({"indexer_topk": 512}, r"indexer_topk=0 \(no other is supported\), got 512"),
+        ({"indexer_topk": torch.zeros(5, 4, 512)}, r"indexer_topk=0 .*got tensor"),
     ],
 )
-def test_a_prefill_that_is_refused(change, message):
+def test_a_prefill_that_is_refused(change, message, nothing_runs):
     call = {"q": torch.zeros(5, 4, 576).bfloat16(), "kv": torch.zeros(96, 1, 576).bfloat16()}
     call |= {"indices": torch.zeros(5, 1, 8).int(), "sm_scale": 0.1}
     with pytest.raises(ValueError, match=message):
         flash_mla.flash_mla_sparse_fwd(**call | change)
+
+
+@pytest.mark.parametrize("none", [0, None])
+def test_a_prefill_without_the_sums_of_an_indexer(none):
+    q, kv = torch.ones(2, 4, 576).bfloat16(), torch.ones(16, 1, 576).bfloat16()
+    results = flash_mla.flash_mla_sparse_fwd(
+        q, kv, torch.zeros(2, 1, 8).int(), 0.1, indexer_topk=none
+    )
+    assert len(results) == 3 and bool((results[0] == 1).all())
 
 
 def test_foreign_metadata_is_refused():
@@ -230,3 +335,40 @@ def test_foreign_metadata_is_refused():
         flash_mla.flash_mla_with_kvcache(*args, torch.zeros(1))
     with pytest.raises(ValueError, match="num_splits=None"):
         flash_mla.flash_mla_with_kvcache(*args, metadata()[0], torch.zeros(1))
+
+
+def test_the_prefill_asks_for_what_the_hopper_kernel_does_not_keep(monkeypatch):
+    """If this fails, docs/flash_mla.md need no longer say that its prefill is the portable one."""
+    seen = {}
+
+    def spy(q, *args, **options):
+        seen.update(options)
+        return q[..., :512], q.new_zeros(q.shape[:2], dtype=torch.float32)
+
+    monkeypatch.setattr(flash_mla, "mla_sparse_attention", spy)
+    q, kv = torch.zeros(2, 4, 576).bfloat16(), torch.zeros(16, 1, 576).bfloat16()
+    _, max_logits, _ = flash_mla.flash_mla_sparse_fwd(q, kv, torch.zeros(2, 1, 8).int(), 0.1)
+    assert seen["max_logits"] is max_logits
+    fits = (MlaDims(), torch.bfloat16, torch.bfloat16, True, True)
+    assert support.refusal(*fits, max_logits=False) is None
+    assert support.refusal(*fits, max_logits=True) == "it keeps no max_logits"
+
+
+def test_the_documented_times_of_the_prefill_are_the_measured_ones():
+    text = " ".join((ROOT / "docs/flash_mla.md").read_text().split())
+    page = (ROOT / "benchmarks/results/h200/sparse.md").read_text()
+    ours, portable = [], {128: [], 16: []}
+    for row in re.findall(r"\| prefill_h(\d+)_q4096_.*_bf16 \|(.*)\|", page):
+        times = row[1].split("|")
+        ours.append(times[5].strip())
+        portable[int(row[0])].append(float(times[4]) / float(times[2]))
+    assert f"`mla_sparse_attention` has {min(ours)} to {max(ours)}." in text
+    few, most = min(portable[128]), max(portable[128])
+    assert f"portable one: {few:.2f} to {most:.2f} with 128 heads" in text
+    assert f"{portable[16][0]:.2f} with 16." in text
+
+
+def test_functions_of_flash_mla_that_are_not_here_are_named():
+    """The README claims FlashMLA's names but for these."""
+    assert not any(name.startswith("flash_attn_varlen") for name in dir(flash_mla))
+    assert "package, without `flash_attn_varlen_*`" in (ROOT / "README.md").read_text()
