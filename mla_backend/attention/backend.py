@@ -73,7 +73,7 @@ class MlaBackend(MLACommonBackend):
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
         # None: a device without one, that is a CPU.
-        return capability is None or capability >= support.MIN_COMPUTE_CAPABILITY
+        return capability is None or support.is_compute_capability_served(capability)
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:

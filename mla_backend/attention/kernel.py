@@ -11,6 +11,7 @@ from vllm import envs as vllm_envs
 
 from mla_backend import envs
 from mla_backend.attention import fp8_query, support
+from mla_backend.attention.choice import choose
 from mla_backend.stats import STATS
 
 _QUANTISED = {
@@ -52,8 +53,8 @@ class DecodeKernel:
         """
         rescale = envs.get("MLA_BACKEND_RESCALE")
         query_dtype = torch.float8_e4m3fn if fp8_query.asked() else dtype
-        choice = choose_decode_impl(
-            envs.get("MLA_BACKEND_IMPL"),
+        choice = choose(
+            choose_decode_impl,
             device,
             dims=dims,
             dtype=query_dtype,

@@ -80,7 +80,8 @@ def check_step(
             fail(int(wrong.nonzero()[0]), fault)
 
     column = torch.arange(block_table.shape[1])
-    used = column[None] * block_size < (lens // dcp)[:, None]
+    # Under DCP a block holds so many tokens of each rank.
+    used = column[None] * (block_size * dcp) < lens[:, None]
     bad = used & ((block_table < 0) | (block_table >= num_blocks))
     if bad.any():
         request, j = bad.nonzero()[0].tolist()

@@ -17,13 +17,12 @@ KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_ds_mla
 HEAD_SIZES = {576: "512 + 64", 320: "256 + 64"}
 # Layers with sparse attention; the fp8 rows are those that its kernel was made for.
 SPARSE_HEAD_SIZES = (576,)
-# The GPU kernels take less than torch, which computes everything that is listed above.
+# The GPU kernels take fewer dtypes than torch, which computes everything that is listed above.
 GPU_DTYPES = ("float16", "bfloat16")
-GPU_HEAD_SIZES = (576,)
 # Implementations that run everything everywhere.
 SLOW_IMPLS = ("torch", "reference")
 GPU_IMPLS = ("hopper", "triton")
-MIN_COMPUTE_CAPABILITY = (8, 0)
+COMPUTE_GENERATIONS = (8, 9, 10, 12)  # of compute capabilities: those of mla_kernels.arch
 MAX_QUERY_LEN = 8
 MAX_HEADS = 128
 
@@ -35,8 +34,18 @@ def block_size_reason(block_size: int) -> str:
     )
 
 
-def dcp_reason() -> str:
-    return "decode context parallelism. Mend: --decode-context-parallel-size 1"
+def dcp_reason(sparse: bool = False) -> str:
+    what = "sparse attention with decode context parallelism" if sparse else _DCP
+    return f"{what}. Mend: --decode-context-parallel-size 1"
+
+
+def is_compute_capability_served(capability: tuple[int, int]) -> bool:
+    return capability[0] in COMPUTE_GENERATIONS or envs.get("MLA_BACKEND_IMPL") in SLOW_IMPLS
+
+
+def compute_generations() -> str:
+    *first, last = (f"{generation}.x" for generation in COMPUTE_GENERATIONS)
+    return f"{', '.join(first)} and {last}"
 
 
 def refuse_layer_options(
@@ -51,7 +60,16 @@ def refuse_layer_options(
     }
     refused = [f"{name}={value}" for name, value in asked.items() if value is not None]
     if refused:
-        raise ValueError(f"mla-backend does not support {', '.join(refused)}")
+        raise ValueError(f"mla-backend does not support {', '.join(refused)}. {ELSE}")
+
+
+def refuse_heads(heads: int) -> None:
+    """ValueError for more query heads than the kernels take on a rank."""
+    if heads > MAX_HEADS:
+        raise ValueError(
+            f"{heads} query heads on one rank; the kernels take {MAX_HEADS}. "
+            f"Mend: a --tensor-parallel-size that leaves each rank at most {MAX_HEADS}"
+        )
 
 
 def refuse_step_shape(heads: int, query_len: int, *, dcp: int = 1, drafts: int = 0) -> None:
@@ -67,11 +85,7 @@ def refuse_step_shape(heads: int, query_len: int, *, dcp: int = 1, drafts: int =
             "lengths that count rejected drafts. Mend: --decode-context-parallel-size 1, or leave "
             "out --speculative-config"
         )
-    if heads > MAX_HEADS:
-        raise ValueError(
-            f"{heads} query heads on one rank; the decode kernels take {MAX_HEADS}. "
-            f"Mend: a --tensor-parallel-size that leaves each rank at most {MAX_HEADS}"
-        )
+    refuse_heads(heads)
     if query_len > MAX_QUERY_LEN:
         raise ValueError(
             f"{query_len - 1} speculative tokens; the decode kernels take {MAX_QUERY_LEN} query "
@@ -90,7 +104,7 @@ def not_mla_reason(architecture: str | None = None) -> str:
     model = architecture or "this model or layer"
     return (
         f"{model} does not use multi-head latent attention (MLA), the only attention this "
-        f"backend computes. {_ELSE}"
+        f"backend computes. {ELSE}"
     )
 
 
@@ -102,13 +116,14 @@ def _head_sizes(sparse: bool) -> tuple[int, ...]:
     return SPARSE_HEAD_SIZES if sparse else tuple(HEAD_SIZES)
 
 
-_ELSE = "Mend: leave out --attention-backend CUSTOM"
+ELSE = "Mend: leave out --attention-backend CUSTOM"
+_DCP = "decode context parallelism"
 
 _WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "head_size not supported": lambda c: (
         f"cache row of {c['head_size']} elements; the kernels take "
         + " or ".join(f"{size} ({HEAD_SIZES[size]})" for size in _head_sizes(c["use_sparse"]))
-        + f". {_ELSE}"
+        + f". {ELSE}"
     ),
     "dtype not supported": lambda c: (
         f"model dtype {_dtype_name(c['dtype'])}; supported: {', '.join(DTYPES)}. "
@@ -117,19 +132,19 @@ _WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "kv_cache_dtype not supported": lambda c: kv_cache_dtype_reason(c["kv_cache_dtype"]),
     "block_size not supported": lambda c: block_size_reason(c["block_size"]),
     "non-MLA not supported": lambda c: not_mla_reason(),
-    "MLA not supported": lambda c: f"multi-head latent attention (MLA). {_ELSE}",
+    "MLA not supported": lambda c: f"multi-head latent attention (MLA). {ELSE}",
     "sparse not supported": lambda c: (
         "the model uses sparse attention (DeepSeek Sparse Attention); this backend computes "
-        f"dense MLA. {_ELSE}"
+        f"dense MLA. {ELSE}"
     ),
     "non-sparse not supported": lambda c: (
-        f"the layer is dense; this class computes DeepSeek Sparse Attention. {_ELSE}"
+        f"the layer is dense; this class computes DeepSeek Sparse Attention. {ELSE}"
     ),
     "compute capability not supported": lambda c: (
         f"compute capability {'.'.join(map(str, c['device_capability']))}; "
-        f"{'.'.join(map(str, MIN_COMPUTE_CAPABILITY))} or newer is needed. {_ELSE}"
+        f"the kernels are made for {compute_generations()}. {ELSE}"
     ),
-    "DCP not supported": lambda c: dcp_reason(),
+    "DCP not supported": lambda c: dcp_reason(c["use_sparse"]),
     "PCP not supported": lambda c: (
         "prefill context parallelism. Mend: --prefill-context-parallel-size 1"
     ),
@@ -153,11 +168,11 @@ _WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "per-head quant scales not supported": lambda c: (
         "KV cache scales of single heads; a latent cache has one scale. Mend: --kv-cache-dtype auto"
     ),
-    "sliding window not supported": lambda c: f"a sliding window. {_ELSE}",
-    "R-SWA not supported": lambda c: f"reference sliding window attention (R-SWA). {_ELSE}",
-    "attention sinks not supported": lambda c: f"attention sinks. {_ELSE}",
+    "sliding window not supported": lambda c: f"a sliding window. {ELSE}",
+    "R-SWA not supported": lambda c: f"reference sliding window attention (R-SWA). {ELSE}",
+    "attention sinks not supported": lambda c: f"attention sinks. {ELSE}",
     "partial multimodal token full attention not supported": lambda c: (
-        f"full attention among the image tokens of a prompt. {_ELSE}"
+        f"full attention among the image tokens of a prompt. {ELSE}"
     ),
 }
 
@@ -171,7 +186,7 @@ def _words(reason: str, config: dict[str, Any]) -> str:
     if reason in _WORDS:
         return _WORDS[reason](config)
     if reason.startswith("attention type "):
-        return f"attention type {config['attn_type']}; supported: decoder. {_ELSE}"
+        return f"attention type {config['attn_type']}; supported: decoder. {ELSE}"
     return reason
 
 
@@ -182,7 +197,7 @@ def combination_reasons(config: dict[str, Any]) -> list[str]:
     if config["device_capability"] is None and config.get("use_dcp"):
         reasons.append(f"on a CPU, {dcp_reason()}")
     if config["device_capability"] is not None and envs.get("MLA_BACKEND_IMPL") not in SLOW_IMPLS:
-        reasons += _gpu_reasons(dtype, config["head_size"])
+        reasons += _gpu_reasons(dtype)
     if kv_cache_dtype in ("float16", "bfloat16") and kv_cache_dtype != dtype:
         reasons.append(
             f"KV cache dtype {kv_cache_dtype} with model dtype {dtype}; they must agree. "
@@ -196,17 +211,11 @@ def combination_reasons(config: dict[str, Any]) -> list[str]:
     return reasons
 
 
-def _gpu_reasons(dtype: str, head_size: int) -> list[str]:
+def _gpu_reasons(dtype: str) -> list[str]:
     reasons = []
     if dtype in DTYPES and dtype not in GPU_DTYPES:
         reasons.append(
             f"model dtype {dtype} on a GPU, whose kernels take {' and '.join(GPU_DTYPES)}. "
             "Mend: --dtype bfloat16, or MLA_BACKEND_IMPL=torch, which is slow"
-        )
-    if head_size in HEAD_SIZES and head_size not in GPU_HEAD_SIZES:
-        allowed = " or ".join(map(str, GPU_HEAD_SIZES))
-        reasons.append(
-            f"cache row of {head_size} elements on a GPU, whose kernels take {allowed}. "
-            "Mend: MLA_BACKEND_IMPL=torch, which is slow"
         )
     return reasons

@@ -11,7 +11,6 @@ LEAST_MEMORY, COMFORTABLE_MEMORY = 3 * GIB, 6 * GIB
 
 
 def devices(facts: Facts) -> Result:
-    oldest = support.MIN_COMPUTE_CAPABILITY
     shown = [
         "{}, compute capability {}.{}, {:.0f} of {:.0f} GiB free".format(
             gpu["name"], *gpu["capability"], gpu["free"] / GIB, gpu["total"] / GIB
@@ -19,8 +18,9 @@ def devices(facts: Facts) -> Result:
         for gpu in facts.gpus
     ]
     found = "; ".join(shown)
-    if any(tuple(gpu["capability"]) < oldest for gpu in facts.gpus):
-        mend = "hide it with CUDA_VISIBLE_DEVICES; {}.{} or newer is needed".format(*oldest)
+    if any(gpu["capability"][0] not in support.COMPUTE_GENERATIONS for gpu in facts.gpus):
+        made_for = support.compute_generations()
+        mend = f"hide it with CUDA_VISIBLE_DEVICES; the kernels are made for {made_for}"
         return Result("devices", "fail", found, mend)
     if found:
         return Result("devices", "ok", found)

@@ -45,6 +45,9 @@ def _features() -> list[Asked]:
             for name in support.KV_CACHE_DTYPES
         ),
         Asked("decode context parallelism", {"use_dcp": True}),
+        Asked(
+            "sparse attention, decode context parallelism", {"use_sparse": True, "use_dcp": True}
+        ),
         Asked("prefill context parallelism", {"use_pcp": True}),
         Asked("fp8 queries, KV cache dtype auto", {}, _FP8_QUERY),
         *(
@@ -108,16 +111,15 @@ def section() -> str:
             on_cpu, on_gpu = _reasons(changes, None), _reasons(changes, _GPU)
         rows.append([what, yes(not on_cpu), yes(not on_gpu)])
         refusals += [(what, reason) for reason in on_gpu or on_cpu]
-    low = ".".join(map(str, support.MIN_COMPUTE_CAPABILITY))
     builder = MlaBackend.get_builder_cls()
     graphs = builder._cudagraph_support.name
     lines = [
         f"## The backend in vLLM {compat.RANGE_TEXT}\n",
-        table(["asked for", _CPU_NAME, f"{_GPU_NAME}, sm_{low.replace('.', '')} or newer"], rows),
+        table(["asked for", _CPU_NAME, f"{_GPU_NAME} of {support.compute_generations()}"], rows),
         "",
         f"* CUDA graphs: `AttentionCGSupport.{graphs}`.",
         f"* New tokens of a request in one decode step: 1 to {support.MAX_QUERY_LEN}, so up to "
-        f"{support.MAX_QUERY_LEN - 1} speculative tokens.",
+        f"{support.MAX_QUERY_LEN - 1} speculative tokens; none with decode context parallelism.",
         f"* The logarithm of the softmax sum is returned: {yes(_returns_lse())}.",
         "* Tensor parallelism: 1 to 128 heads on a rank. Pipeline, data and expert parallelism are "
         "vLLM's.",

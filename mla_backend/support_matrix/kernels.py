@@ -11,6 +11,7 @@ from mla_kernels.checks import BLOCK_SIZES
 from mla_kernels.decode.api import MAX_HEADS, MAX_S_Q
 from mla_kernels.decode.choice import AVAILABLE
 from mla_kernels.decode.rescale import RESCALES
+from mla_kernels.decode.triton.launcher import DIMS
 from mla_kernels.layouts import Fp8DsMlaLayout, IndexerLayout, MlaDims
 from mla_kernels.versions import NEWEST_TRITON, OLDEST_TRITON
 
@@ -20,7 +21,7 @@ _IMPLS = ("hopper", "triton", "torch", "reference")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _FP8 = torch.float8_e4m3fn
 _QUANTISED = (torch.float8_e4m3fn, torch.uint8)
-_DIMS = (MlaDims(512, 64), MlaDims(256, 64), MlaDims(256, 32), MlaDims(384, 64))
+_DIMS = (*DIMS, MlaDims(384, 64))
 _NAMES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",

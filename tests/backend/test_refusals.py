@@ -4,7 +4,9 @@
 import ast
 import inspect
 import os
+import re
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -117,7 +119,7 @@ REFUSED = [
         r"320 elements; the kernels take 576 \(512 \+ 64\)\. ",
     ),
     ({"use_sparse": True, "kv_cache_dtype": "fp8_e5m2"}, r"fp8_e5m2; supported: auto"),
-    ({"use_sparse": True, "use_dcp": True}, r"decode context parallelism"),
+    ({"use_sparse": True, "use_dcp": True}, r"sparse attention with decode context parallelism"),
     ({"use_dcp": True}, r"on a CPU, decode context parallelism"),
     ({"has_sliding_window": True}, r"a sliding window\. Mend"),
     ({"has_sink": True}, r"attention sinks\. Mend"),
@@ -171,16 +173,65 @@ def test_layer_is_accepted(changes):
     assert reasons == []
 
 
-def test_gpu_older_than_ampere():
+@pytest.mark.parametrize("capability", [(7, 5), (11, 0), (13, 0)])
+def test_a_gpu_that_no_kernel_is_made_for(capability, monkeypatch):
     from vllm.platforms.interface import DeviceCapability
 
     from mla_backend.attention.backend import MlaBackend
 
-    reasons = MlaBackend.validate_configuration(
-        device_capability=DeviceCapability(7, 5), **selector_config()._asdict()
-    )
-    assert len(reasons) == 1
-    assert "7.5; 8.0 or newer" in reasons[0]
+    asked = {"device_capability": DeviceCapability(*capability), **selector_config()._asdict()}
+    (reason,) = MlaBackend.validate_configuration(**asked)
+    shown = ".".join(map(str, capability))
+    assert f"{shown}; the kernels are made for 8.x, 9.x, 10.x and 12.x. Mend" in reason
+    monkeypatch.setenv("MLA_BACKEND_IMPL", "torch")
+    assert MlaBackend.validate_configuration(**asked) == []
+
+
+def test_the_gpus_are_those_of_the_kernels():
+    from mla_kernels.arch import ARCHS
+
+    from mla_backend.attention import support
+
+    assert support.COMPUTE_GENERATIONS == tuple(sorted({sm // 10 for sm in ARCHS}))
+
+
+def test_an_implementation_that_cannot_run_here(monkeypatch):
+    from mla_kernels.decode.choice import choose_decode_impl
+    from mla_kernels.dispatch import Choice
+    from mla_kernels.layouts import MlaDims
+
+    from mla_backend.attention.choice import choose
+
+    case = {"dims": MlaDims(), "dtype": torch.bfloat16, "kv_cache_dtype": torch.bfloat16}
+    monkeypatch.setenv("MLA_BACKEND_IMPL", "hopper")
+    says = r"MLA_BACKEND_IMPL=hopper: .* needs an sm_90 GPU.* Mend: unset MLA_BACKEND_IMPL"
+    with pytest.raises(ValueError, match=says):
+        choose(choose_decode_impl, torch.device("cpu"), block_size=64, rescale="pow2", **case)
+    # Torch on a GPU, which nobody asked for.
+    monkeypatch.setenv("MLA_BACKEND_IMPL", "auto")
+    fallback = Choice("torch", "no kernel fits on cuda; triton: it is not installed")
+    with pytest.raises(ValueError, match=r"no kernel serves .*not installed\)\. Mend"):
+        choose(lambda *_: fallback, torch.device("cuda:0"))
+    assert choose(lambda *_: fallback, torch.device("cpu")) == fallback
+    monkeypatch.setenv("MLA_BACKEND_IMPL", "torch")
+    assert choose(lambda *_: fallback, torch.device("cuda:0")) == fallback
+
+
+def test_every_refusal_of_the_backend_names_its_mend():
+    """ValueErrors under mla_backend/attention that an operator may see at start-up."""
+    from mla_backend import attention
+
+    inner = ("step_check.py", "extends.py", "rows.py")  # faults of a step, not of a set-up
+    missing = []
+    for path in sorted(Path(attention.__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Raise) and path.name not in inner and node.exc is not None:
+                text = ast.unparse(node)
+                if text.startswith("raise ValueError") and not re.search(
+                    r"Mend|ELSE|_reason\(", text
+                ):
+                    missing.append(f"{path.name}:{node.lineno}: {text[:80]}")
+    assert missing == []
 
 
 def reasons_of_vllm():

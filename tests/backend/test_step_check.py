@@ -134,6 +134,19 @@ def test_dummy_steps_and_shared_caches():
         check(shared, dcp=2)
 
 
+@pytest.mark.parametrize(("length", "last"), [(128, 0), (129, 1), (255, 1), (257, 2)])
+def test_the_last_block_of_ranks_that_share_it_unevenly(length, last):
+    """129 tokens are 65 of one rank and 64 of the other: both have the second block."""
+    step = make_step(LENS, NEW)
+    step["slot_mapping"].fill_(-1)
+    step["seq_lens"][3] = length
+    step["block_table"][3, last + 1 :] = 2**30
+    check(step, dcp=2)
+    step["block_table"][3, last] = 2**30
+    with pytest.raises(ValueError, match=rf"request 3 .*column {last} holds"):
+        check(step, dcp=2)
+
+
 def test_ranks_that_share_a_cache_hold_longer_requests():
     step = make_step(LENS, NEW)
     step["slot_mapping"].fill_(-1)

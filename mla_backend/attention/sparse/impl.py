@@ -50,10 +50,11 @@ class SparseMlaImpl(CacheWrites, MLAAttentionImpl[SparseMetadata]):
         **mla_args: Any,
     ) -> None:
         support.refuse_layer_options(alibi_slopes, sliding_window, logits_soft_cap, attn_type)
+        support.refuse_heads(num_heads)
         vllm_config = get_current_vllm_config()
         dcp = vllm_config.parallel_config.decode_context_parallel_size
         if dcp > 1:  # vLLM 0.26 does not ask the backend
-            raise ValueError(support.dcp_reason())
+            raise ValueError(support.dcp_reason(sparse=True))
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)
@@ -65,7 +66,9 @@ class SparseMlaImpl(CacheWrites, MLAAttentionImpl[SparseMetadata]):
         # A layer without an indexer reads what the last one before it chose.
         buffer = topk_indices_buffer if indexer is None else indexer.topk_indices_buffer
         if buffer is None:
-            raise ValueError("a sparse layer without an indexer and without a top-k buffer")
+            raise ValueError(
+                f"a sparse layer without an indexer and without a top-k buffer. {support.ELSE}"
+            )
         self.topk_indices_buffer = buffer
         device = buffer.device
         self.dtype = torch.get_default_dtype()  # the model's, while vLLM builds it

@@ -37,7 +37,9 @@ def take_over(indexer: Any, impl: str, backend: type, vllm_config: Any, device: 
     for name, (value, low, high) in limits.items():
         if not low <= value <= high:
             allowed = f"{low}" if low == high else f"{low}..{high}"
-            raise ValueError(f"{name} is {value}; the indexer's kernels take {allowed}")
+            raise ValueError(
+                f"{name} is {value}; the indexer's kernels take {allowed}. {support.ELSE}"
+            )
     name = indexer.k_cache.prefix
     max_blocks = compat.block_table_width(vllm_config, support.BLOCK_SIZE)
     LAYERS[name] = IndexerLayer(

@@ -12,6 +12,7 @@ from vllm import envs as vllm_envs
 from vllm.logger import init_logger
 
 from mla_backend import envs
+from mla_backend.attention.choice import choose
 from mla_backend.stats import STATS
 
 logger = init_logger("vllm.mla_backend")
@@ -49,8 +50,8 @@ class SparseKernel:
             )
         asked = envs.get("MLA_BACKEND_IMPL")
         deterministic, indexer = bool(vllm_envs.VLLM_BATCH_INVARIANT), asked
-        choice = choose_sparse_impl(
-            asked,
+        choice = choose(
+            choose_sparse_impl,
             device,
             dims=dims,
             dtype=dtype,

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The implementation of an engine's attention, or words for why there is none."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from mla_kernels.dispatch import Choice
+
+from mla_backend import envs
+from mla_backend.attention import support
+
+
+def choose(kernels: Callable[..., Choice], device: torch.device, **arguments: Any) -> Choice:
+    """What `kernels`, a `choose_*_impl` of mla_kernels, takes by MLA_BACKEND_IMPL.
+
+    ValueError if what is asked for cannot run here, and on a GPU if nothing but torch can: that
+    waits for the GPU in every step, so no CUDA graph could hold it.
+    """
+    asked = envs.get("MLA_BACKEND_IMPL")
+    try:
+        choice = kernels(asked, device, **arguments)
+    except ValueError as error:
+        raise ValueError(
+            f"MLA_BACKEND_IMPL={asked}: {error}. Mend: unset MLA_BACKEND_IMPL"
+        ) from None
+    if asked == "auto" and device.type != "cpu" and choice.impl in support.SLOW_IMPLS:
+        raise ValueError(
+            f"no kernel serves this model here ({choice.reason}). {support.ELSE}, or "
+            "MLA_BACKEND_IMPL=torch, which is slow"
+        )
+    return choice
