@@ -15,6 +15,7 @@ from vllm.platforms.cpu import CpuPlatform
 from mla_backend import compat, envs
 from mla_backend.attention import support
 from mla_backend.plugin import is_ours, sparse_class_path
+from mla_backend.start_up import RefusalError
 
 logger = init_logger("vllm.mla_backend")
 
@@ -44,7 +45,7 @@ class _Asked:
         cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
         block_size = cache.block_size if cache.user_specified_block_size else support.BLOCK_SIZE
         if block_size % support.BLOCK_SIZE != 0:
-            raise ValueError(support.block_size_reason(block_size))
+            raise RefusalError(support.block_size_reason(block_size))
         return cls(
             block_size,
             cache.user_specified_block_size,
@@ -106,10 +107,10 @@ class MlaCpuPlatform(CpuPlatform):
             return
         compat.require_supported_vllm()
         if not model.use_mla:
-            raise ValueError(support.not_mla_reason(model.architecture))
+            raise RefusalError(support.not_mla_reason(model.architecture))
         kv_cache_dtype = vllm_config.cache_config.cache_dtype
         if kv_cache_dtype not in support.KV_CACHE_DTYPES:
-            raise ValueError(support.kv_cache_dtype_reason(kv_cache_dtype))
+            raise RefusalError(support.kv_cache_dtype_reason(kv_cache_dtype))
         asked = _Asked.read(vllm_config)
         # Else vLLM warns that it overrides the block size, which is put back right after.
         vllm_config.cache_config.user_specified_block_size = False
@@ -155,6 +156,6 @@ class MlaCpuPlatform(CpuPlatform):
             device_capability=None, **attn_selector_config._asdict()
         )
         if reasons:
-            raise ValueError(f"{selected_backend.name} cannot serve this: {'; '.join(reasons)}")
+            raise RefusalError(f"{selected_backend.name} cannot serve this: {'; '.join(reasons)}")
         logger.info_once("Using %s (mla-backend) on CPU.", selected_backend.name)
         return selected_backend.get_path()

@@ -5,6 +5,7 @@ import logging
 from typing import Any
 
 from mla_backend import compat, envs
+from mla_backend.start_up import RefusalError
 
 GENERAL_PLUGIN = "mla_backend"
 PLATFORM_PLUGIN = "mla_backend_cpu"
@@ -59,7 +60,7 @@ def sparse_class_path(backend: Any, layer: Any, capability: Any) -> str | None:
         device_capability=capability, **layer._asdict()
     )
     if reasons:
-        raise ValueError(f"{backend.name} cannot serve this: {'; '.join(reasons)}")
+        raise RefusalError(f"{backend.name} cannot serve this: {'; '.join(reasons)}")
     return SPARSE_BACKEND_CLASS
 
 

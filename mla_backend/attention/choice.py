@@ -9,6 +9,7 @@ from mla_kernels.dispatch import Choice
 
 from mla_backend import envs
 from mla_backend.attention import support
+from mla_backend.start_up import RefusalError
 
 
 def choose(kernels: Callable[..., Choice], device: torch.device, **arguments: Any) -> Choice:
@@ -21,11 +22,11 @@ def choose(kernels: Callable[..., Choice], device: torch.device, **arguments: An
     try:
         choice = kernels(asked, device, **arguments)
     except ValueError as error:
-        raise ValueError(
+        raise RefusalError(
             f"MLA_BACKEND_IMPL={asked}: {error}. Mend: unset MLA_BACKEND_IMPL"
         ) from None
     if asked == "auto" and device.type != "cpu" and choice.impl in support.SLOW_IMPLS:
-        raise ValueError(
+        raise RefusalError(
             f"no kernel serves this model here ({choice.reason}). {support.ELSE}, or "
             "MLA_BACKEND_IMPL=torch, which is slow"
         )

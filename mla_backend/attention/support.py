@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mla_backend import envs
+from mla_backend.start_up import RefusalError
 
 BLOCK_SIZE = 64
 DTYPES = ("float16", "bfloat16", "float32")
@@ -60,13 +61,13 @@ def refuse_layer_options(
     }
     refused = [f"{name}={value}" for name, value in asked.items() if value is not None]
     if refused:
-        raise ValueError(f"mla-backend does not support {', '.join(refused)}. {ELSE}")
+        raise RefusalError(f"mla-backend does not support {', '.join(refused)}. {ELSE}")
 
 
 def refuse_heads(heads: int) -> None:
     """ValueError for more query heads than the kernels take on a rank."""
     if heads > MAX_HEADS:
-        raise ValueError(
+        raise RefusalError(
             f"{heads} query heads on one rank; the kernels take {MAX_HEADS}. "
             f"Mend: a --tensor-parallel-size that leaves each rank at most {MAX_HEADS}"
         )
@@ -80,14 +81,14 @@ def refuse_step_shape(heads: int, query_len: int, *, dcp: int = 1, drafts: int =
     the host, before it knows which drafts were rejected: answers were seen to be wrong.
     """
     if dcp > 1 and drafts:
-        raise ValueError(
+        raise RefusalError(
             f"{drafts} speculative tokens with decode context parallelism, whose ranks vLLM gives "
             "lengths that count rejected drafts. Mend: --decode-context-parallel-size 1, or leave "
             "out --speculative-config"
         )
     refuse_heads(heads)
     if query_len > MAX_QUERY_LEN:
-        raise ValueError(
+        raise RefusalError(
             f"{query_len - 1} speculative tokens; the decode kernels take {MAX_QUERY_LEN} query "
             f"tokens a request, so at most {MAX_QUERY_LEN - 1}. Mend: lower num_speculative_tokens"
         )

@@ -5,6 +5,8 @@ import ast
 import inspect
 import os
 import re
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -217,6 +219,22 @@ def test_an_implementation_that_cannot_run_here(monkeypatch):
     assert choose(lambda *_: fallback, torch.device("cuda:0")) == fallback
 
 
+def test_a_refusal_reaches_the_server_that_listens():
+    from mla_backend.attention.backend import MlaBackend
+    from mla_backend.start_up import RefusalError, heard
+
+    script = "from mla_backend.start_up import RefusalError as E; E('no, mend it')"
+    with heard() as refused:
+        assert refused() == ""
+        subprocess.run([sys.executable, "-c", script], check=True)  # a worker
+        assert refused() == "no, mend it"
+        MlaBackend.validate_configuration(
+            device_capability=None, **selector_config(head_size=512)._asdict()
+        )
+        assert refused().startswith("CUSTOM cannot serve this: cache row of 512 elements")
+    RefusalError("nobody listens")
+
+
 def test_every_refusal_of_the_backend_names_its_mend():
     """ValueErrors under mla_backend/attention that an operator may see at start-up."""
     from mla_backend import attention
@@ -227,7 +245,7 @@ def test_every_refusal_of_the_backend_names_its_mend():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Raise) and path.name not in inner and node.exc is not None:
                 text = ast.unparse(node)
-                if text.startswith("raise ValueError") and not re.search(
+                if text.startswith(("raise ValueError", "raise RefusalError")) and not re.search(
                     r"Mend|ELSE|_reason\(", text
                 ):
                     missing.append(f"{path.name}:{node.lineno}: {text[:80]}")

@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse
 from mla_serving.server import run
 from mla_serving.server.progress import Progress
 
+from mla_backend.start_up import RefusalError
 from tests.serving.conftest import FakeEngine
 
 
@@ -24,8 +25,13 @@ def stand_in(monkeypatch, **modules):
         monkeypatch.setattr(f"mla_serving.server.{name}", module, raising=False)
 
 
-def test_a_start_that_fails_gives_its_address_back(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("refusal", "said"), [(None, "no engine"), ("96 heads. Mend: TP 2", "96 heads. Mend: TP 2")]
+)
+def test_a_start_that_fails_gives_its_address_back(refusal, said, monkeypatch, capsys):
     async def fail(*args):
+        if refusal:
+            RefusalError(refusal)  # in a worker, of which vLLM tells the server nothing
         raise RuntimeError("no engine")
 
     closed = []
@@ -39,7 +45,7 @@ def test_a_start_that_fails_gives_its_address_back(monkeypatch, capsys):
     monkeypatch.setattr(run.environment, "set_before_import", lambda model: None)
     monkeypatch.setattr(run, "_serve", fail)
     assert run.serve([]) == 1
-    assert capsys.readouterr().err == "mla-backend serve: no engine\n"
+    assert capsys.readouterr().err == f"mla-backend serve: {said}\n"
     assert closed == [("socket", "args")]
 
 

@@ -21,6 +21,7 @@ from mla_backend.attention.sparse.indexer_backend import IndexerBackend
 from mla_backend.attention.sparse.kernel import SparseKernel, attention_workspace
 from mla_backend.attention.sparse.metadata import SparseMetadata
 from mla_backend.attention.sparse.rows import max_tokens
+from mla_backend.start_up import RefusalError
 from mla_backend.stats import STATS
 
 
@@ -54,7 +55,7 @@ class SparseMlaImpl(CacheWrites, MLAAttentionImpl[SparseMetadata]):
         vllm_config = get_current_vllm_config()
         dcp = vllm_config.parallel_config.decode_context_parallel_size
         if dcp > 1:  # vLLM 0.26 does not ask the backend
-            raise ValueError(support.dcp_reason(sparse=True))
+            raise RefusalError(support.dcp_reason(sparse=True))
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)
@@ -66,7 +67,7 @@ class SparseMlaImpl(CacheWrites, MLAAttentionImpl[SparseMetadata]):
         # A layer without an indexer reads what the last one before it chose.
         buffer = topk_indices_buffer if indexer is None else indexer.topk_indices_buffer
         if buffer is None:
-            raise ValueError(
+            raise RefusalError(
                 f"a sparse layer without an indexer and without a top-k buffer. {support.ELSE}"
             )
         self.topk_indices_buffer = buffer

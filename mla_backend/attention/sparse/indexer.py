@@ -19,6 +19,7 @@ from mla_backend.attention.sparse.indexer_layer import LAYERS, IndexerLayer
 from mla_backend.attention.sparse.kernel import topk_workspace
 from mla_backend.attention.sparse.metadata import IndexerMetadata
 from mla_backend.attention.sparse.rows import max_tokens
+from mla_backend.start_up import RefusalError
 from mla_backend.stats import STATS
 
 OP_NAME = "mla_backend_sparse_indexer"
@@ -37,7 +38,7 @@ def take_over(indexer: Any, impl: str, backend: type, vllm_config: Any, device: 
     for name, (value, low, high) in limits.items():
         if not low <= value <= high:
             allowed = f"{low}" if low == high else f"{low}..{high}"
-            raise ValueError(
+            raise RefusalError(
                 f"{name} is {value}; the indexer's kernels take {allowed}. {support.ELSE}"
             )
     name = indexer.k_cache.prefix

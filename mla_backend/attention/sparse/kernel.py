@@ -13,6 +13,7 @@ from vllm.logger import init_logger
 
 from mla_backend import envs
 from mla_backend.attention.choice import choose
+from mla_backend.start_up import RefusalError
 from mla_backend.stats import STATS
 
 logger = init_logger("vllm.mla_backend")
@@ -44,7 +45,7 @@ class SparseKernel:
         """
         rescale = envs.get("MLA_BACKEND_RESCALE")
         if rescale != "pow2":
-            raise ValueError(
+            raise RefusalError(
                 f"MLA_BACKEND_RESCALE={rescale} with a sparse model, whose attention rescales by "
                 "powers of two only. Mend: unset MLA_BACKEND_RESCALE"
             )

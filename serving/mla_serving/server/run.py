@@ -6,10 +6,12 @@ import os
 import socket
 import sys
 from argparse import Namespace
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 
 from pydantic import ValidationError
 
+from mla_backend.start_up import heard
 from mla_serving.server import environment, lifecycle
 from mla_serving.server.admission import Gate
 from mla_serving.server.layers import read_layers
@@ -18,6 +20,11 @@ from mla_serving.server.progress import Progress
 
 def serve(argv: list[str] | None) -> int:
     """See `mla_serving.server.main`."""
+    with heard() as refused:
+        return _start(argv, refused)
+
+
+def _start(argv: list[str] | None, refused: Callable[[], str]) -> int:
     progress = Progress()
     lifecycle.catch_signals_while_starting()
     sock: socket.socket | None = None
@@ -39,7 +46,7 @@ def serve(argv: list[str] | None) -> int:
     except Exception as error:
         if environment.debugging():
             raise
-        print(f"mla-backend serve: {_what(error)}", file=sys.stderr)
+        print(f"mla-backend serve: {refused() or _what(error)}", file=sys.stderr)
         return 1
     finally:
         if sock is not None:
