@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from soak_ledger import (
+    GPU_LEAK_MIB,
     GROWTH_MIB,
     MEMORY,
     MIN_SAMPLES,
@@ -72,7 +73,8 @@ def markdown(report: Row) -> str:
         f"    {report['line']}",
         "",
         f"Written by `{report['command']}`. {machine.get('gpu', machine['cpu'])}, vLLM "
-        f"{machine['vllm']}, torch {machine['torch']}. {report['model']}; {settings['dtype']}, "
+        f"{machine['vllm']}, torch {machine['torch']}, commit {machine.get('commit', 'unknown')}. "
+        f"{report['model']}; {settings['dtype']}, "
         f"context {settings['max_model_len']}, {settings['blocks']} cache blocks of 64 tokens, "
         f"{settings['concurrency']} clients.",
         "",
@@ -101,7 +103,12 @@ def markdown(report: Row) -> str:
             cells = " | ".join(f"{value:.0f}" for value in marks)
             lines.append(f"| {label} | {cells} | {growth_mib(samples, name):+.1f} |")
     if (leak := end.get("gpu_leak_mib")) is not None:
-        lines += ["", f"Tensors on the idle GPU, against before the load: {leak:+.1f} MiB."]
+        lines += [
+            "",
+            f"Tensors on the idle GPU, against before the load: {leak:+.1f} MiB; more than "
+            f"{GPU_LEAK_MIB:.0f} fails. The GPU's row is not judged: torch keeps memory of long "
+            "prompts, and other processes have theirs.",
+        ]
     lines += [
         "",
         "Growth: twice the rise of the least value from the third to the last quarter; more than "
