@@ -2,6 +2,7 @@
 """`mla-backend plan` against figures worked out by hand from DeepSeek's configs."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,11 @@ from mla_serving.plan.kv_cache import indexer_row_bytes, row_bytes
 from mla_serving.plan.layout import GIB, Layout
 from mla_serving.plan.model import from_config, load
 
+from mla_backend.attention import support
+
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "configs" / "models"
+V3, V32 = "deepseek-v3-5-layers", "deepseek-v3.2-5-layers"
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
@@ -211,6 +215,66 @@ def test_attention_floor_by_hand(v3, v32):
     assert plan.attention.measured_us is None
 
 
+def test_why_there_is_no_time_of_our_kernels(v3, v32):
+    sparse = cost.make(question(v32, Layout(tp=8))).attention
+    page = sparse.unmeasured.split()[-1]
+    assert sparse.unmeasured.startswith("no rates of sparse attention") and (ROOT / page).is_file()
+    size, widths = next(item for item in support.HEAD_SIZES.items() if item[0] != 576)
+    rank, rope = map(int, widths.split(" + "))
+    assert size == rank + rope
+    narrow = from_config(config(V3, kv_lora_rank=rank, qk_rope_head_dim=rope), "narrow")
+    times = cost.make(question(narrow, Layout(tp=8))).attention
+    assert times.measured_us is None and times.unmeasured == "only rows of 512 + 64 were measured"
+    times = cost.make(question(v3, Layout(tp=8), rates=ROOFS, kv_cache_dtype="fp8")).attention
+    assert times.measured_us is None and times.unmeasured == "no fp8 cache was measured"
+    times = cost.make(question(v3, Layout(tp=8))).attention
+    assert times.measured_us > times.floor_us and times.unmeasured is None
+
+
+@pytest.mark.parametrize(
+    "folder, changes, layout, said",
+    [
+        (V32, {}, {"tp": 8, "dcp": 8}, "Expected --dcp 1 for the sparse attention of m, got 8"),
+        (V3, {"num_attention_heads": 256}, {"tp": 1}, "256 attention heads / --tp 1 are 256 on a "
+         "GPU; our kernels take 128. Mend: --tp of 2 or more"),
+        (V32, {"num_attention_heads": 256}, {"tp": 1}, "our kernels take 128. Mend: --tp of 2 or"),
+        (V3, {"num_attention_heads": 256}, {"tp": 8, "dcp": 8}, "256 attention heads / --tp 8 x "
+         "--dcp 8 are 256 on a GPU; our kernels take 128. Mend: --tp of 16 or more, or a lower"),
+        (V3, {"kv_lora_rank": 384}, {"tp": 1}, "m has cache rows of 384 + 64 elements "
+         "(kv_lora_rank + qk_rope_head_dim); our kernels of dense attention serve 512 + 64"),
+        (V3, {"kv_lora_rank": 448, "qk_rope_head_dim": 128}, {"tp": 1}, "rows of 448 + 128 elem"),
+        (V3, {"qk_rope_head_dim": 0}, {"tp": 1}, "m has cache rows of 512 + 0 elements"),
+        (V32, {"kv_lora_rank": 256}, {"tp": 1}, "our kernels of sparse attention serve 512 + 64 "),
+        (V3, {"torch_dtype": "float32"}, {"tp": 8}, "m has dtype float32; our GPU kernels serve "
+         "float16 and bfloat16"),
+        (V32, {"index_n_heads": 65}, {"tp": 1}, "index_n_heads 65; our indexer's kernels take 1 "),
+        (V32, {"index_head_dim": 64}, {"tp": 1}, "m has index_head_dim 64; our indexer's kernels "
+         "take 128"),
+        (V32, {"index_topk": 4096}, {"tp": 1}, "m has index_topk 4096; our indexer's kernels take"),
+    ],
+)  # fmt: skip
+def test_what_the_backend_refuses_is_refused(folder, changes, layout, said):
+    model = from_config(config(folder, **changes), "m")
+    with pytest.raises(ValueError, match=re.escape(said)):
+        cost.make(question(model, Layout(**layout)))
+
+
+def test_what_the_backend_takes_is_planned(v3):
+    most = {"num_attention_heads": 2 * support.MAX_HEADS}
+    cost.make(question(from_config(config(V3, **most), "m"), Layout(tp=2)))
+    cost.make(question(v3, Layout(tp=8, dcp=8)))
+    for widths in support.HEAD_SIZES.values():
+        rank, rope = map(int, widths.split(" + "))
+        model = from_config(config(V3, kv_lora_rank=rank, qk_rope_head_dim=rope), "m")
+        assert cost.make(question(model, Layout(tp=8))).row_bytes == 2 * (rank + rope)
+
+
+def test_a_cache_of_another_16_bit_dtype_than_the_model_is_refused(v3):
+    with pytest.raises(ValueError, match=r"--kv-cache-dtype auto, bfloat16 .*, got float16"):
+        cost.make(question(v3, Layout(tp=8), kv_cache_dtype="float16"))
+    cost.make(question(v3, Layout(tp=8), kv_cache_dtype="bfloat16"))
+
+
 def test_a_measured_case_is_found_again(v3):
     measured = {case.name: case for case in rates.load("h200").cases}
     case = measured["b128_h16_q1_k4096"]
@@ -247,11 +311,47 @@ def test_rates_are_those_of_the_committed_results():
         ({"layer_group_size": 5}, "has layer_group_size"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantised by awq.*--weight-bits"),
         ({"quantization_config": "fp8"}, "expected a mapping as quantization_config, got 'fp8'"),
+        ({"text_config": "x"}, "expected a mapping as text_config, got 'x'"),
+        ({"num_attention_heads": "128"}, "num_attention_heads an integer of 1 or more, got '128'"),
+        ({"num_attention_heads": -128}, "num_attention_heads an integer of 1 or more, got -128"),
+        ({"num_attention_heads": 128.0}, "num_attention_heads an integer of 1 or more, got 128.0"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers an integer of 1 or more, got 0"),
+        ({"num_hidden_layers": True}, "num_hidden_layers an integer of 1 or more, got True"),
+        ({"hidden_size": []}, r"hidden_size an integer of 1 or more, got \[\]"),
+        ({"kv_lora_rank": "512"}, "kv_lora_rank an integer of 1 or more, got '512'"),
+        ({"qk_rope_head_dim": -1}, "qk_rope_head_dim an integer of 0 or more, got -1"),
+        ({"q_lora_rank": "a"}, "q_lora_rank an integer of 1 or more, got 'a'"),
+        ({"n_routed_experts": "x"}, "n_routed_experts an integer of 0 or more, got 'x'"),
+        ({"moe_intermediate_size": -1}, "moe_intermediate_size an integer of 1 or more, got -1"),
+        ({"n_shared_experts": -1}, "n_shared_experts an integer of 0 or more, got -1"),
+        ({"first_k_dense_replace": "x"}, "first_k_dense_replace an integer of 0 or more, got 'x'"),
+        ({"index_topk": "x"}, "index_topk an integer of 0 or more, got 'x'"),
+        ({"index_topk": 2048}, "config.json lacks index_n_heads"),
+        ({"index_topk": 2048, "index_n_heads": 64}, "config.json lacks index_head_dim"),
+        ({"index_topk_freq": "x"}, "index_topk_freq an integer of 1 or more, got 'x'"),
+        ({"index_topk_freq": 0}, "index_topk_freq an integer of 1 or more, got 0"),
+        ({"index_skip_topk_offset": "x"}, "index_skip_topk_offset an integer of 0 or more, got"),
+        ({"index_topk_pattern": 5}, "a letter for each layer as index_topk_pattern, got 5"),
+        *(
+            (
+                {"quantization_config": FP8 | {"weight_block_size": block}},
+                "weight_block_size of two",
+            )
+            for block in (3, "x", [], [128], [0, 128], [128, "x"])
+        ),
     ],
 )
 def test_configs_that_are_refused(changes, said):
     with pytest.raises(ValueError, match=said):
         from_config(config("deepseek-v3-5-layers", **changes), "m")
+
+
+def test_null_is_as_good_as_no_key():
+    keys = ("q_lora_rank", "n_routed_experts", "n_shared_experts", "first_k_dense_replace",
+            "index_topk", "index_topk_freq", "index_skip_topk_offset")  # fmt: skip
+    model = from_config(config(V3, **dict.fromkeys(keys)), "m")
+    assert model.q_lora_rank is None and not model.experts and not model.sparse
+    assert model.index_shared == frozenset()
 
 
 def test_slices_of_quantised_experts_keep_whole_blocks(v3):

@@ -18,6 +18,7 @@ def run(capsys, *argv):
 
 
 V3 = ("--model", str(MODELS / "deepseek-v3-5-layers"))
+V32 = ("--model", str(MODELS / "deepseek-v3.2-5-layers"))
 
 
 def test_json(capsys):
@@ -25,6 +26,7 @@ def test_json(capsys):
     answer = json.loads(out)
     assert status == 0 and answer["load"]["fits"]
     assert answer["kv_cache"]["bytes_per_token"] == 5 * 1152
+    assert answer["attention"]["unmeasured"] is None
     assert answer["attention"]["source"] == "benchmarks/results/h200/dense_decode.json"
 
 
@@ -37,6 +39,8 @@ def test_text(capsys):
     assert status == 1
     assert "fewer than the 999999 asked for" in out
     assert "nothing was measured on h100" in out
+    status, out, _ = run(capsys, *V32, "--gpus", "8")
+    assert status == 0 and ", no time of our kernels (no rates of sparse attention here" in out
 
 
 @pytest.mark.parametrize(
@@ -57,6 +61,8 @@ def test_text(capsys):
         (["--gpus", "1", "--reserve-gib", "nan"], "--reserve-gib of 0 or more, got nan"),
         (["--gpus", "1", "--model", "/no/such"], "/no/such: no such file"),
         (["--gpus", "1", "--model", str(ROOT / "Makefile")], "is not JSON"),
+        (["--gpus", "1", "--model", str(MODELS)], "configs/models: a directory without config"),
+        ([*V32, "--gpus", "8", "--tp", "8", "--dcp", "8"], "Expected --dcp 1 for the sparse"),
     ],
 )
 def test_errors(capsys, argv, said):

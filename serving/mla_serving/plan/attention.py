@@ -3,11 +3,15 @@
 
 from dataclasses import dataclass
 
+from mla_kernels.layouts import MlaDims
+
 from mla_serving.plan.kv_cache import indexer_row_bytes, row_bytes
 from mla_serving.plan.layout import Layout
 from mla_serving.plan.model import MlaModel
 from mla_serving.plan.rates import Rates
 
+_MEASURED = MlaDims(512, 64)  # of the cases in rates.json
+_SPARSE_STEPS = "benchmarks/results/h200/sparse_steps.md"
 _INDEXER_FLOPS_PER_KEY = 2  # a multiply and an add for each element of each index head
 
 
@@ -17,15 +21,16 @@ class AttentionTime:
 
     floor_us     the larger of FLOP / GEMM rate and bytes / read rate, both measured
     bound        which of the two it is: "compute" or "memory"
-    measured_us  the floor over the share of its floor that the nearest measured case reaches;
-                 None for sparse attention, which has no measured rows
+    measured_us  the floor over the share of its floor that the nearest measured case reaches
     nearest      name of that case
+    unmeasured   why there is neither
     """
 
     floor_us: float
     bound: str
     measured_us: float | None
     nearest: str | None
+    unmeasured: str | None = None
 
 
 def time(
@@ -41,7 +46,7 @@ def time(
     With dcp, a rank computes the heads of dcp ranks over 1 / dcp of the tokens.
     """
     requests = -(-batch // layout.dp)
-    heads = model.heads // layout.tp * layout.dcp
+    heads = layout.query_heads(model)
     tokens = context / layout.dcp
     seen = min(tokens, model.index_topk) if model.sparse else tokens
     width = model.dims.head_dim + model.dims.kv_lora_rank
@@ -55,7 +60,13 @@ def time(
     floor = max(compute, memory)
     bound = "compute" if compute > memory else "memory"
     cache = {"fp8": "fp8", "fp8_e4m3": "fp8", "fp8_ds_mla": "fp8_ds_mla"}.get(kv_cache_dtype)
+    if model.sparse:
+        why = f"no rates of sparse attention here; whole steps are in {_SPARSE_STEPS}"
+        return AttentionTime(floor, bound, None, None, why)
+    if model.dims != _MEASURED:
+        widths = f"{_MEASURED.kv_lora_rank} + {_MEASURED.rope_dim}"
+        return AttentionTime(floor, bound, None, None, f"only rows of {widths} were measured")
     nearest = rates.nearest(requests, heads, tokens, cache or "16 bit")
-    if nearest is None or model.sparse:
-        return AttentionTime(floor, bound, None, None)
+    if nearest is None:
+        return AttentionTime(floor, bound, None, None, f"no {kv_cache_dtype} cache was measured")
     return AttentionTime(floor, bound, floor * nearest.us / nearest.floor_us, nearest.name)

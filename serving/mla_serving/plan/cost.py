@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from mla_kernels.layouts import BLOCK_SIZE
 
-from mla_serving.plan import attention, kv_cache
+from mla_serving.plan import attention, kv_cache, served
 from mla_serving.plan.attention import AttentionTime
 from mla_serving.plan.layout import GIB, Layout
 from mla_serving.plan.model import MlaModel
@@ -65,11 +65,12 @@ class Plan:
 
 
 def make(question: Question) -> Plan:
-    """ValueError for a layout that vLLM refuses, and for weights that leave no room at all."""
+    """ValueError for what vLLM or the backend refuses, and for weights that leave no room."""
     model, layout = question.model, question.layout
     layout.check(model)
-    weights = layout.weights(model)
     dtype = question.kv_cache_dtype
+    served.check(model, layout, dtype)
+    weights = layout.weights(model)
     gpu_token = max(kv_cache.token_bytes(model, dtype, x) for x in layout.stages(model.layers))
     usable = question.memory * question.utilization
     cache = usable - sum(weights.values()) - question.reserve

@@ -30,6 +30,10 @@ class Layout:
     def gpus(self) -> int:
         return self.tp * self.dp * self.pp
 
+    def query_heads(self, model: MlaModel) -> int:
+        """Those that one GPU computes: the ranks that share a cache gather theirs."""
+        return model.heads // self.tp * self.dcp
+
     def check(self, model: MlaModel) -> None:
         """ValueError for what vLLM would refuse for this model."""
         if self.tp % self.dcp:

@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,6 @@ from mla_kernels.layouts import MlaDims
 _FP8 = ("fp8", "deepseek_fp8")
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _SCALE_BYTES = 4  # fp32, one a block of a quantised weight
-_REQUIRED = (
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "qk_nope_head_dim",
-    "qk_rope_head_dim",
-    "v_head_dim",
-    "vocab_size",
-)
 # Keys of models whose other layers are linear attention (Kimi Linear, Ling 2.5).
 _HYBRID = ("linear_attn_config", "layer_group_size")
 
@@ -145,6 +136,8 @@ def load(model: str, weight_bits: int | None = None) -> MlaModel:
     path = Path(model)
     if path.is_dir():
         path = path / "config.json"
+        if not path.exists():
+            raise FileNotFoundError(f"{model}: a directory without config.json")
     elif not path.exists():
         path = _download(model)
     try:
@@ -178,6 +171,8 @@ def from_config(config: Mapping[str, Any], name: str, weight_bits: int | None = 
     """`config`: the content of config.json, of a model or of a wrapper with `text_config`."""
     quantisation = config.get("quantization_config")
     config = config.get("text_config") or config
+    if not isinstance(config, Mapping):
+        raise ValueError(f"{name}: expected a mapping as text_config, got {config!r}")
     if config.get("kv_lora_rank") is None:
         raise ValueError(f"{name} has no kv_lora_rank: it does not use multi-head latent attention")
     hybrid = [key for key in _HYBRID if config.get(key) not in (None, 1)]
@@ -186,12 +181,8 @@ def from_config(config: Mapping[str, Any], name: str, weight_bits: int | None = 
             f"{name}: config.json has {hybrid[0]}: not all its layers are latent attention, and "
             "linear ones keep a state, not rows"
         )
-    missing = [key for key in _REQUIRED if not isinstance(config.get(key), int)]
-    if missing:
-        raise ValueError(f"{name}: config.json lacks {', '.join(missing)}")
-    experts = config.get("n_routed_experts") or 0
-    if experts and not config.get("moe_intermediate_size"):
-        raise ValueError(f"{name}: config.json lacks moe_intermediate_size")
+    read = partial(_integer, name, config)
+    experts, index_topk = read("n_routed_experts", 0, 0), read("index_topk", 0, 0)
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     if dtype not in _DTYPE_BYTES:
         raise ValueError(f"{name}: expected a dtype in {list(_DTYPE_BYTES)}, got {dtype}")
@@ -200,37 +191,56 @@ def from_config(config: Mapping[str, Any], name: str, weight_bits: int | None = 
         raise ValueError(f"{name}: expected a mapping as quantization_config, got {quantisation!r}")
     return MlaModel(
         name=name,
-        hidden=config["hidden_size"],
-        layers=config["num_hidden_layers"],
-        heads=config["num_attention_heads"],
-        q_lora_rank=config.get("q_lora_rank"),
-        dims=MlaDims(config["kv_lora_rank"], config["qk_rope_head_dim"]),
-        nope=config["qk_nope_head_dim"],
-        v=config["v_head_dim"],
-        vocab=config["vocab_size"],
+        hidden=read("hidden_size"),
+        layers=read("num_hidden_layers"),
+        heads=read("num_attention_heads"),
+        q_lora_rank=read("q_lora_rank", 1, 0) or None,
+        dims=MlaDims(read("kv_lora_rank"), read("qk_rope_head_dim", 0)),
+        nope=read("qk_nope_head_dim"),
+        v=read("v_head_dim"),
+        vocab=read("vocab_size"),
         tied=bool(config.get("tie_word_embeddings", False)),
-        dense_width=config["intermediate_size"],
-        dense_layers=config.get("first_k_dense_replace") or 0,
+        dense_width=read("intermediate_size"),
+        dense_layers=read("first_k_dense_replace", 0, 0),
         experts=experts,
-        expert_width=config.get("moe_intermediate_size") or 0,
-        shared_experts=config.get("n_shared_experts") or 0,
+        expert_width=read("moe_intermediate_size") if experts else 0,
+        shared_experts=read("n_shared_experts", 0, 0),
         router_bias=config.get("topk_method") == "noaux_tc",
-        index_heads=config.get("index_n_heads") or 0,
-        index_dim=config.get("index_head_dim") or 0,
-        index_topk=config.get("index_topk") or 0,
-        index_shared=_index_shared(config),
+        index_heads=read("index_n_heads") if index_topk else 0,
+        index_dim=read("index_head_dim") if index_topk else 0,
+        index_topk=index_topk,
+        index_shared=_index_shared(name, config),
         dtype=dtype,
         weight_bytes=_weight_bytes(name, quantisation, weight_bits, _DTYPE_BYTES[dtype]),
         quantised=bool(quantisation) or weight_bits is not None,
     )
 
 
-def _index_shared(config: Mapping[str, Any]) -> frozenset[int]:
+def _integer(
+    name: str, config: Mapping[str, Any], key: str, low: int = 1, absent: int | None = None
+) -> int:
+    """config[key], of `low` or more. Without the key, or with null, `absent`; None: required."""
+    value = config.get(key)
+    if value is None:
+        if absent is None:
+            raise ValueError(f"{name}: config.json lacks {key}")
+        return absent
+    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        raise ValueError(f"{name}: expected {key} an integer of {low} or more, got {value!r}")
+    return value
+
+
+def _index_shared(name: str, config: Mapping[str, Any]) -> frozenset[int]:
     """Layers without an indexer of their own, as vLLM's DeepSeek model reads the config."""
-    pattern, layers = config.get("index_topk_pattern"), range(config["num_hidden_layers"])
+    read = partial(_integer, name, config)
+    pattern, layers = config.get("index_topk_pattern"), range(read("num_hidden_layers"))
     if pattern is not None:
+        if not isinstance(pattern, (str, list)):
+            raise ValueError(
+                f"{name}: expected a letter for each layer as index_topk_pattern, got {pattern!r}"
+            )
         return frozenset(i for i, kind in zip(layers, pattern, strict=False) if kind == "S")
-    every, offset = config.get("index_topk_freq") or 1, config.get("index_skip_topk_offset", 2)
+    every, offset = read("index_topk_freq", 1, 1), read("index_skip_topk_offset", 0, 2)
     return frozenset(i for i in layers if max(i - offset + 1, 0) % every)
 
 
@@ -248,4 +258,11 @@ def _weight_bytes(
             "Give --weight-bits"
         )
     block = quantisation.get("weight_block_size")
-    return 1 + (_SCALE_BYTES / math.prod(block) if block else 0)
+    if block is None:
+        return 1
+    whole = isinstance(block, list) and all(type(side) is int and side > 0 for side in block)
+    if not whole or len(block) != 2:
+        raise ValueError(
+            f"{name}: expected weight_block_size of two integers of 1 or more, got {block!r}"
+        )
+    return 1 + _SCALE_BYTES / math.prod(block)

@@ -56,6 +56,7 @@ def as_json(plan: Plan) -> str:
             "bound": attention.bound,
             "measured_us": attention.measured_us,
             "nearest_case": attention.nearest,
+            "unmeasured": attention.unmeasured,
             "source": question.rates.source,
         }
     return json.dumps(answer, indent=2)
@@ -103,4 +104,6 @@ def _attention(plan: Plan) -> str:
         text += ", in the largest of its stages"
     if times.measured_us is not None:
         text += f", our kernel {times.measured_us / 1e3:.2f} ms, as {times.nearest}"
+    else:
+        text += f", no time of our kernels ({times.unmeasured})"
     return f"{text}; rates of {question.rates.source}"

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the backend would refuse on a GPU, so that no plan promises it. The limits are its own."""
+
+from mla_kernels.indexer.api import HEAD_DIM as INDEX_DIM
+from mla_kernels.indexer.api import MAX_HEADS as MAX_INDEX_HEADS
+from mla_kernels.topk.api import MAX_K
+
+from mla_backend.attention import support
+from mla_serving.plan.layout import Layout
+from mla_serving.plan.model import MlaModel
+
+
+def check(model: MlaModel, layout: Layout, kv_cache_dtype: str) -> None:
+    """ValueError naming the value, what is allowed and, where there is one, the mend."""
+    _check_rows(model, kv_cache_dtype)
+    _check_heads(model, layout)
+    if model.sparse:
+        _check_sparse(model, layout)
+
+
+def _check_rows(model: MlaModel, kv_cache_dtype: str) -> None:
+    widths = f"{model.dims.kv_lora_rank} + {model.dims.rope_dim}"
+    sizes = support.SPARSE_HEAD_SIZES if model.sparse else support.HEAD_SIZES
+    allowed = [support.HEAD_SIZES[size] for size in sizes]
+    if widths not in allowed:
+        kind = "sparse" if model.sparse else "dense"
+        raise ValueError(
+            f"{model.name} has cache rows of {widths} elements (kv_lora_rank + qk_rope_head_dim); "
+            f"our kernels of {kind} attention serve {' or '.join(allowed)} only"
+        )
+    if model.dtype not in support.GPU_DTYPES:
+        raise ValueError(
+            f"{model.name} has dtype {model.dtype}; our GPU kernels serve "
+            f"{' and '.join(support.GPU_DTYPES)}. Mend: one of them in config.json and as --dtype "
+            "of the server"
+        )
+    if kv_cache_dtype in support.DTYPES and kv_cache_dtype != model.dtype:
+        raise ValueError(
+            f"Expected --kv-cache-dtype auto, {model.dtype} (the model's) or one of fp8, got "
+            f"{kv_cache_dtype}"
+        )
+
+
+def _check_heads(model: MlaModel, layout: Layout) -> None:
+    heads, most = layout.query_heads(model), support.MAX_HEADS
+    if heads > most:
+        gathered = f" x --dcp {layout.dcp}" if layout.dcp > 1 else ""
+        mend = f"--tp of {-(-model.heads * layout.dcp // most)} or more"
+        raise ValueError(
+            f"{model.heads} attention heads / --tp {layout.tp}{gathered} are {heads} on a GPU; our "
+            f"kernels take {most}. Mend: {mend}" + (", or a lower --dcp" if gathered else "")
+        )
+
+
+def _check_sparse(model: MlaModel, layout: Layout) -> None:
+    if layout.dcp > 1:
+        raise ValueError(
+            f"Expected --dcp 1 for the sparse attention of {model.name}, got {layout.dcp}: its "
+            "ranks cannot share a cache. Mend: --dcp 1"
+        )
+    for key, value, low, high in (
+        ("index_n_heads", model.index_heads, 1, MAX_INDEX_HEADS),
+        ("index_head_dim", model.index_dim, INDEX_DIM, INDEX_DIM),
+        ("index_topk", model.index_topk, 1, MAX_K),
+    ):
+        if not low <= value <= high:
+            allowed = f"{low}" if low == high else f"{low} to {high}"
+            raise ValueError(
+                f"{model.name} has {key} {value}; our indexer's kernels take {allowed}"
+            )
