@@ -71,7 +71,8 @@ class Info:
 
     async def _ask_workers(self) -> list[dict[str, Any]] | None:
         """Each worker's own account of what it computed with; the last one known when one is busy
-        for long. None where another worker extension than ours is in use."""
+        for long. With data parallelism vLLM asks the first engine's only. None where another worker
+        extension than ours is in use."""
         if self._engine.errored:
             return self._workers
         call = self._engine.collective_rpc("mla_backend_stats")
