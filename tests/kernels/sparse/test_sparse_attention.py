@@ -63,19 +63,24 @@ def test_other_dtypes(dtype):
 
 
 @pytest.mark.parametrize("cache", FORMATS)
-@pytest.mark.parametrize("impl", ["torch", "reference"])
-def test_all_tokens_as_slots_is_dense_attention(cache, impl):
+@pytest.mark.parametrize("impl", ["torch", "triton", "reference"])
+def test_all_tokens_as_slots_is_dense_attention(cache, impl, device):
     lengths = [130, 64, 5, 0]
     kv_scale = 0.02 if cache == "fp8" else None
-    case = decode_case(lengths, num_heads=8, cache_dtype=FORMATS[cache], kv_scale=kv_scale)
-    position = torch.arange(max(lengths))
+    case = decode_case(
+        lengths, num_heads=8, cache_dtype=FORMATS[cache], kv_scale=kv_scale,
+        device=device if impl == "triton" else "cpu",
+    )  # fmt: skip
+    position = torch.arange(max(lengths), device=case.q.device)
     page = case.block_table[:, position // 64]
     slots = torch.where(position < case.seq_lens[:, None], page * 64 + position % 64, -1).int()
     out, lse = mla_sparse_attention(case.q[:, 0], case.kv_cache, slots, impl=impl, **case.options)
     dense, dense_lse = mla_decode(*case.args, impl=impl, **case.options)
     if impl == "torch" and cache == "bf16":
         assert torch.equal(out, dense[:, 0]) and torch.equal(lse, dense_lse[:, 0])
-    assert_close((out[:3], lse[:3]), (dense[:3, 0], dense_lse[:3, 0]), MIRROR_BAR)
+    # Two kernels round their weights by references of tiles of different sizes.
+    bar = SHORT_BAR if impl == "triton" else MIRROR_BAR
+    assert_close((out[:3], lse[:3]), (dense[:3, 0], dense_lse[:3, 0]), bar)
     assert not out[3].any() and bool((lse[3] == -torch.inf).all())
 
 

@@ -145,6 +145,15 @@ def test_minus_one_and_numbers_outside_the_cache_stand_anywhere(device, cache, s
     check(q, kv, spread, options, splits)
 
 
+@pytest.mark.parametrize("cache", ["fp8", "fp8_ds_mla"])
+@pytest.mark.parametrize(("heads", "splits"), [(8, 3), (72, 1)])
+def test_half_queries_over_fp8_caches(device, cache, heads, splits):
+    case = sparse_case(
+        (300, 0, 64, 1), 130, heads=heads, cache=cache, dtype=torch.float16, device=device
+    )
+    check(*case, splits)
+
+
 def test_trailing_minus_one_changes_no_bit(device):
     q, kv, slots, options = sparse_case((100, 30), 100, device=device)
     wide = torch.cat([slots, torch.full_like(slots, -1)], 1)
