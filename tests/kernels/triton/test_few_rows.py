@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The few-rows kernel: when it is taken; on a GPU what the dense tests do not reach."""
 
+import itertools
+from dataclasses import replace
+
 import pytest
 import torch
 from mla_kernels import mla_decode
-from mla_kernels.arch import ARCHS, KB
+from mla_kernels.arch import ARCHS, KB, device_arch
 from mla_kernels.decode.triton import launcher, tiles
+from mla_kernels.decode.triton import plan as device_plans
 from mla_kernels.decode.triton.few_rows.launcher import fits
 from mla_kernels.decode.triton.few_rows.tiles import choose_few_rows, few_rows_tile
 from mla_kernels.decode.triton.tiles import ctas_per_sm, tile_rows
@@ -89,6 +93,12 @@ def test_which_caches_fit(shape, dtype, start, fit):
     assert fits(cache) is fit
 
 
+def test_gpus_with_less_shared_memory_have_tiles_of_32_tokens():
+    for rows, kv_format in itertools.product((16, 32), ("fp8", "fp8_ds_mla")):
+        assert {tile(rows, kv_format, sm).tokens for sm in (89, 120)} == {32}
+        assert tile(rows, kv_format, 90).tokens == 64
+
+
 @pytest.fixture
 def everything(monkeypatch):
     """Takes the kernel wherever there is a tile, compared before or not."""
@@ -112,6 +122,42 @@ CACHES = {
     "fp8": {"cache_dtype": torch.float8_e4m3fn, "kv_scale": 0.02},
     "fp8_ds_mla": {"cache_dtype": torch.uint8},
 }
+
+
+class TestTilesOfSmallGpus:
+    """Those of sm_89 and sm_120, on whatever GPU is there."""
+
+    pytestmark = gpu
+
+    @pytest.fixture(autouse=True)
+    def less_shared_memory(self, monkeypatch):
+        """This GPU, with the shared memory of sm_89 and its tensor cores, so that neither wgmma
+        nor a kernel for Hopper alone is taken."""
+        here, small = device_arch(torch.device("cuda", torch.cuda.current_device())), ARCHS[89]
+        if not here.e4m3_convert:
+            pytest.skip("needs a GPU that converts e4m3")
+        arch = replace(small, programmatic_launch=here.programmatic_launch)
+        for module in (launcher, device_plans):
+            monkeypatch.setattr(module, "arch_of", lambda device: arch)
+
+    @pytest.mark.parametrize(("heads", "s_q"), [(5, 1), (16, 1), (8, 2), (32, 1), (8, 4)])
+    @pytest.mark.parametrize("cache", ["fp8", "fp8_ds_mla"])
+    def test_against_the_definition(self, monkeypatch, cache, heads, s_q):
+        used = []
+
+        def launch(call, tile, *args):
+            used.append((tile.rows, tile.tokens))
+            few_rows(call, tile, *args)
+
+        few_rows = launcher.launch_few_rows
+        monkeypatch.setattr(launcher, "launch_few_rows", launch)
+        case = decode_case(
+            [5, 300, 0, 64, 1000, 33], num_heads=heads, s_q=s_q, q_std=0.5, device="cuda",
+            **CACHES[cache],
+        )  # fmt: skip
+        check(case)
+        check(case, deterministic=True)
+        assert used == [(16 if heads * s_q <= 16 else 32, 32)] * 2
 
 
 @pytest.mark.usefixtures("everything")

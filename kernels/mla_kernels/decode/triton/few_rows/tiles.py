@@ -62,8 +62,10 @@ def choose_few_rows(
 ) -> FewRowsTile | None:
     """The tile where this kernel is taken, else None.
 
-    Only what has been compared with the definition on a GPU: other dims, block sizes and dtypes
-    compile and have tests (tests/kernels/triton/test_few_rows.py), which a GPU has yet to run.
+    Only what has been compared with the definition on a GPU, of sm_90: other dims, block sizes and
+    dtypes compile and have tests (tests/kernels/triton/test_few_rows.py). The tiles of 32 tokens,
+    for GPUs with less shared memory (sm_89, sm_120), are taken too: they compile, and a test runs
+    them on whatever GPU is there, but none of those GPUs has run them.
     """
     shape = dims == MlaDims(512, 64) and block_size == BLOCK_SIZE and dtype == torch.bfloat16
     if not shape or rescale != "pow2":
