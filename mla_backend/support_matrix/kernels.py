@@ -47,7 +47,9 @@ def section() -> str:
         "## Architectures\n",
         "The Triton kernels compile for all of these, with Triton 3.6 without spills in their "
         "loops, and for AMD's gfx942 (MI300), where they have not been run; `hopper` for sm_90 "
-        "alone.\n",
+        "alone. Up to 8 values are spilled there, on sm_90, by more than 32 rows (heads x new "
+        "tokens) of an fp8 cache, or 16 of fp8_ds_mla, with rescale `amla`, and by sparse "
+        "attention to fp8_ds_mla with more than 32 heads that returns the largest logits.\n",
         _archs(),
         "",
         _triton(),

@@ -9,7 +9,7 @@ from mla_kernels.layouts import MlaDims
 AVAILABLE = ("hopper", "triton", "torch", "reference")
 # (kv_lora_rank, Dk) that the portable kernel takes, in bf16 and fp16; "auto" takes torch for all
 # else.
-TRITON_DIMS = ((512, 576), (256, 288))
+TRITON_DIMS = ((512, 576), (256, 320), (512, 544), (256, 288))
 
 
 def is_few(tokens: int | None, heads: int, kv_cache_dtype: torch.dtype) -> bool:

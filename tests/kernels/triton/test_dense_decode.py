@@ -9,6 +9,7 @@ from mla_kernels import mla_decode
 from mla_kernels.arch import ARCHS
 from mla_kernels.decode.plan import MlaDecodePlan
 from mla_kernels.decode.triton import launcher
+from mla_kernels.decode.triton import plan as device_plans
 from mla_kernels.decode.triton.plan import build_plan
 from mla_kernels.decode.triton.plan_kernel import PLAN_TILE
 from mla_kernels.decode.triton.tiles import choose_tile, tile_rows
@@ -19,6 +20,11 @@ from mla_kernels.testing.structured import integer_ramp, uniform_weights
 
 LENGTHS = [0, 1, 63, 64, 65, 200, 0, 130]
 RESCALES = ["pow2", "amla", "flash"]
+CACHES = {
+    "bf16": {},
+    "fp8": {"cache_dtype": torch.float8_e4m3fn, "kv_scale": 0.02},
+    "fp8_ds_mla": {"cache_dtype": torch.uint8},
+}
 
 
 def decode(case, parts=None, **options):
@@ -79,7 +85,30 @@ def test_nan_in_a_query_shows_in_its_row_alone(device, rescale, parts):
     assert torch.equal(out.isnan(), lse.isnan()[..., None].expand_as(out))
 
 
-@pytest.mark.parametrize("dims", [MlaDims(), MlaDims(256, 32)])
+@pytest.mark.parametrize("rescale", RESCALES)
+@pytest.mark.parametrize("s_q", [1, 2])
+@pytest.mark.parametrize("heads", [16, 24, 64])
+@pytest.mark.parametrize("cache", CACHES)
+def test_tiles_of_other_gpus(monkeypatch, cache, heads, s_q, rescale):
+    """Those of sm_80: the interpreter, which runs any, gets those of sm_90 in all other tests."""
+    if torch.cuda.is_available():
+        pytest.skip("a GPU takes its own tiles")
+    for module in (launcher, device_plans):
+        monkeypatch.setattr(module, "arch_of", lambda device: ARCHS[80])
+    case = decode_case([70, 0, 33], num_heads=heads, s_q=s_q, q_std=0.5, **CACHES[cache])
+    check(case, 2, rescale=rescale)
+
+
+@pytest.mark.parametrize("dims", launcher.DIMS, ids=str)
+@pytest.mark.parametrize("heads", [16, 64])
+@pytest.mark.parametrize("cache", CACHES)
+def test_dims_and_caches(device, cache, heads, dims):
+    """fp8_ds_mla rows too: layouts.py describes them for any multiple of its group."""
+    case = decode_case([5, 130, 0], num_heads=heads, dims=dims, device=device, **CACHES[cache])
+    check(case, 2)
+
+
+@pytest.mark.parametrize("dims", launcher.DIMS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128])
 def test_dtypes_dims_and_block_sizes(device, dims, dtype, block_size):
@@ -239,7 +268,7 @@ def test_strided_query_and_cache(device):
     ("options", "match"),
     [
         ({"dtype": torch.float32}, "bfloat16 or float16"),
-        ({"dims": MlaDims(128, 64)}, r"\(512, 64\), \(256, 32\)"),
+        ({"dims": MlaDims(128, 64)}, r"\(512, 64\), \(256, 64\), \(512, 32\)"),
     ],
 )
 def test_refusals(device, options, match):

@@ -28,7 +28,7 @@ from mla_kernels.triton_common.formats import cache_format
 from mla_kernels.triton_common.launch import launch
 from mla_kernels.triton_common.runtime import INTERPRET
 
-DIMS = (MlaDims(512, 64), MlaDims(256, 32))
+DIMS = (MlaDims(512, 64), MlaDims(256, 64), MlaDims(512, 32), MlaDims(256, 32))
 
 
 def mla_decode_triton(
@@ -80,7 +80,8 @@ def mla_decode_triton(
     elif few_rows is not None:
         launch_few_rows(call, few_rows, dims, arch)
     else:
-        launch_decode(call, choose_tile(s_q * H, dims, kv_format, arch, rescale), dims, arch)
+        tile = choose_tile(s_q * H, dims, kv_format, arch, rescale, kv_cache.shape[1])
+        launch_decode(call, tile, dims, arch)
     launch_merge(device_plan, out, lse, arch)
 
 

@@ -2,6 +2,7 @@
 """The specialisations of the decode, plan and merge kernels that are compiled offline."""
 
 from collections.abc import Iterator
+from itertools import product
 
 import torch
 
@@ -21,6 +22,8 @@ from mla_kernels.layouts import BLOCK_SIZE, Fp8DsMlaLayout, MlaDims
 from mla_kernels.offline.spec import KernelSpec
 
 ROWS = (16, 32, 64)
+# Tokens a page, other than BLOCK_SIZE.
+PAGES = (16, 32, 128)
 SCALARS = ("table_stride", "num_rows", "num_heads", "s_q")
 STRIDES = ("q_stride_b", "q_stride_s", "q_stride_h", "page_stride")
 CACHE_POINTER = {"float": "bf16", "fp8": "u8", "fp8_ds_mla": "u8"}
@@ -38,15 +41,31 @@ def specialisations(arch: Arch) -> list[KernelSpec]:
 
 
 def _decode(arch: Arch) -> Iterator[KernelSpec]:
-    for rows in ROWS:
-        for kv_format in CACHE_POINTER:
-            for dims in DIMS:
-                yield _decode_spec(arch, rows, kv_format, dims)
-            yield _decode_spec(arch, rows, kv_format, causal=True)
-        yield _decode_spec(arch, rows, "float", chunked=True)
-        yield _decode_spec(arch, rows, "float", dtype=torch.float16)
+    for kv_format, rows in product(CACHE_POINTER, ROWS):
+        if _served_by_fewer(arch, rows, kv_format):
+            continue
+        for dims in DIMS:
+            yield _decode_spec(arch, rows, kv_format, dims)
+        yield _decode_spec(arch, rows, kv_format, causal=True)
+        yield _decode_spec(arch, rows, kv_format, chunked=True)
+        yield _decode_spec(arch, rows, kv_format, dtype=torch.float16)
         for rescale in ("amla", "flash"):
-            yield _decode_spec(arch, rows, "float", rescale=rescale)
+            # 64 rows of a quantised cache with wgmma spill 6 to 8 registers in the loop, with
+            # fewer stages too. Half the tokens mend fp8 alone, at twice as many steps.
+            tile = choose_tile(rows, DIMS[0], kv_format, arch, rescale)
+            spills = rescale == "amla" and kv_format != "float" and tile.wgmma and tile.rows == 64
+            if not spills:
+                yield _decode_spec(arch, rows, kv_format, rescale=rescale)
+        for page in PAGES:
+            # A page of whole tiles is the same code as one of BLOCK_SIZE, with another constant.
+            if page % choose_tile(rows, DIMS[0], kv_format, arch, block_size=page).tokens:
+                yield _decode_spec(arch, rows, kv_format, page=page)
+
+
+def _served_by_fewer(arch: Arch, rows: int, kv_format: str) -> bool:
+    """Whether fewer rows have the same tile, which then need not be compiled again."""
+    tile = choose_tile(rows, DIMS[0], kv_format, arch)
+    return any(choose_tile(m, DIMS[0], kv_format, arch) == tile for m in ROWS if m < rows)
 
 
 def _decode_spec(
@@ -59,8 +78,9 @@ def _decode_spec(
     chunked: bool = False,
     rescale: str = "pow2",
     dtype: torch.dtype = torch.bfloat16,
+    page: int = BLOCK_SIZE,
 ) -> KernelSpec:
-    tile = choose_tile(rows, dims, kv_format, arch, rescale)
+    tile = choose_tile(rows, dims, kv_format, arch, rescale, page)
     element = "bf16" if dtype == torch.bfloat16 else "fp16"
     cache = element if kv_format == "float" else CACHE_POINTER[kv_format]
     row = Fp8DsMlaLayout(dims).row_bytes if kv_format == "fp8_ds_mla" else dims.head_dim
@@ -81,6 +101,8 @@ def _decode_spec(
         "outgrown_ptr": "*i32",
     }
     mode = "_".join([rescale, *["causal"] * causal, *["chunked"] * chunked])
+    if page != BLOCK_SIZE:
+        mode += f"_page{page}"
     return KernelSpec(
         name=f"decode/{kv_format}/{element}/{dims.kv_lora_rank}+{dims.rope_dim}/m{rows}/{mode}",
         fn=mla_decode_kernel,
@@ -91,8 +113,8 @@ def _decode_spec(
             **dict.fromkeys((*STRIDES, *SCALARS), "i32"),
         },
         constexprs={
-            **kernel_constants(dims, kv_format, BLOCK_SIZE, row),
-            **tile_constants(tile, arch, rescale, kv_format, dtype, BLOCK_SIZE),
+            **kernel_constants(dims, kv_format, page, row),
+            **tile_constants(tile, arch, rescale, kv_format, dtype, page),
             "LOAD_SCALE": kv_format == "fp8",
             "CAUSAL": causal,
             "CHUNKED": chunked,

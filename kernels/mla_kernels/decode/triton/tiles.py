@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from mla_kernels.arch import KB, Arch
 from mla_kernels.decode.triton.few_rows.tiles import choose_few_rows
-from mla_kernels.layouts import MlaDims
+from mla_kernels.layouts import BLOCK_SIZE, MlaDims
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,17 @@ def ctas_per_sm(rows: int, arch: Arch, kv_format: str = "float") -> int:
 
 
 def choose_tile(
-    rows: int, dims: MlaDims, kv_format: str, arch: Arch, rescale: str = "pow2"
+    rows: int,
+    dims: MlaDims,
+    kv_format: str,
+    arch: Arch,
+    rescale: str = "pow2",
+    block_size: int = BLOCK_SIZE,
 ) -> Tile:
     """The tile for `rows` query rows; it has at least tile_rows(rows, arch) rows."""
     m = tile_rows(rows, arch)
     if arch.tensor_core == "wgmma":
-        return _hopper_tile(m, dims, kv_format, rescale)
+        return _hopper_tile(m, dims, kv_format, rescale, block_size)
     if arch.tensor_core == "mfma":
         # Compiled only: four warps have 512 registers a lane; more warps, tokens or stages spill.
         tokens = 32 if m == 16 else 16
@@ -71,13 +76,16 @@ def choose_tile(
     return Tile(16, 32, warps=8, stages=7 if large else 4)
 
 
-def _hopper_tile(m: int, dims: MlaDims, kv_format: str, rescale: str) -> Tile:
+def _hopper_tile(m: int, dims: MlaDims, kv_format: str, rescale: str, block_size: int) -> Tile:
     """Measured on an H200: benchmarks/VERSIONS.md. What decode/triton/hopper takes (16-bit caches,
     more than 16 rows, pages of 64 tokens) does not come here."""
     if m == 16 and kv_format == "float":
         return Tile(16, 64, warps=8, stages=5)
     if m == 16:
-        return Tile(16, 32, warps=4, stages=1, carry=True, prefetch=2)
+        # With 4 warps the addresses of two pages, or two scales of a short row, make it spill.
+        two_scales = kv_format == "fp8_ds_mla" and dims.kv_lora_rank == 256
+        warps = 8 if block_size % 32 or two_scales else 4
+        return Tile(16, 32, warps=warps, stages=1, carry=True, prefetch=2)
     if m == 32 and kv_format == "float":
         return Tile(32, 64, warps=8, stages=2, order="tokens", wgmma=True, prefetch=1)
     if m == 32 and kv_format == "fp8":

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launching the sparse kernel and its merge. Arguments are checked by `mla_kernels.sparse.api`."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from mla_kernels.decode.rescale import scale_to_log2
 from mla_kernels.decode.triton.few_rows.tiles import FewRowsTile
 from mla_kernels.decode.triton.launcher import check_supported, kernel_constants
 from mla_kernels.decode.triton.plan import arch_of
-from mla_kernels.layouts import MlaDims
+from mla_kernels.layouts import Fp8DsMlaLayout, MlaDims
 from mla_kernels.sparse.call import SparseCall
 from mla_kernels.sparse.triton.few_rows.launcher import launch_few_rows
 from mla_kernels.sparse.triton.few_rows.tiles import choose_few_rows
@@ -90,6 +91,8 @@ def launch_sparse(
         kv = kv_cache.view(torch.uint8)
     elif kv_format == "fp8_ds_mla":
         scale_view, rope_view = kv_cache.view(torch.float32), kv_cache.view(torch.bfloat16)
+        # A part holds whole groups, and a latent of 256 has two.
+        tile = replace(tile, parts=min(tile.parts, Fp8DsMlaLayout(dims).num_groups))
     launch(
         mla_sparse_kernel,
         (T * triton.cdiv(H, tile.rows), split.splits),

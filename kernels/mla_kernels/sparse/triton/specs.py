@@ -2,6 +2,7 @@
 """The specialisations of the sparse kernel and its merge that are compiled offline."""
 
 from collections.abc import Iterator
+from itertools import product
 
 import torch
 
@@ -25,13 +26,27 @@ def specialisations(arch: Arch) -> list[KernelSpec]:
 
 
 def _attention(arch: Arch) -> Iterator[KernelSpec]:
-    for heads in HEADS:
-        for kv_format in CACHE_POINTER:
-            for split in (False, True):
-                yield _attention_spec(arch, heads, kv_format, split=split)
-        yield _attention_spec(arch, heads, "float", DIMS[1])
-        yield _attention_spec(arch, heads, "float", dtype=torch.float16)
-        yield _attention_spec(arch, heads, "float", max_logits=True)
+    for kv_format, heads in product(CACHE_POINTER, HEADS):
+        if _served_by_fewer(arch, heads, kv_format):
+            continue
+        for split in (False, True):
+            yield _attention_spec(arch, heads, kv_format, split=split)
+        for dims in DIMS[1:] if kv_format != "fp8_ds_mla" else ():
+            yield _attention_spec(arch, heads, kv_format, dims)
+        yield _attention_spec(arch, heads, kv_format, dtype=torch.float16)
+        tile = choose_tile(heads, kv_format, arch)
+        if not (tile.wgmma and kv_format == "fp8_ds_mla"):  # spills one register in its loop
+            yield _attention_spec(arch, heads, kv_format, max_logits=True)
+        yield _attention_spec(arch, heads, kv_format, page=16)  # flash_mla_sparse_fwd's
+
+
+def _served_by_fewer(arch: Arch, heads: int, kv_format: str) -> bool:
+    """Whether fewer heads have the same tile, which then need not be compiled again."""
+
+    def tiles(heads: int) -> list[Tile]:
+        return [choose_tile(heads, kv_format, arch, half=half) for half in (False, True)]
+
+    return any(tiles(h) == tiles(heads) for h in HEADS if h < heads)
 
 
 def _attention_spec(
@@ -43,6 +58,7 @@ def _attention_spec(
     split: bool = False,
     max_logits: bool = False,
     dtype: torch.dtype = torch.bfloat16,
+    page: int = BLOCK_SIZE,
     tile: Tile | None = None,
 ) -> KernelSpec:
     tile = tile or choose_tile(heads, kv_format, arch, half=dtype == torch.float16)
@@ -65,6 +81,8 @@ def _attention_spec(
         "part_sum_ptr": "*fp32",
     }
     mode = "split" if split else "max_logits" if max_logits else "whole"
+    if page != BLOCK_SIZE:
+        mode += f"_page{page}"
     return KernelSpec(
         name=f"sparse/{kv_format}/{element}/{dims.kv_lora_rank}+{dims.rope_dim}/m{heads}/{mode}",
         fn=mla_sparse_kernel,
@@ -75,7 +93,7 @@ def _attention_spec(
             **dict.fromkeys((*STRIDES, *SCALARS), "i32"),
         },
         constexprs={
-            **kernel_constants(dims, kv_format, BLOCK_SIZE, row),
+            **kernel_constants(dims, kv_format, page, row),
             **tile_constants(tile, arch, kv_format, dtype),
             "LOAD_SCALE": kv_format == "fp8",
             "HAS_LENGTHS": split,
