@@ -195,7 +195,7 @@ def test_plans_of_all_query_lengths_share_one_workspace(monkeypatch):
 @pytest.mark.parametrize(
     "shape, message",
     [
-        ((129, 1), "129 query heads on one rank; the decode kernels take 128. Mend: a --tensor"),
+        ((129, 1), "129 query heads on one rank; the kernels take 128. Mend: a --tensor"),
         ((256, 9), "256 query heads on one rank"),
         ((16, 9), "8 speculative tokens; the decode kernels take 8 query tokens a request, so at"),
     ],
