@@ -124,10 +124,11 @@ def all_engines():
     add("compiled", **COMPILED)
     add("portable kernel", env={"MLA_BACKEND_IMPL": "triton"})
     add("mtp", compilation_config=MTP_GRAPHS, **MTP)
-    add("mtp 128", 128, compilation_config=MTP_GRAPHS, **MTP)
+    checked = {"MLA_BACKEND_CHECK": "1"}
+    add("mtp 128", 128, checked, compilation_config=MTP_GRAPHS, **MTP)
     crowd = {"scenarios": {"churn": churn()}, "max_model_len": 1152, "disable_log_stats": False}
     add("roomy cache", **crowd)
-    add("small cache", num_gpu_blocks_override=40, **crowd)
+    add("small cache", env=checked, num_gpu_blocks_override=40, **crowd)
     for name, heads in (("batch-invariant", 16), ("CUSTOM v3.2 batch-invariant", "v3.2")):
         add(
             name,

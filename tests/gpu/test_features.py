@@ -92,6 +92,13 @@ def test_drafts_are_verified_inside_the_kernel(engines):
     assert calls["forward_mqa_calls"] < 4 * calls["decode_steps"]
 
 
+@pytest.mark.parametrize("name, scenario", [("mtp 128", "plain"), ("small cache", "churn")])
+def test_steps_are_checked_and_found_sound(name, scenario, engines):
+    """Drafts that were rejected and requests that were preempted are no faults."""
+    counted = done(engines(name), scenario)
+    assert counted["checked_steps"] >= counted["decode_steps"] > 20
+
+
 def part_at_near_ties(path, outputs, others):
     """Same prompts, other batches: the oracle must find the tokens nearly alike where they part."""
     noise = max(distance(path, o).max for o in (outputs, others))

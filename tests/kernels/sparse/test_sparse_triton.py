@@ -128,6 +128,13 @@ def test_dtypes_dims_and_block_sizes(device, dtype, block_size, dims):
 
 
 @pytest.mark.parametrize("cache", FORMATS)
+@pytest.mark.parametrize("heads", [16, 72])
+@pytest.mark.parametrize("dims", [MlaDims(256, 32), MlaDims(256, 64), MlaDims(512, 32)])
+def test_other_rows_in_every_format(device, cache, heads, dims):
+    check(*sparse_case((90, 33), 70, heads=heads, cache=cache, dims=dims, device=device))
+
+
+@pytest.mark.parametrize("cache", FORMATS)
 @pytest.mark.parametrize("splits", [1, 4])
 def test_minus_one_and_numbers_outside_the_cache_stand_anywhere(device, cache, splits):
     q, kv, slots, options = sparse_case((300, 300, 300), 64, cache=cache, device=device)
