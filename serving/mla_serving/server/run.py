@@ -46,7 +46,11 @@ def _start(argv: list[str] | None, refused: Callable[[], str]) -> int:
     except Exception as error:
         if environment.debugging():
             raise
-        print(f"mla-backend serve: {refused() or _what(error)}", file=sys.stderr)
+        said = _what(error)
+        print(f"mla-backend serve: {said}", file=sys.stderr)
+        # Beside the error, which may be another than what a worker once refused.
+        if (words := refused()) and words not in said:
+            print(f"mla-backend serve: {words}", file=sys.stderr)
         return 1
     finally:
         if sock is not None:
