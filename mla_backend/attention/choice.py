@@ -22,6 +22,8 @@ def choose(kernels: Callable[..., Choice], device: torch.device, **arguments: An
     try:
         choice = kernels(asked, device, **arguments)
     except ValueError as error:
+        if asked == "auto":  # then the variable is not what to change
+            raise
         raise RefusalError(
             f"MLA_BACKEND_IMPL={asked}: {error}. Mend: unset MLA_BACKEND_IMPL"
         ) from None

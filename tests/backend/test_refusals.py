@@ -211,6 +211,12 @@ def test_an_implementation_that_cannot_run_here(monkeypatch):
         choose(choose_decode_impl, torch.device("cpu"), block_size=64, rescale="pow2", **case)
     # Torch on a GPU, which nobody asked for.
     monkeypatch.setenv("MLA_BACKEND_IMPL", "auto")
+
+    def fail(*_):
+        raise ValueError("Expected a rescale")
+
+    with pytest.raises(ValueError, match=r"^Expected a rescale$"):
+        choose(fail, torch.device("cpu"))
     fallback = Choice("torch", "no kernel fits on cuda; triton: it is not installed")
     with pytest.raises(ValueError, match=r"no kernel serves .*not installed\)\. Mend"):
         choose(lambda *_: fallback, torch.device("cuda:0"))
