@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import triton
 from machine import commit
+from mla_kernels.testing.graphs import captured
 from power import PowerMeter
 
 DEVICE = "cuda"
@@ -19,16 +20,6 @@ _FLUSH_BYTES = 256 * 2**20  # several times the L2
 _PAUSE_SECONDS = 5e-3
 _LEAD_SECONDS = 1.0  # of a sustained run, not measured: until clocks and power have settled
 _BURST_SECONDS = 0.05  # replays of a sustained run that are launched at once
-
-
-def capture(fn: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """fn as a graph, after a run that compiles what it launches."""
-    fn()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        fn()
-    return graph
 
 
 class Timer:
@@ -49,7 +40,7 @@ class Timer:
         self, fns: dict[str, Callable[[], object]], *, rounds: int = 3, repeats: int = 10
     ) -> dict[str, float]:
         """Microseconds of each function: back-to-back replays, the functions in turn each round."""
-        graphs = {name: capture(fn) for name, fn in fns.items()}
+        graphs = {name: captured(fn)[0] for name, fn in fns.items()}
         pairs: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in graphs}
         for _ in range(rounds):
             for name, graph in graphs.items():
@@ -75,7 +66,7 @@ class Timer:
         A kernel of one thread runs while the CPU launches the graph, so that the launch is not
         timed.
         """
-        graphs = {name: capture(fn) for name, fn in fns.items()}
+        graphs = {name: captured(fn)[0] for name, fn in fns.items()}
         times: dict[str, list[float]] = {name: [] for name in graphs}
         for _ in range(rounds):
             for name, graph in graphs.items():
@@ -99,7 +90,7 @@ def sustained(fn: Callable[[], object], seconds: float) -> dict[str, float]:
     us: mean of a replay; with NVML also watts, sm_mhz and joule_per_step. The L2 is not flushed:
     for functions that read several times its size.
     """
-    graph, meter = capture(fn), PowerMeter()
+    (graph, _), meter = captured(fn), PowerMeter()
 
     def burst(count: int) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

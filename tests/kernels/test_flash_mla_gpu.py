@@ -12,6 +12,7 @@ from mla_kernels.flash_mla import (
 from mla_kernels.sparse.reference import mla_sparse_attention_reference
 from mla_kernels.testing.cases import decode_case
 from mla_kernels.testing.decoded import LSE_BAR
+from mla_kernels.testing.graphs import captured
 from mla_kernels.testing.metrics import SHORT_BAR, measure
 
 pytestmark = [
@@ -156,16 +157,6 @@ def test_sparse_prefill(heads, s_kv, more):
     assert_close((out, lse), want)
     assert bool((max_logits[5] == -torch.inf).all())
     torch.testing.assert_close(max_logits, want_max, atol=1e-4, rtol=1e-5)
-
-
-def captured(call):
-    """`call` in a CUDA graph, and what it returned there. Kernels are compiled before."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = call()
-    return graph, results
 
 
 @pytest.mark.parametrize("heads", [16, 128])

@@ -8,6 +8,7 @@ from mla_kernels.decode.reference import mla_decode_reference
 from mla_kernels.decode.tokens import mla_decode_tokens
 from mla_kernels.testing import metrics
 from mla_kernels.testing.cases import decode_case
+from mla_kernels.testing.graphs import captured
 from mla_kernels.triton_common.direct import Replay
 
 FP8 = torch.float8_e4m3fn
@@ -136,11 +137,7 @@ def test_graph_replays_with_other_lengths(deterministic):
         call.plan.update(call.case.seq_lens)
         call()
 
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph, _ = captured(step)
     for lengths in ([1, 0, 64, 2999, 65, 1000], [3000, 2, 3, 4, 5, 0]):
         call.case.seq_lens.copy_(torch.tensor(lengths))
         call.out.fill_(torch.nan)

@@ -11,6 +11,7 @@ from mla_kernels.layouts import MlaDims
 from mla_kernels.testing import metrics
 from mla_kernels.testing.cases import decode_case, random_tokens
 from mla_kernels.testing.decoded import assert_decoded
+from mla_kernels.testing.graphs import captured
 from mla_kernels.testing.structured import integer_ramp, uniform_weights
 
 pytestmark = [
@@ -304,11 +305,7 @@ STEPS = [
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_graph_replays_with_other_lengths_and_tables(impl, heads, s_q, cache, deterministic):
     step = Step(impl, heads, s_q, cache, deterministic)
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph, _ = captured(step)
     for seed in range(4):
         step.change(seed)
         graph.replay()

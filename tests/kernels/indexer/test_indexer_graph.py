@@ -5,22 +5,13 @@ their own, which other tests compare with the definition."""
 import pytest
 import torch
 from mla_kernels import indexer_topk, indexer_topk_workspace, write_indexer_cache, write_kv_cache
+from mla_kernels.testing.graphs import captured
 from mla_kernels.testing.indexer_case import make_indexer_case
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
-
-
-def captured(step):
-    """step as a graph, after a run that compiles what it launches."""
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph
 
 
 # Few rows, which several programs share and count in memory that outlives a launch, and many.
@@ -30,7 +21,7 @@ def test_topk_of_other_lengths_and_queries(lengths):
     rows, blocks = len(lengths), case.block_table.shape[1]
     workspace = indexer_topk_workspace(rows, blocks, torch.device("cuda"))
     out = torch.empty(rows, 2048, dtype=torch.int32, device="cuda")
-    graph = captured(lambda: indexer_topk(*case.args, 2048, out=out, workspace=workspace))
+    graph, _ = captured(lambda: indexer_topk(*case.args, 2048, out=out, workspace=workspace))
     g = torch.Generator().manual_seed(3)
     longest = case.seq_lens.clone()
     for shrink in (1.0, 0.3, 0.9, 0.0):
@@ -66,7 +57,7 @@ def test_writes_to_other_slots(cache):
         step()
         return rows.view(torch.uint8).clone(), index.clone()
 
-    graph = captured(write)
+    graph, _ = captured(write)
     for seed in range(3):
         g = torch.Generator().manual_seed(seed)
         slots.copy_(torch.randperm(5 * 64, generator=g)[:T])

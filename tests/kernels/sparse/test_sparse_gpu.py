@@ -6,6 +6,7 @@ import torch
 from mla_kernels import mla_sparse_attention, mla_sparse_workspace
 from mla_kernels.cache.torch_impl import encode_rows
 from mla_kernels.sparse.reference import mla_sparse_attention_reference
+from mla_kernels.testing.graphs import captured
 from mla_kernels.testing.metrics import SHORT_BAR, measure
 
 pytestmark = [
@@ -137,11 +138,7 @@ def test_nan_in_a_query_shows_in_its_row_alone(impl, cache, T):
 @pytest.mark.parametrize("T", [2, 64])
 def test_graph_replays_with_other_slots(heads, T, impl):
     step = Step(T, heads, "fp8_ds_mla", impl=impl)
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph, _ = captured(step)
     for seed in range(1, 4):
         step.change(seed)
         graph.replay()

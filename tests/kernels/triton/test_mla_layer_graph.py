@@ -5,6 +5,7 @@ import pytest
 import torch
 from mla_kernels import mla_layer, plan_mla_decode
 from mla_kernels.layer import MlaLayerBuffers, MlaLayerConfig, rope_table
+from mla_kernels.testing.graphs import captured
 from mla_kernels.testing.naive_layer import NaiveMlaLayer
 
 pytestmark = [
@@ -85,13 +86,7 @@ def test_eager_step_is_right(layer):
 def test_one_captured_graph_serves_every_later_step(layer):
     step = Step(layer)
     step.fill([1, 2, 3, 4], 99)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step.run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step.run()
+    graph, _ = captured(step.run)
     for seed, lens in enumerate(CASES):
         want = step.fill(lens, seed)
         graph.replay()
