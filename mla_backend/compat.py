@@ -27,7 +27,7 @@ import inspect
 import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -227,6 +227,24 @@ def replace_indexer(
     indexer.k_cache.get_attn_backend = lambda: backend
     if current_platform.is_cpu():
         deepseek_v2.per_token_group_quant_fp8 = quantise
+
+
+def request_ids() -> Sequence[str]:
+    """Ids of the requests of the step whose metadata is being built, in its order; () if unknown.
+
+    For messages about faults. vLLM tells its metadata builders no names, so this looks for the
+    batch among the callers: its first model runner keeps it as an attribute, the second as a
+    variable. A dummy step has no requests, whatever its runner holds.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name != "_dummy_run":
+        names = frame.f_locals
+        for holder in (names, getattr(names.get("self"), "__dict__", {})):
+            ids = getattr(holder.get("input_batch"), "req_ids", None)
+            if ids is not None:
+                return [str(name) for name in ids]
+        frame = frame.f_back
+    return ()
 
 
 def split_graph_at(vllm_config: Any, op: str) -> None:

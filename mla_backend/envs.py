@@ -90,8 +90,8 @@ ENV_VARS: dict[str, EnvVar] = {
             "0",
             _parse_bool,
             "Check the lengths, block tables and write slots of every step before it runs, and "
-            "name the request at fault by its place in the step. Slow: it copies them off the "
-            "device.",
+            "name the request at fault by its id and its place in the step. Slow: it copies them "
+            "off the device.",
         ),
         EnvVar(
             "MLA_BACKEND_CPU_PLATFORM",

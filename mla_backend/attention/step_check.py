@@ -5,9 +5,12 @@ Checked once a step, before any layer runs and outside CUDA graphs, on copies of
 device. A wrong entry is otherwise an illegal access at best, another request's cache at worst.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+from mla_backend import compat
 
 
 class StepCheck:
@@ -33,6 +36,7 @@ class StepCheck:
             block_size=self._block_size,
             dcp=self._dcp,
             drafts=self._drafts,
+            request_ids=compat.request_ids,
         )
 
 
@@ -46,8 +50,10 @@ def check_step(
     block_size: int,
     dcp: int = 1,
     drafts: bool = False,
+    request_ids: Callable[[], Sequence[str]] = tuple,
 ) -> None:
-    """ValueError naming the request (its place in the step) and the value at fault.
+    """ValueError naming the request (its place in the step and, if known, its id) and the value at
+    fault.
 
     block_table      [>= B, max_blocks]; entries past a request's length may hold anything
     seq_lens         [>= B], the new tokens included
@@ -58,6 +64,8 @@ def check_step(
                      checked
     drafts           a draft model runs over tokens that were rejected too, and vLLM writes none of
                      those: a slot of -1 among others is no fault
+    request_ids      asked only when there is a fault: ids in the order of the step. If they are
+                     more than its rows, it is part of a batch (vLLM's DBO), and none is named
     """
     B = query_start_loc.shape[0] - 1
     starts = query_start_loc.long()
@@ -65,9 +73,13 @@ def check_step(
     block_table = block_table[:B].long()
     capacity = block_table.shape[1] * block_size * dcp
 
+    def named(request: int) -> str:
+        ids = request_ids()
+        return f"{request} (id {ids[request]})" if request < len(ids) <= B else str(request)
+
     def fail(request: int, fault: str) -> None:
         raise ValueError(
-            f"MLA_BACKEND_CHECK: request {request} of the {B} in this step (seq_len "
+            f"MLA_BACKEND_CHECK: request {named(request)} of the {B} in this step (seq_len "
             f"{int(lens[request])}, {int(new[request])} new tokens): {fault}"
         )
 
@@ -90,7 +102,7 @@ def check_step(
     tokens = int(starts[-1])
     slots = slot_mapping[:tokens].long()
     request_of = torch.repeat_interleave(torch.arange(B), new)
-    _check_slots(slots, request_of, num_blocks * block_size, fail)
+    _check_slots(slots, request_of, num_blocks * block_size, named, fail)
     if dcp == 1 and (slots >= 0).any():
         positions = lens[request_of] - new[request_of] + torch.arange(tokens) - starts[request_of]
         blocks = block_table[request_of, positions // block_size]
@@ -107,7 +119,13 @@ def check_step(
             )
 
 
-def _check_slots(slots: torch.Tensor, request_of: torch.Tensor, size: int, fail: Any) -> None:
+def _check_slots(
+    slots: torch.Tensor,
+    request_of: torch.Tensor,
+    size: int,
+    named: Callable[[int], str],
+    fail: Callable[[int, str], None],
+) -> None:
     """Slots within the cache, and no two tokens in one."""
     outside = (slots < -1) | (slots >= size)
     if outside.any():
@@ -118,4 +136,4 @@ def _check_slots(slots: torch.Tensor, request_of: torch.Tensor, size: int, fail:
     if twice.any():
         place = int(twice.nonzero()[0])
         first, second = (int(request_of[order[place + i]]) for i in (0, 1))
-        fail(second, f"slot {int(ordered[place])} is written by request {first} too")
+        fail(second, f"slot {int(ordered[place])} is written by request {named(first)} too")

@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-ENGINE_RUN = Path(__file__).with_name("engine_run.py")
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+ENGINE_RUN = HERE / "engine_run.py"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 VOCAB = 2048
 
@@ -38,7 +40,9 @@ def tokens(rng, count):
 def run_engine(tmp_path_factory):
     """`run_engine(scenarios, env=..., in_process=..., **engine keywords)` -> result dict."""
 
-    def run(scenarios, *, env=None, in_process=True, ours=True, choices=False, **engine):
+    def run(
+        scenarios, *, env=None, in_process=True, ours=True, choices=False, spoil=None, **engine
+    ):
         folder = tmp_path_factory.mktemp("engine")
         spec = {
             "engine": {**ENGINE, **engine},
@@ -46,6 +50,7 @@ def run_engine(tmp_path_factory):
             "in_process": in_process,
             "ours": ours,
             "choices": choices,
+            "spoil": spoil,
         }
         if not ours:
             del spec["engine"]["attention_backend"]

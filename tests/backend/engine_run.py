@@ -6,9 +6,11 @@
 spec: {"engine": keywords of vllm.LLM, "scenarios": {name: [request, ...]}}, where a request is
 {"prompt": token ids, "max_tokens": n, "arrive": engine step at which it is added}. The result
 holds, per scenario, each request's tokens, logprobs and cached prompt tokens, the counters of the
-first worker before and after, and what `watch_steps` saw (single-process engines). For a sparse
-model it also holds `choices`, see `watch_choices`. `ranks`: the counters of every worker at the
-end.
+first worker before and after, and what `watch_steps` saw (single-process engines). `ranks`: the
+counters of every worker at the end. With "choices" in the spec (a sparse model in eager mode, in
+this process), `choices` is a file that torch.load reads: {scenario: one tensor a request}, see
+choices.py. `preemptions`: of the whole run, if the engine logs statistics. With "spoil": n in the
+spec, steps go wrong for a request of n tokens, see spoil.py.
 """
 
 import json
@@ -16,6 +18,8 @@ import sys
 from pathlib import Path
 
 import torch
+from choices import by_request, watch_choices
+from spoil import spoil_steps
 from vllm import LLM, SamplingParams
 
 
@@ -38,47 +42,6 @@ def watch_steps():
 
     MlaMetadataBuilder.build = watching_build
     return seen
-
-
-def watch_choices(llm):
-    """{request id: {position: {layer: tokens that the indexer chose}}}, filled as the engine runs.
-
-    A draft token that was refused is overwritten by what took its place.
-    """
-    from mla_backend.attention.sparse import indexer
-
-    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-    run, chosen = indexer.run_indexer, {}
-
-    def watching_run(q, k, weights, topk_indices, layer_name):
-        run(q, k, weights, topk_indices, layer_name)
-        metadata = indexer.get_forward_context().attn_metadata
-        if not isinstance(metadata, dict):
-            return
-        rows, layer = metadata[layer_name].rows, int(layer_name.split(".")[2])
-        T, names = len(rows.lengths), worker.model_runner.input_batch.req_ids
-        owner = rows.request_ids
-        if owner is None:
-            owner = torch.arange(T) // (T // len(rows.seq_lens))
-        indices = topk_indices[:T].tolist()
-        for row, (r, n) in enumerate(zip(owner.tolist(), rows.lengths.tolist(), strict=True)):
-            of_position = chosen.setdefault(names[r], {}).setdefault(n - 1, {})
-            of_position[layer] = [i for i in indices[row] if i >= 0]
-
-    indexer.run_indexer = watching_run
-    return chosen
-
-
-def by_prefix(chosen, outputs, name):
-    """`chosen` of a scenario by what it depends on: all tokens up to the position."""
-    found = {}
-    for i, output in enumerate(outputs):
-        tokens = output["prompt"] + output["tokens"]
-        (request,) = (r for r in chosen if r.startswith(f"{name}-{i}"))
-        for position, layers in chosen[request].items():
-            if position < len(tokens) - 1:  # what came after was a draft: the end is not fed back
-                found[" ".join(map(str, tokens[: position + 1]))] = layers
-    return found
 
 
 def run_scenario(llm, name, requests):
@@ -129,19 +92,22 @@ def main():
         "block_size": config.cache_config.block_size,
         "chunked_prefill": config.scheduler_config.enable_chunked_prefill,
         "prefix_caching": config.cache_config.enable_prefix_caching,
+        "async_scheduling": config.scheduler_config.async_scheduling,
         "page_bytes": kv_page_bytes(llm) if in_process else None,
         "custom_ops": list(config.compilation_config.custom_ops),
         "scenarios": {},
     }
-    chosen = watch_choices(llm) if spec.get("choices") else {}
-    choices = result["choices"] = {}
+    chosen = watch_choices(llm) if spec.get("choices") else None
+    if spec.get("spoil"):
+        spoil_steps(spec["spoil"])
+    choices, known = {}, []
     for name, requests in spec["scenarios"].items():
         seen |= {"disordered": False, "query_lens": set()}
         before = llm.collective_rpc("mla_backend_stats")[0]
         outputs = run_scenario(llm, name, requests)
         after = llm.collective_rpc("mla_backend_stats")[0]
-        if chosen:
-            choices |= by_prefix(chosen, outputs, name)
+        if chosen is not None:
+            choices[name] = by_request(chosen, outputs, name, known)
             chosen.clear()
         result["scenarios"][name] = {
             "outputs": outputs,
@@ -151,6 +117,12 @@ def main():
             "query_lens": sorted(seen["query_lens"]),
         }
     result["ranks"] = llm.collective_rpc("mla_backend_stats")
+    if chosen is not None:
+        result["choices"] = str(Path(sys.argv[2]).with_suffix(".pt"))
+        torch.save(choices, result["choices"])
+    if llm.llm_engine.log_stats:
+        counted = {m.name: getattr(m, "value", None) for m in llm.get_metrics()}
+        result["preemptions"] = counted["vllm:num_preemptions"]
     Path(sys.argv[2]).write_text(json.dumps(result))
 
 

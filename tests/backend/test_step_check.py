@@ -74,6 +74,61 @@ def test_a_fault_is_named(change, said):
         check(step)
 
 
+@pytest.mark.parametrize(
+    "padded, ids, said",
+    [
+        (0, "abcde", r"request 4 \(id e\) of the 5 .* written by request 1 \(id b\) too"),
+        (2, "abcde", r"request 4 \(id e\) of the 7 .* written by request 1 \(id b\) too"),
+        (0, "abcdef", "request 4 of the 5 .* written by request 1 too"),  # of a larger batch
+        (0, "abcd", r"request 4 of the 5 .* written by request 1 \(id b\) too"),
+    ],
+)
+def test_requests_are_named_by_their_ids(padded, ids, said):
+    step = make_step(LENS, NEW, padded)
+    step["slot_mapping"][103] = step["slot_mapping"][1]
+    with pytest.raises(ValueError, match=said):
+        check(step, request_ids=lambda: list(ids))
+    check(make_step(LENS, NEW, padded), request_ids=pytest.fail)
+
+
+class Runner:
+    """vLLM's first model runner keeps the batch as an attribute, its second as a variable."""
+
+    def __init__(self):
+        self.input_batch = SimpleNamespace(req_ids=["first"])
+
+    def execute_model(self, build):
+        return build()
+
+    def _dummy_run(self, build):
+        return self.execute_model(build) if isinstance(self, SecondRunner) else build()
+
+
+class SecondRunner(Runner):
+    def __init__(self):
+        pass
+
+    def execute_model(self, build):
+        input_batch = SimpleNamespace(req_ids=["second"])
+        return build() if input_batch else None
+
+
+def test_ids_are_found_among_the_callers():
+    def build():
+        common = SimpleNamespace(block_table_tensor=step["block_table"], **others)
+        with pytest.raises(ValueError, match="MLA_BACKEND_CHECK") as fault:
+            StepCheck(SimpleNamespace(kv_cache=torch.zeros(BLOCKS, BLOCK, 1)), BLOCK)(common)
+        return str(fault.value).partition(" of the 1 ")[0].partition("request ")[2]
+
+    step = make_step([5], [1])
+    step["slot_mapping"][0] = -2
+    others = {name: step[name] for name in step if name != "block_table"}
+    assert build() == "0"
+    assert Runner().execute_model(build) == "0 (id first)"
+    assert SecondRunner().execute_model(build) == "0 (id second)"
+    assert Runner()._dummy_run(build) == "0"
+
+
 def test_rejected_drafts_are_not_written():
     """Slots as vLLM makes them for a draft model that runs over rejected tokens too."""
     from vllm.v1.spec_decode.utils import compute_new_slot_mapping
