@@ -12,22 +12,24 @@ def make_checkpoint(folder, heads):
 
     heads: of a dense model; or "v3.2", a sparse one with DeepSeek-V3.2's own numbers of heads; or
     "v3.2 all", the same that reads up to 2048 tokens; or "v3.2 few", that with 16 heads, as on one
-    of 8 tensor-parallel GPUs; or "long", one of 16 heads whose context is twice LONG.
+    of 8 tensor-parallel GPUs; or "long", one of 16 heads whose context is twice LONG; or "v3.2
+    long", "v3.2 all" with such a context and one layer: what its indexer sees is the same in every
+    engine, so that they choose the same 2048 tokens but for ties.
     """
     family, others = "v3", {}
+    rope = FAMILIES[family]["rope_scaling"]
+    factor = -(-2 * LONG // rope["original_max_position_embeddings"])
+    long = {"max_position_embeddings": 2 * LONG, "rope_scaling": {**rope, "factor": factor}}
     if heads == "v3.2":
         family, heads, others = heads, 128, {"index_n_heads": 64}
     elif heads in ("v3.2 all", "v3.2 few"):
         others = {"index_n_heads": 64, "index_topk": 2048}
         family, heads = "v3.2", 16 if heads == "v3.2 few" else 128
+    elif heads == "v3.2 long":
+        others = {"index_n_heads": 64, "index_topk": 2048, "num_hidden_layers": 1, **long}
+        family, heads = "v3.2", 128
     elif heads == "long":
-        rope = FAMILIES[family]["rope_scaling"]
-        factor = -(-2 * LONG // rope["original_max_position_embeddings"])
-        others = {
-            "max_position_embeddings": 2 * LONG,
-            "rope_scaling": {**rope, "factor": factor},
-        }
-        heads = 16
+        heads, others = 16, long
     overrides = {
         "num_attention_heads": heads,
         "num_key_value_heads": heads,

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1] / "benchmarks")]
+sys.path[:0] = [str(HERE), str(HERE.parent / "backend"), str(HERE.parents[1] / "benchmarks")]
 ENGINE_RUN = HERE / "engine_run_gpu.py"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 AT_ONCE = 8
@@ -98,6 +98,7 @@ def engines(request, tmp_path_factory, checkpoint):
                 "engine": engine | {"model": checkpoint(heads)},
                 "scenarios": scenarios,
                 "in_process": False,
+                "choices": name.endswith("choices"),
             }
             place = folder / name.replace(" ", "-").replace(",", "")
             futures[name] = pool.submit(run_engine, place, spec, env)
@@ -112,8 +113,8 @@ def engines(request, tmp_path_factory, checkpoint):
 
 @pytest.fixture(scope="session")
 def parity_table(request):
-    """`parity_table(name, distance, partings, requests)` adds a row to parity.json and parity.md
-    in --results."""
+    """`parity_table(name, distance, partings, requests, choices)` adds a row to parity.json and
+    parity.md in --results."""
     return make_table(request, "parity")
 
 
@@ -127,8 +128,10 @@ def make_table(request, stem):
     rows = []
     folder = request.config.getoption("--results", default=None)
 
-    def add(name, d, partings=None, requests=None):
+    def add(name, d, partings=None, requests=None, choices=None):
         row = {"engine": name, **asdict(d)}
+        if choices is not None:
+            row["choices"] = choices
         if partings is not None:
             row |= {"requests": requests, "parted": len(partings)}
             row["largest_gap"] = max(partings, default=0.0)
@@ -162,7 +165,9 @@ def write_parity(folder, stem, rows, chosen):
         "their logprobs, against transformers in fp32. `own best`: tokens that are the oracle's "
         "first choice. `parted`: requests whose tokens part from those of the engine compared "
         "with (CUSTOM for vLLM's backends, CUDA graphs of the same model for our modes), and the "
-        "largest gap, by the oracle, between the two tokens at such a place.\n",
+        "largest gap, by the oracle, between the two tokens at such a place. `choices`: the oracle "
+        "reads the tokens that the engine's indexer chose, and the gap is that of the worse of the "
+        "two tokens to the oracle's first choice beside it.\n",
         "| engine | tokens | own best | mean abs(dlogp) | p99 | max | parted | largest gap |",
         "|---|---|---|---|---|---|---|---|",
     ]
@@ -173,4 +178,13 @@ def write_parity(folder, stem, rows, chosen):
             f"| {r['engine']} | {r['tokens']} | {r['best']} | {r['mean']:.5f} | {r['p99']:.4f} | "
             f"{r['max']:.4f} | {parted} | {gap} |"
         )
+    lines += [describe_choices(r["engine"], **r["choices"]) for r in rows if "choices" in r]
     (folder / f"{stem}.md").write_text("\n".join(lines) + "\n")
+
+
+def describe_choices(engine, rows, alike, mean, p99, max):
+    return (
+        f"\n{engine}: in {alike} of {rows} rows that leave tokens out the oracle chooses the same. "
+        "The best score left out less the worst one chosen, in standard deviations of the row's "
+        f"scores: mean {mean:.3f}, p99 {p99:.3f}, max {max:.3f}."
+    )

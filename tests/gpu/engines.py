@@ -30,11 +30,17 @@ ENGINE = {
     "seed": 0,
 }
 EAGER = {"enforce_eager": True, "compilation_config": {}}
+# As without --block-size: vLLM asks the backend.
+ANY_BLOCK_SIZE = {"block_size": None}
 COMPILED = {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]}}
+# What an engine must be for choices.py: in one process, with the model runner that it knows.
+RECORDED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
 MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": DRAFTS}}
 # With drafts, 1 + DRAFTS tokens a request: whole batches of 1 to 32 requests.
 MTP_GRAPHS = GRAPHS | {"cudagraph_capture_sizes": [4, 8, 16, 32, 64, 128]}
 LONG_ENGINE = {"max_model_len": LONG + 64, "max_num_batched_tokens": 32768}
+# Of 128 heads: a token's activations are eight times as large.
+LONG_SPARSE_ENGINE = LONG_ENGINE | {"max_num_batched_tokens": 8192}
 # Ways to share two GPUs, and what they are compared with. NVLink multicast, which not every host
 # allows its guests, is left alone.
 RANKS = {
@@ -42,6 +48,7 @@ RANKS = {
     "dcp 2": {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
 }
 RANKS_STOCK = "FLASH_ATTN_MLA"
+SPARSE_STOCK = "FLASHMLA_SPARSE"
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
 
 
@@ -58,6 +65,14 @@ def parity_scenarios(longest=2500):
     shared = plain[-1]["prompt"][:1024]
     prefix = [{"prompt": shared + tokens(rng, n), "max_tokens": 96} for n in (1, 70, 700, 63)]
     return {"plain": plain, "prefix": prefix}
+
+
+def sparse_scenarios():
+    """Of parity_scenarios, the requests that see more tokens than the model "v3.2" reads."""
+    return {
+        name: [r | {"max_tokens": 192} for r in requests if len(r["prompt"]) > 500]
+        for name, requests in parity_scenarios().items()
+    }
 
 
 def churn():
@@ -84,6 +99,15 @@ def long_prompt():
     return {"long": [{"prompt": tokens(random.Random(2), LONG), "max_tokens": 24}]}
 
 
+def long_prompts():
+    """And three that end otherwise."""
+    first, rng = long_prompt(), random.Random(3)
+    shared = first["long"][0]["prompt"][:-1000]
+    return first | {
+        "ends": [{"prompt": shared + tokens(rng, 900), "max_tokens": 24} for _ in range(3)]
+    }
+
+
 def all_engines():
     """{name: (heads, keywords of vllm.LLM, environment, scenarios)}"""
     parity = parity_scenarios()
@@ -106,7 +130,9 @@ def all_engines():
     add("CUSTOM fp8 query compiled", **fp8_query, **COMPILED)
     for backend in ("CUSTOM", "FLASHMLA_SPARSE"):
         add(f"{backend} v3.2", "v3.2", attention_backend=backend)
-    add("CUSTOM v3.2 eager", "v3.2", **EAGER)
+        add(f"{backend} v3.2 choices", "v3.2", RECORDED, sparse_scenarios(),
+            attention_backend=backend, **EAGER)  # fmt: skip
+    add("CUSTOM v3.2 eager", "v3.2", **EAGER, **ANY_BLOCK_SIZE)
     add("CUSTOM v3.2 compiled", "v3.2", **COMPILED)
     add("CUSTOM v3.2 fp8_ds_mla", "v3.2", kv_cache_dtype="fp8_ds_mla")
     drafts = MTP["speculative_config"] | {"attention_backend": "CUSTOM"}
@@ -120,7 +146,7 @@ def all_engines():
     padded = {"MLA_BACKEND_IMPL": "hopper", "MLA_BACKEND_CHECK": "1"}
     add("CUSTOM v3.2 few hopper", "v3.2 few", padded, short, kv_cache_dtype="fp8_ds_mla")
     add("CUSTOM v3.2 all mtp", "v3.2 all", scenarios=short, **mtp)
-    add("eager", **EAGER)
+    add("eager", **EAGER, **ANY_BLOCK_SIZE)
     add("compiled", **COMPILED)
     add("portable kernel", env={"MLA_BACKEND_IMPL": "triton"})
     add("mtp", compilation_config=MTP_GRAPHS, **MTP)
@@ -129,6 +155,8 @@ def all_engines():
     crowd = {"scenarios": {"churn": churn()}, "max_model_len": 1152, "disable_log_stats": False}
     add("roomy cache", **crowd)
     add("small cache", env=checked, num_gpu_blocks_override=40, **crowd)
+    add("CUSTOM v3.2 roomy cache", "v3.2 all", **crowd)
+    add("CUSTOM v3.2 small cache", "v3.2 all", checked, num_gpu_blocks_override=40, **crowd)
     for name, heads in (("batch-invariant", 16), ("CUSTOM v3.2 batch-invariant", "v3.2")):
         add(
             name,
@@ -142,14 +170,24 @@ def all_engines():
     add("sleep", scenarios=asleep, enable_sleep_mode=True, enable_prefix_caching=False)
     add("sleep, portable kernel", env={"MLA_BACKEND_IMPL": "triton"}, scenarios=asleep,
         enable_sleep_mode=True, enable_prefix_caching=False)  # fmt: skip
+    asleep = {"before": short["plain"], "after": short["plain"]}
+    add("CUSTOM v3.2 sleep", "v3.2 all", scenarios=asleep, enable_sleep_mode=True,
+        enable_prefix_caching=False)  # fmt: skip
     for backend in ("CUSTOM", "FLASHMLA"):
         add(f"{backend} long", "long", scenarios=long_prompt(), attention_backend=backend,
             **LONG_ENGINE)  # fmt: skip
+    for backend in ("CUSTOM", SPARSE_STOCK):
+        add(f"{backend} v3.2 long", "v3.2 long", scenarios=long_prompts(),
+            attention_backend=backend, **LONG_SPARSE_ENGINE)  # fmt: skip
     if torch.cuda.device_count() > 1:
         for name, ranks in RANKS.items():
             ranks = ranks | {"disable_custom_all_reduce": True}
             for backend in ("CUSTOM", RANKS_STOCK):
                 add(f"{backend} {name}", 128, NO_MULTICAST, attention_backend=backend, **ranks)
+        for backend in ("CUSTOM", SPARSE_STOCK):
+            add(f"{backend} v3.2 all tp 2", "v3.2 all", NO_MULTICAST, short,
+                attention_backend=backend, disable_custom_all_reduce=True,
+                **RANKS["tp 2"])  # fmt: skip
         add("CUSTOM tp 2 mtp", 128, NO_MULTICAST, compilation_config=MTP_GRAPHS,
             disable_custom_all_reduce=True, **MTP, **RANKS["tp 2"])  # fmt: skip
     return engines

@@ -5,7 +5,9 @@ import functools
 from dataclasses import dataclass
 
 import torch
+from follow import following
 
+DEVICE = "cuda"
 # Of two means, or two 99th percentiles, over some 1500 tokens that parted ways.
 NOISE = 1.1
 
@@ -17,13 +19,13 @@ def model(checkpoint):
     logging.set_verbosity_error()  # it has no use for the draft layer's weights
 
     loaded = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    return loaded.eval().to("cuda")
+    return loaded.eval().to(DEVICE)
 
 
 @torch.no_grad()
 def logprobs(checkpoint, prompt, generated):
     """Of every token of the vocabulary, at the place of each generated one: [n, vocab] fp32."""
-    sequence = torch.tensor([prompt + generated], device="cuda")
+    sequence = torch.tensor([prompt + generated], device=DEVICE)
     rows = model(checkpoint)(sequence).logits[0, len(prompt) - 1 : -1]
     return rows.float().log_softmax(-1)
 
@@ -40,14 +42,25 @@ class Distance:
     max: float
 
 
+def logprobs_given(checkpoint, output, choices):
+    """`logprobs` where each token reads those that an engine's indexers chose for it, and the gaps
+    of these choices: see `Follow` in tests/backend/follow.py."""
+    with following(choices) as follow:
+        return logprobs(checkpoint, output["prompt"], output["tokens"]), follow.gaps
+
+
 def distance(checkpoint, outputs):
+    rows = (logprobs(checkpoint, output["prompt"], output["tokens"]) for output in outputs)
+    return distance_to(rows, outputs)
+
+
+def distance_to(logprobs_of_outputs, outputs):
     differences, best = [], 0
-    for output in outputs:
-        rows = logprobs(checkpoint, output["prompt"], output["tokens"])
-        generated = torch.tensor(output["tokens"], device="cuda")
+    for rows, output in zip(logprobs_of_outputs, outputs, strict=True):
+        generated = torch.tensor(output["tokens"], device=DEVICE)
         best += int((rows.argmax(-1) == generated).sum())
         theirs = rows.gather(1, generated[:, None])[:, 0]
-        differences.append((torch.tensor(output["logprobs"], device="cuda") - theirs).abs())
+        differences.append((torch.tensor(output["logprobs"], device=DEVICE) - theirs).abs())
     d = torch.cat(differences)
     return Distance(len(d), best, float(d.mean()), float(d.quantile(0.99)), float(d.max()))
 

@@ -5,28 +5,38 @@ Judged as in test_parity: beside a stock backend that shares the GPUs in the sam
 token beside our own engine on one GPU.
 """
 
+import functools
+
 import pytest
 import torch
-from engines import RANKS, RANKS_STOCK
+from engines import RANKS, RANKS_STOCK, SPARSE_STOCK
 from oracle import NOISE, distance, divergences
 from test_parity import outputs_of
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-ALONE = ["CUSTOM 128", f"{RANKS_STOCK} 128"]
+SPARSE = "v3.2 all"
+DENSE_BARS = [f"{RANKS_STOCK} {ranks}" for ranks in ("128", *RANKS)]
+SPARSE_BARS = [f"{SPARSE_STOCK} {SPARSE}", f"{SPARSE_STOCK} {SPARSE} tp 2"]
 
 
 @pytest.fixture(scope="module")
 def bars(engines, checkpoint):
-    """Distances of stock engines: on one GPU, and on two however they are shared."""
-    names = [ALONE[1], *(f"{RANKS_STOCK} {ranks}" for ranks in RANKS)]
-    return {name: distance(checkpoint(128), outputs_of(engines(name))) for name in names}
+    """`bars(heads)`: distances of stock engines, on one GPU and on two however they are shared."""
+
+    @functools.cache
+    def of(heads):
+        names = SPARSE_BARS if heads == SPARSE else DENSE_BARS
+        return {name: distance(checkpoint(heads), outputs_of(engines(name))) for name in names}
+
+    return of
 
 
-@pytest.mark.parametrize("ranks", [*RANKS, "tp 2 mtp"])
+@pytest.mark.parametrize("ranks", [*RANKS, "tp 2 mtp", f"{SPARSE} tp 2"])
 def test_two_ranks_answer_as_one(ranks, engines, checkpoint, bars, ranks_table):
-    path = checkpoint(128)
-    name, stock = f"CUSTOM {ranks}", f"{RANKS_STOCK} {ranks}"
-    outputs, alone = outputs_of(engines(name)), outputs_of(engines(ALONE[0]))
+    heads, stock = (SPARSE, SPARSE_STOCK) if SPARSE in ranks else (128, RANKS_STOCK)
+    path, bars = checkpoint(heads), bars(heads)
+    name, stock = f"CUSTOM {ranks}", f"{stock} {ranks}"
+    outputs, alone = outputs_of(engines(name)), outputs_of(engines(f"CUSTOM {heads}"))
     d, gaps = distance(path, outputs), divergences(path, outputs, alone)
     ranks_table(name, d, gaps, len(outputs))
     if stock in bars:
@@ -37,9 +47,10 @@ def test_two_ranks_answer_as_one(ranks, engines, checkpoint, bars, ranks_table):
     assert d.p99 <= NOISE * max(bar.p99 for bar in bars.values())
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("ranks", [*RANKS, f"{SPARSE} tp 2"])
 def test_the_kernel_of_every_rank_is_the_one_expected(ranks, engines):
     stats = engines(f"CUSTOM {ranks}")["ranks"]
+    kind = "sparse" if SPARSE in ranks else "decode"
     assert [rank["rank"] for rank in stats] == [0, 1]
-    assert [rank["decode"]["impl"] for rank in stats] == ["hopper", "hopper"]
-    assert all(rank["decode_steps"] > 90 for rank in stats)
+    assert [rank[kind]["impl"] for rank in stats] == ["hopper", "hopper"]
+    assert all(rank[f"{kind}_steps"] > 90 for rank in stats)

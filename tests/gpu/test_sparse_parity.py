@@ -4,8 +4,9 @@
 "v3.2 all" reads every token of its context, so engines may part only at near-ties. "v3.2" reads 512
 of up to 2600: each engine's rounding chooses other tokens, after which logprobs differ by nats, and
 only their distances to the oracle are compared. Both engines round keys and queries of the indexer
-to fp8, the oracle does not, so both are further from it there than dense engines are. "v3.2 few" is
-"v3.2 all" with 16 heads and fp8_ds_mla rows, which engines give to the portable kernel everywhere.
+to fp8, the oracle does not, so both are further from it there than dense engines are; in
+test_sparse_choices.py it does, and reads what each engine chose. "v3.2 few" is "v3.2 all" with 16
+heads and fp8_ds_mla rows, which engines give to the portable kernel everywhere.
 """
 
 import pytest
