@@ -10,6 +10,7 @@ Import-light: vLLM is imported inside functions only, because the platform entry
 | MLA prefill backend on CPU | FLASH_ATTN's class, no choice | 0.29 | one for CPUs |
 | `kv_b_proj.weight` on CPU | freed after packing | 0.29 | kept for MLA |
 | layouts of a KV cache | by stride order | 0.29 | by name |
+| sparse layers under decode context parallelism | run here | 0.29 | refused: not run yet |
 | DeepSeek-V3.2's indexer on CUDA | a module | 0.29 | a function in the model's file |
 | its keys' scales on sm_100 | fp32 | 0.33 | four bytes of ue8m0, not read here |
 | names for `--attention-backend` | CUSTOM | 0.32 | CUSTOM, own names |
@@ -157,12 +158,23 @@ def block_table_width(vllm_config: Any, block_size: int) -> int:
     and kernels specialised.
 
     vLLM counts in its own blocks (--block-size, more for a hybrid model) and rounds up to 128
-    tokens. Beside layers with larger pages it may count in still larger blocks.
+    tokens. Beside layers with larger pages it may count in still larger blocks. Under decode
+    context parallelism a block stands for so many tokens on each rank.
     """
     own = max(vllm_config.cache_config.block_size or 0, block_size)
-    blocks = -(-vllm_config.model_config.max_model_len // own)
+    ranks = vllm_config.parallel_config.decode_context_parallel_size
+    blocks = -(-vllm_config.model_config.max_model_len // (own * ranks))
     step = _TABLE_TOKENS // math.gcd(_TABLE_TOKENS, own)
     return int(-(-blocks // step) * step * own // block_size)
+
+
+def serves_sparse_dcp() -> bool:
+    """Whether sparse layers may share their caches out to ranks in this vLLM.
+
+    The layers around ours are others from 0.29 on (a fused indexer, a class that is asked), and
+    none of those was run so.
+    """
+    return _before((0, 29))
 
 
 def keep_kv_b_weight(kv_b_proj: Any) -> None:

@@ -8,7 +8,7 @@ name the value, what is allowed and the mend.
 from collections.abc import Callable
 from typing import Any
 
-from mla_backend import envs
+from mla_backend import compat, envs
 from mla_backend.start_up import RefusalError
 
 BLOCK_SIZE = 64
@@ -36,8 +36,32 @@ def block_size_reason(block_size: int) -> str:
 
 
 def dcp_reason(sparse: bool = False) -> str:
-    what = "sparse attention with decode context parallelism" if sparse else _DCP
+    what = _DCP
+    if sparse:
+        what = f"sparse attention with {_DCP}, which was not run with vLLM 0.29 and later"
     return f"{what}. Mend: --decode-context-parallel-size 1"
+
+
+def refuse_sparse_dcp(heads: int, *, dcp: int, drafts: int, on_cpu: bool) -> None:
+    """ValueError unless sparse layers can share their caches out to `dcp` ranks.
+
+    heads   query heads that the ranks of a group gather
+    drafts  refused: the lengths of the ranks would be right, as they are computed on the device,
+            but vLLM's own parts of such a step were not run
+    """
+    if dcp == 1:
+        refuse_heads(heads)
+        return
+    if on_cpu:  # vLLM before 0.28 does not ask the backend
+        raise RefusalError(f"on a CPU, {dcp_reason()}")
+    if not compat.serves_sparse_dcp():
+        raise RefusalError(dcp_reason(sparse=True))
+    if drafts:
+        raise RefusalError(
+            f"{drafts} speculative tokens with sparse attention and {_DCP}, which were not run "
+            "together. Mend: --decode-context-parallel-size 1, or leave out --speculative-config"
+        )
+    refuse_heads(heads)
 
 
 def is_compute_capability_served(capability: tuple[int, int]) -> bool:
@@ -77,8 +101,9 @@ def refuse_step_shape(heads: int, query_len: int, *, dcp: int = 1, drafts: int =
     """ValueError unless the decode kernels take steps of up to `query_len` new tokens a request,
     with `heads` query heads: those of a rank, under DCP those that the ranks of a group gather.
 
-    Drafts under DCP are refused because vLLM (0.26 to 0.33) computes the lengths of the ranks on
-    the host, before it knows which drafts were rejected: answers were seen to be wrong.
+    Drafts under DCP are refused because vLLM's first model runner (0.26 to 0.33) computes the
+    lengths of the ranks on the host, before it knows which drafts were rejected: answers were seen
+    to be wrong. Its second one was not tried.
     """
     if dcp > 1 and drafts:
         raise RefusalError(

@@ -225,9 +225,53 @@ def test_indexer_that_the_kernels_do_not_take(monkeypatch, changes, words):
         make_impl(monkeypatch, indexer=fake_indexer(**changes))
 
 
-def test_context_parallelism_is_refused(monkeypatch):
-    with pytest.raises(ValueError, match="decode context parallelism"):
-        make_impl(monkeypatch, config=fake_config(dcp=2))
+@pytest.mark.parametrize(
+    "version, on_cpu, changes, reason",
+    [
+        ("0.26.0", True, {}, "on a CPU, decode context parallelism. Mend: --decode-context"),
+        ("0.29.0", False, {}, "sparse attention with decode context parallelism, which was not run "
+         "with vLLM 0.29 and later. Mend: --decode-context-parallel-size 1"),
+        ("dev", False, {}, "which was not run with vLLM 0.29 and later"),
+        ("0.28.1", False, {"drafts": 3}, "3 speculative tokens with sparse attention and decode"),
+        ("0.26.0", False, {"dcp": 33}, "132 query heads on one rank; the kernels take 128"),
+        ("0.28.1", False, {}, None),
+    ],
+)  # fmt: skip
+def test_context_parallelism_where_it_was_not_run_is_refused(
+    monkeypatch, version, on_cpu, changes, reason
+):
+    from mla_backend import compat
+    from mla_backend.attention import support
+
+    monkeypatch.setattr(compat, "installed_vllm_version", lambda: version)
+    asked = {"dcp": 2, "drafts": 0} | changes
+    heads = H * asked["dcp"]
+    if reason is None:
+        support.refuse_sparse_dcp(heads, on_cpu=on_cpu, **asked)
+        return
+    with pytest.raises(ValueError, match=reason):
+        support.refuse_sparse_dcp(heads, on_cpu=on_cpu, **asked)
+    support.refuse_sparse_dcp(H, dcp=1, drafts=asked["drafts"], on_cpu=on_cpu)
+
+
+def test_vllm_hears_that_context_parallelism_is_refused(monkeypatch):
+    """From the class, in the versions that ask, and from the layer."""
+    from mla_backend import compat
+    from mla_backend.attention.sparse import impl
+    from mla_backend.attention.sparse.backend import SparseMlaBackend
+
+    assert SparseMlaBackend.get_impl_cls().supports_dcp is compat.serves_sparse_dcp()
+    for on_cpu, served, config, reason in (
+        (True, True, fake_config(dcp=2), "on a CPU, decode context parallelism"),
+        (False, False, fake_config(dcp=2), "sparse attention with decode context parallelism"),
+        (False, True, fake_config(dcp=2, drafts=1), "1 speculative tokens with sparse attention"),
+        (False, True, fake_config(dcp=33), "132 query heads on one rank"),
+    ):
+        platform = types.SimpleNamespace(is_cpu=lambda on_cpu=on_cpu: on_cpu)
+        monkeypatch.setattr(impl, "current_platform", platform)
+        monkeypatch.setattr(compat, "serves_sparse_dcp", lambda served=served: served)
+        with pytest.raises(ValueError, match=reason):
+            make_impl(monkeypatch, config=config)
 
 
 @pytest.mark.parametrize("name, value", [("sliding_window", 4), ("attn_type", "encoder_only")])

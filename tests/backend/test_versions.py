@@ -144,32 +144,35 @@ def test_chunked_context_is_not_described_before_028(vllm_version, monkeypatch, 
 
 
 @pytest.mark.parametrize(
-    "max_model_len, block_size, expected",
+    "max_model_len, block_size, ranks, expected",
     [
-        (100, 64, 2),
-        (4096, 64, 64),
-        (4097, 64, 66),  # of 128 tokens at least, in every version
-        (4000, 64, 64),
-        (1100, 128, 18),
-        (1100, 256, 20),  # 5 blocks of vLLM's own
-        (1100, 192, 18),
-        (1100, 2112, 66),  # a hybrid model's
-        (100, None, 2),
+        (100, 64, 1, 2),
+        (4096, 64, 1, 64),
+        (4097, 64, 1, 66),  # of 128 tokens at least, in every version
+        (4000, 64, 1, 64),
+        (1100, 128, 1, 18),
+        (1100, 256, 1, 20),  # 5 blocks of vLLM's own
+        (1100, 192, 1, 18),
+        (1100, 2112, 1, 66),  # a hybrid model's
+        (100, None, 1, 2),
+        (4096, 64, 2, 32),
+        (4097, 64, 4, 18),  # a block is 256 tokens, 64 of each rank
     ],
 )
-def test_block_tables_are_as_wide_as_those_of_vllm(max_model_len, block_size, expected):
+def test_block_tables_are_as_wide_as_those_of_vllm(max_model_len, block_size, ranks, expected):
     """Kernels of another width would compile in a step."""
     from vllm.v1.worker import block_table
 
     config = types.SimpleNamespace(
         model_config=types.SimpleNamespace(max_model_len=max_model_len),
         cache_config=types.SimpleNamespace(block_size=block_size),
+        parallel_config=types.SimpleNamespace(decode_context_parallel_size=ranks),
     )
     assert compat.block_table_width(config, 64) == expected
     theirs = getattr(block_table, "get_block_table_width", None)  # not in 0.26
     if theirs is not None:
         own = block_size or 64
-        assert theirs(-(-max_model_len // own), own) * own // 64 == expected
+        assert theirs(-(-max_model_len // (own * ranks)), own) * own // 64 == expected
 
 
 def test_placeholder_can_be_made_and_is_no_prefill():

@@ -108,6 +108,18 @@ def long_prompts():
     }
 
 
+def add_sparse_dcp(add, short):
+    """V3.2 whose ranks share the context: graphs, piecewise ones, and a checked eager engine whose
+    ranks take whole pages in turns. "v3.2 all" reads all of `short`."""
+    ranks = RANKS["dcp 2"] | {"disable_custom_all_reduce": True}
+    checked = NO_MULTICAST | {"MLA_BACKEND_CHECK": "1"}
+    whole_pages = EAGER | {"cp_kv_cache_interleave_size": 64}
+    add("CUSTOM v3.2 tp 2 dcp 2", "v3.2", NO_MULTICAST, **ranks)
+    add("CUSTOM v3.2 all tp 2 dcp 2", "v3.2 all", NO_MULTICAST, short, **ranks)
+    add("CUSTOM v3.2 all tp 2 dcp 2 compiled", "v3.2 all", NO_MULTICAST, short, **COMPILED, **ranks)
+    add("CUSTOM v3.2 all tp 2 dcp 2 pages", "v3.2 all", checked, short, **whole_pages, **ranks)
+
+
 def all_engines():
     """{name: (heads, keywords of vllm.LLM, environment, scenarios)}"""
     parity = parity_scenarios()
@@ -190,4 +202,5 @@ def all_engines():
                 **RANKS["tp 2"])  # fmt: skip
         add("CUSTOM tp 2 mtp", 128, NO_MULTICAST, compilation_config=MTP_GRAPHS,
             disable_custom_all_reduce=True, **MTP, **RANKS["tp 2"])  # fmt: skip
+        add_sparse_dcp(add, short)
     return engines

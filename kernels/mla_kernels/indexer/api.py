@@ -9,6 +9,7 @@ from mla_kernels.indexer.cache import check_indexer_cache
 from mla_kernels.indexer.reference import indexer_scores_reference
 from mla_kernels.indexer.rows import check_rows, indexer_lengths
 from mla_kernels.indexer.torch_impl import indexer_scores_torch
+from mla_kernels.indexer.values import write_values
 from mla_kernels.layouts import BLOCK_SIZE
 from mla_kernels.topk.api import MAX_K
 from mla_kernels.topk.reference import exact_topk_reference
@@ -101,6 +102,7 @@ def indexer_topk(
     request_ids: torch.Tensor | None = None,
     lengths: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    values: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
     impl: str = "auto",
 ) -> torch.Tensor:
@@ -112,6 +114,9 @@ def indexer_topk(
 
     k          1..2048
     out        [T, k] int32 to write into
+    values     [T, k] fp32 to write the scores of the chosen keys into, bit for bit those of
+               `indexer_scores`, -inf where there is none: what the choices from several caches
+               are merged by
     workspace  [bytes] uint8 from `indexer_topk_workspace`; allocated if None. More rows than it
                holds are taken in turns.
     The other arguments are those of `indexer_scores`.
@@ -126,6 +131,11 @@ def indexer_topk(
         checks.check_dtype("out", out, (torch.int32,))
         checks.check_device("out", out, q.device)
         checks.check_last_contiguous("out", out)
+    if values is not None:
+        checks.check_shape("values", values, (T, k))
+        checks.check_dtype("values", values, (torch.float32,))
+        checks.check_device("values", values, q.device)
+        checks.check_last_contiguous("values", values)
     if workspace is not None:
         checks.check_shape("workspace", workspace, ("bytes",))
         checks.check_dtype("workspace", workspace, (torch.uint8,))
@@ -142,6 +152,7 @@ def indexer_topk(
             k,
             request_ids=request_ids,
             out=out,
+            values=values,
             workspace=workspace,
             hopper=choice.impl == "hopper",
         )
@@ -151,6 +162,8 @@ def indexer_topk(
     else:
         scores = indexer_scores_torch(*args, request_ids=request_ids)
         chosen = exact_topk_torch(scores, k, lengths=lengths)
+    if values is not None:
+        write_values(scores, chosen, values)
     return chosen if out is None else out.copy_(chosen)
 
 

@@ -16,6 +16,7 @@ from mla_backend.attention import support
 from mla_backend.attention.cache_write import CacheWrites
 from mla_backend.attention.impl import lay_out_absorbed_weights
 from mla_backend.attention.kernel import cache_dtype
+from mla_backend.attention.sparse.dcp import Shard
 from mla_backend.attention.sparse.indexer import take_over
 from mla_backend.attention.sparse.indexer_backend import IndexerBackend
 from mla_backend.attention.sparse.kernel import SparseKernel, attention_workspace
@@ -32,6 +33,7 @@ class SparseMlaImpl(CacheWrites, MLAAttentionImpl[SparseMetadata]):
     supports_dense_mha_prefill = False
     supports_quant_query_input = False
     can_return_lse_for_decode: bool = True
+    supports_dcp: bool = compat.serves_sparse_dcp()  # asked in the versions where it is not
 
     def __init__(
         self,
@@ -51,17 +53,24 @@ class SparseMlaImpl(CacheWrites, MLAAttentionImpl[SparseMetadata]):
         **mla_args: Any,
     ) -> None:
         support.refuse_layer_options(alibi_slopes, sliding_window, logits_soft_cap, attn_type)
-        support.refuse_heads(num_heads)
         vllm_config = get_current_vllm_config()
+        self._on_cpu = current_platform.is_cpu()
         dcp = vllm_config.parallel_config.decode_context_parallel_size
-        if dcp > 1:  # vLLM 0.26 does not ask the backend
-            raise RefusalError(support.dcp_reason(sparse=True))
+        speculative = vllm_config.speculative_config
+        # Those of a rank; under DCP those that the ranks of a group gather for `forward_mqa`.
+        self.query_heads = num_heads * dcp
+        support.refuse_sparse_dcp(
+            self.query_heads,
+            dcp=dcp,
+            drafts=speculative.num_speculative_tokens if speculative is not None else 0,
+            on_cpu=self._on_cpu,
+        )
+        self.shard = Shard.of(vllm_config)
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_lora_rank: int = mla_args["kv_lora_rank"]
-        self._on_cpu = current_platform.is_cpu()
         if self._on_cpu:
             compat.keep_kv_b_weight(mla_args["kv_b_proj"])
         # A layer without an indexer reads what the last one before it chose.
@@ -77,11 +86,11 @@ class SparseMlaImpl(CacheWrites, MLAAttentionImpl[SparseMetadata]):
         self._fp8_cache = self.kv_cache_element == torch.float8_e4m3fn
         dims = MlaDims(self.kv_lora_rank, head_size - self.kv_lora_rank)
         self.kernel = SparseKernel.choose(
-            device, dims, self.dtype, self.kv_cache_element, num_heads
+            device, dims, self.dtype, self.kv_cache_element, self.query_heads
         )
         self._workspace = attention_workspace(
             max_tokens(vllm_config),
-            num_heads,
+            self.query_heads,
             buffer.shape[1],
             self.kv_lora_rank,
             self.kv_cache_element,
@@ -89,7 +98,11 @@ class SparseMlaImpl(CacheWrites, MLAAttentionImpl[SparseMetadata]):
             self.kernel.attention,
         )
         if indexer is not None:
-            take_over(indexer, self.kernel.indexer, IndexerBackend, vllm_config, device)
+            # vLLM has the queries of all heads and, while it adds up those of the ranks, their
+            # outputs twice, which are narrower.
+            gathered = 3 * self.query_heads * head_size * self.dtype.itemsize
+            impl = self.kernel.indexer
+            take_over(indexer, impl, IndexerBackend, vllm_config, device, self.shard, gathered)
 
     def prepare_for_batch(self, attn_metadata: Any) -> None:
         """vLLM 0.32 on a GPU asks before each batch; nothing needs to be prepared."""
@@ -106,16 +119,21 @@ class SparseMlaImpl(CacheWrites, MLAAttentionImpl[SparseMetadata]):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Absorbed attention of q [T, H, Dk], or its latent and rope parts, T all tokens.
 
-        Returns out [T, H, kv_lora_rank] and lse [T, H], fp32, natural log.
+        Returns out [T, H, kv_lora_rank] and lse [T, H], fp32, natural log. Under DCP H are the
+        heads of all ranks and the results those of this rank's tokens, 0 and -inf without any;
+        vLLM adds them up.
         """
         if self._on_cpu:
             lay_out_absorbed_weights(layer)
         T = len(first_part(q))
         STATS.forward_mqa_calls += 1
         STATS.forward_mqa_tokens += T
-        rows = attn_metadata.rows
+        rows, chosen = attn_metadata.rows, self.topk_indices_buffer[:T]
+        lengths = None
+        if self.shard is not None:  # the other ranks' tokens would be as many empty slots
+            lengths = (chosen >= 0).sum(1, dtype=torch.int32)
         slots = positions_to_slots(
-            self.topk_indices_buffer[:T],
+            chosen,
             rows.block_table,
             request_ids=rows.request_ids,
             block_size=support.BLOCK_SIZE,
@@ -128,6 +146,7 @@ class SparseMlaImpl(CacheWrites, MLAAttentionImpl[SparseMetadata]):
             scale=self.scale,
             kv_lora_rank=self.kv_lora_rank,
             kv_scale=self._kv_scale(layer._k_scale),
+            lengths=lengths,
             deterministic=self.kernel.deterministic,
             impl=self.kernel.attention,
             workspace=self._workspace,

@@ -15,6 +15,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 
 from mla_backend import compat
 from mla_backend.attention import support
+from mla_backend.attention.sparse.dcp import Shard
 from mla_backend.attention.sparse.indexer_layer import LAYERS, IndexerLayer
 from mla_backend.attention.sparse.kernel import topk_workspace
 from mla_backend.attention.sparse.metadata import IndexerMetadata
@@ -25,10 +26,19 @@ from mla_backend.stats import STATS
 OP_NAME = "mla_backend_sparse_indexer"
 
 
-def take_over(indexer: Any, impl: str, backend: type, vllm_config: Any, device: Any) -> None:
+def take_over(
+    indexer: Any,
+    impl: str,
+    backend: type,
+    vllm_config: Any,
+    device: Any,
+    shard: Shard | None = None,
+    gathered_bytes: int = 0,
+) -> None:
     """Make the `Indexer` of one of vLLM's layers compute with our kernels, and nothing else.
 
-    ValueError for an indexer that the kernels do not take.
+    `shard` and `gathered_bytes`: see `IndexerLayer`. ValueError for an indexer that the kernels do
+    not take.
     """
     limits = {
         "index_head_dim": (indexer.head_dim, HEAD_DIM, HEAD_DIM),
@@ -50,6 +60,8 @@ def take_over(indexer: Any, impl: str, backend: type, vllm_config: Any, device: 
         impl=impl,
         workspace=topk_workspace(max_tokens(vllm_config), max_blocks, device, impl),
         topk_indices=indexer.topk_indices_buffer,
+        shard=shard,
+        gathered_bytes=gathered_bytes,
     )
 
     def forward(
@@ -71,7 +83,8 @@ def run_indexer(
     topk_indices: torch.Tensor,
     layer_name: str,
 ) -> None:
-    """Write `topk_indices` [>= T, index_topk] int32: ascending positions, -1 after the last.
+    """Write `topk_indices` [>= T, index_topk] int32: ascending positions, -1 after the last. Under
+    decode context parallelism those of the chosen tokens that this rank holds, among its own.
 
     q           [>= T, heads, 128] float8_e4m3fn; the rows past T are padding
     k           [>= T, 128], RoPE applied; None: already in the cache
@@ -80,6 +93,7 @@ def run_indexer(
     """
     context = get_forward_context()
     if not isinstance(context.attn_metadata, dict):  # profiling: there is no cache yet
+        LAYERS[layer_name].profile(q.shape[0])
         return
     metadata: IndexerMetadata = context.attn_metadata[layer_name]
     k_cache = context.no_compile_layers[layer_name].kv_cache

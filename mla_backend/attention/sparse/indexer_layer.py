@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from mla_kernels import indexer_topk, write_indexer_cache
 
+from mla_backend.attention.sparse.dcp import CANDIDATE_BYTES, MERGED_AT_ONCE, Shard
 from mla_backend.attention.sparse.rows import TokenRows
 
 
@@ -15,6 +16,8 @@ class IndexerLayer:
 
     dtype          of the keys before they are quantised
     topk_indices   [>= max tokens, index_topk] int32, which the attention of the layer reads
+    shard          this rank's under decode context parallelism: its share of the choice is kept
+    gathered_bytes of a token, while the attention of all ranks' heads is added up
     """
 
     heads: int
@@ -23,6 +26,16 @@ class IndexerLayer:
     impl: str
     workspace: torch.Tensor | None
     topk_indices: torch.Tensor
+    shard: Shard | None = None
+    gathered_bytes: int = 0
+
+    def profile(self, T: int) -> None:
+        """Take what a step of T tokens takes under decode context parallelism and free it, so that
+        vLLM counts it when it sizes the KV cache: no layer attends while it measures."""
+        if self.shard is not None:
+            merge = 8 * T * self.topk_indices.shape[1] + CANDIDATE_BYTES * MERGED_AT_ONCE
+            size = max(merge, T * self.gathered_bytes)
+            torch.empty(size, dtype=torch.uint8, device=self.topk_indices.device)
 
     def run(
         self,
@@ -40,16 +53,38 @@ class IndexerLayer:
             write_indexer_cache(
                 k, k_cache, slot_mapping, scale_format=self.scale_format, impl=self.impl
             )
+        own = topk_indices[:T]
+        if self.shard is None:
+            self._choose(q, k_cache, weights, rows, own)
+            return
+        shape = T, 2, own.shape[1]
+        candidates = torch.empty(shape, dtype=torch.int32, device=own.device)
+        scores = candidates[:, 1].view(torch.float32)
+        self._choose(q, k_cache, weights, rows, candidates[:, 0], scores)
+        self.shard.merge(candidates, own, self.impl)
+
+    def _choose(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        weights: torch.Tensor,
+        rows: TokenRows,
+        chosen: torch.Tensor,
+        scores: torch.Tensor | None = None,
+    ) -> None:
+        """Write chosen [T, k] int32 of this rank's cache and, if given, its scores [T, k] fp32."""
+        T = chosen.shape[0]
         indexer_topk(
             q[:T],
             k_cache,
             weights[:T].float(),
             rows.block_table,
             rows.seq_lens,
-            topk_indices.shape[1],
+            chosen.shape[1],
             request_ids=rows.request_ids,
             lengths=rows.lengths,
-            out=topk_indices[:T],
+            out=chosen,
+            values=scores,
             workspace=self.workspace,
             impl=self.impl,
         )

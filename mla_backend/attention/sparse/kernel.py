@@ -39,9 +39,10 @@ class SparseKernel:
     ) -> "SparseKernel":
         """By MLA_BACKEND_IMPL; the choice and its reason go to STATS and to the log.
 
-        num_heads are those of this rank. As for dense layers the choice is the same for all steps,
-        so that all tokens of a request are rounded alike. ValueError if what is asked for cannot
-        run here, or for an MLA_BACKEND_RESCALE that the sparse kernels do not have.
+        num_heads are those of this rank, under DCP those that the ranks of a group gather. As for
+        dense layers the choice is the same for all steps, so that all tokens of a request are
+        rounded alike. ValueError if what is asked for cannot run here, or for an
+        MLA_BACKEND_RESCALE that the sparse kernels do not have.
         """
         rescale = envs.get("MLA_BACKEND_RESCALE")
         if rescale != "pow2":

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from mla_kernels.decode.query import Query, tokens_of
 from mla_kernels.layouts import Fp8DsMlaLayout, IndexerLayout, MlaDims
 
 from mla_backend.attention import support
@@ -55,7 +56,8 @@ def _rows(shape: StepShape, max_blocks: int, device: torch.device) -> TokenRows:
 
 
 def warm_up_indexer(indexer: Any, max_tokens: int, max_requests: int, max_blocks: int) -> None:
-    """`indexer`: an `IndexerLayer` on a GPU."""
+    """`indexer`: an `IndexerLayer` on a GPU. Its ranks warm up together: the shapes, and so the
+    collectives, are the same on all of them."""
     topk_indices, heads = indexer.topk_indices, indexer.heads
     device = topk_indices.device
     layout = IndexerLayout()
@@ -96,10 +98,14 @@ def warm_up_attention(layer: Any, max_tokens: int, max_requests: int, max_blocks
         new(1, latent), new(1, 1, rope), cache, nowhere, impl.kv_cache_dtype, layer._k_scale
     )
     impl.topk_indices_buffer.fill_(-1)
-    most = max(1, min(max_tokens, MOST_ROWS // impl.num_heads))
-    q_latent = new(impl.num_heads, most, latent).transpose(0, 1)
-    q_rope = new(most, impl.num_heads, rope)
+    most = max(1, min(max_tokens, MOST_ROWS // impl.query_heads))
+    query: Query = (
+        new(impl.query_heads, most, latent).transpose(0, 1),
+        new(most, impl.query_heads, rope),
+    )
+    if impl.shard is not None:  # gathered from the ranks, the two parts come as one
+        query = new(most, impl.query_heads, impl.head_size)
     for shape in step_shapes(most, max_requests):
         step = SimpleNamespace(rows=_rows(shape, max_blocks, device))
         T = shape.tokens
-        impl.forward_mqa((q_latent[:T], q_rope[:T]), cache, step, layer)
+        impl.forward_mqa(tokens_of(query, slice(T)), cache, step, layer)

@@ -48,7 +48,7 @@ def time(
     requests = -(-batch // layout.dp)
     heads = layout.query_heads(model)
     tokens = context / layout.dcp
-    seen = min(tokens, model.index_topk) if model.sparse else tokens
+    seen = min(context, model.index_topk) / layout.dcp if model.sparse else tokens
     width = model.dims.head_dim + model.dims.kv_lora_rank
     stage = max(layout.stages(model.layers), key=lambda x: (len(x), model.indexers(x)))
     flop = len(stage) * 2 * requests * heads * seen * width

@@ -15,7 +15,7 @@ def check(model: MlaModel, layout: Layout, kv_cache_dtype: str) -> None:
     _check_rows(model, kv_cache_dtype)
     _check_heads(model, layout)
     if model.sparse:
-        _check_sparse(model, layout)
+        _check_indexer(model)
 
 
 def _check_rows(model: MlaModel, kv_cache_dtype: str) -> None:
@@ -52,12 +52,7 @@ def _check_heads(model: MlaModel, layout: Layout) -> None:
         )
 
 
-def _check_sparse(model: MlaModel, layout: Layout) -> None:
-    if layout.dcp > 1:
-        raise ValueError(
-            f"Expected --dcp 1 for the sparse attention of {model.name}, got {layout.dcp}: its "
-            "ranks cannot share a cache. Mend: --dcp 1"
-        )
+def _check_indexer(model: MlaModel) -> None:
     for key, value, low, high in (
         ("index_n_heads", model.index_heads, 1, MAX_INDEX_HEADS),
         ("index_head_dim", model.index_dim, INDEX_DIM, INDEX_DIM),

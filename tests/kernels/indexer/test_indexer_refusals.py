@@ -118,6 +118,21 @@ def test_what_is_no_workspace(workspace, message):
         indexer_topk(q, pages_at(0), weights, TABLE, LENGTHS, 8, workspace=workspace)
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (torch.zeros(2, 7), r"values of shape \[2, 8\], got \[2, 7\]"),
+        (torch.zeros(2, 8).double(), r"values.dtype in \[torch.float32\]"),
+        (torch.zeros(8, 2).T, "values with a contiguous"),
+        (torch.zeros(2, 8, device="meta"), "values on cpu.*got meta"),
+    ],
+)
+def test_values_that_do_not_fit(values, message):
+    q, weights = torch.zeros(2, 4, 128).bfloat16(), torch.zeros(2, 4)
+    with pytest.raises(ValueError, match=message):
+        indexer_topk(q, pages_at(0), weights, TABLE, LENGTHS, 8, values=values)
+
+
 @pytest.mark.parametrize("impl", ["torch", "triton", "reference"])
 def test_padding_rows_without_requests(impl, device):
     padding = {"request_ids": ints(-1, -1).to(device), "positions": ints(0, 5).to(device)}

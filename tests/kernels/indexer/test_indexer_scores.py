@@ -184,6 +184,35 @@ def test_fused_in_turns_when_the_workspace_is_small(device, monkeypatch):
         indexer_topk(*case.args, 50, **case.rows, workspace=small[:100], impl="triton")
 
 
+@pytest.mark.parametrize("impl", [*IMPLS, "reference"])
+@pytest.mark.parametrize("turns", [False, True])
+def test_values_are_the_scores_of_the_chosen_keys(turns, impl, device):
+    """Bit for bit, also where the scores of a turn overwrite those of the one before."""
+    from mla_kernels import indexer_topk_workspace
+
+    case = make_indexer_case([200, 90, 3, 0], chunks=[5, 9, 1, 0], heads=8, device=device)
+    T, k, max_blocks = len(case.q), 50, case.block_table.shape[1]
+    both = torch.full((T, 2, k), 7, dtype=torch.int32, device=device)
+    chosen, values = both[:, 0], both[:, 1].view(torch.float32)
+    row = indexer_topk_workspace(1, max_blocks, torch.device(device))
+    small = torch.empty(4 * row.numel(), dtype=torch.uint8, device=device) if turns else None
+    options = {**case.rows, "impl": impl}
+    found = indexer_topk(*case.args, k, out=chosen, values=values, workspace=small, **options)
+    assert torch.equal(found, indexer_topk(*case.args, k, **options))
+    scores = indexer_scores(*case.args, **options)
+    want = scores.gather(1, chosen.clamp(min=0).long()).masked_fill(chosen < 0, -INF)
+    assert torch.equal(values.view(torch.int32), want.view(torch.int32))
+    assert (want > -INF).any() and (want == -INF).any()
+
+
+@pytest.mark.parametrize("impl", [*IMPLS, "reference"])
+def test_values_without_a_page(impl, device):
+    case = make_indexer_case([0], heads=8, spare_blocks=0, device=device)
+    values = torch.zeros(1, 4, device=device)
+    indexer_topk(*case.args, 4, values=values, impl=impl)
+    assert (values == -INF).all()
+
+
 def test_a_hundred_fused_runs_agree(device):
     case = make_indexer_case([130, 64], heads=4, device=device)
     case.weights.zero_()  # every score ties

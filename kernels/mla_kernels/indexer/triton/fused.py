@@ -4,6 +4,7 @@
 import torch
 
 from mla_kernels.indexer.triton.launcher import launch_scores
+from mla_kernels.indexer.values import write_values
 from mla_kernels.indexer.workspace import indexer_topk_workspace, row_words
 from mla_kernels.layouts import BLOCK_SIZE
 from mla_kernels.topk.plan import level_views, topk_tiles
@@ -25,6 +26,7 @@ def indexer_topk_triton(
     *,
     request_ids: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    values: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
     hopper: bool = False,
 ) -> torch.Tensor:
@@ -34,6 +36,8 @@ def indexer_topk_triton(
     if out is None:
         out = torch.empty((T, k), dtype=torch.int32, device=q.device)
     if T == 0 or width == 0:
+        if values is not None:
+            values.fill_(float("-inf"))
         return out.fill_(-1)
     if workspace is None:
         workspace = indexer_topk_workspace(T, max_blocks, q.device)
@@ -92,4 +96,6 @@ def indexer_topk_triton(
             workspace=room,
             levels_ready=prepare,
         )
+        if values is not None:  # now: the next turn overwrites the scores
+            write_values(scores, out[a:b], values[a:b])
     return out
