@@ -14,6 +14,7 @@ import json
 import re
 import sys
 import traceback
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 from dense_cases import LATENT, SCALE
 from gpu import DEVICE, Timer, describe_gpu
 from mla_kernels import mla_sparse_attention, mla_sparse_workspace
+from mla_kernels.flash_mla import flash_mla_sparse_fwd
 from mla_kernels.testing.metrics import SHORT_BAR, measure
 from sparse_cases import SHAPES, Batch, K, Shape, golden, make_batch
 from sparse_peers import PEERS, Run
@@ -30,7 +32,7 @@ from sparse_report import write_report
 CHECKED = 3  # tokens compared with the definition
 
 
-def ours(batch: Batch, impl: str) -> Run:
+def ours(batch: Batch, impl: str, deterministic: bool = False) -> Run:
     """As every layer of a step calls it: results and workspace made beforehand."""
     T, H, _ = batch.q.shape
     device = torch.device(DEVICE, torch.cuda.current_device())
@@ -47,10 +49,31 @@ def ours(batch: Batch, impl: str) -> Run:
             out=out,
             lse=lse,
             workspace=workspace,
+            kv_scale=batch.kv_scale,
+            deterministic=deterministic,
             impl=impl,
         )[0]
 
     return run
+
+
+def drop_in(batch: Batch) -> Run | None:
+    """FlashMLA's prefill as this package has it: with `max_logits`, results made by the call."""
+    if not batch.shape.prefill:
+        return None
+    rows, slots = batch.kv_cache.flatten(0, 1).unsqueeze(1), batch.slots.unsqueeze(1)
+    return lambda: flash_mla_sparse_fwd(batch.q, rows, slots, SCALE)[0]
+
+
+def implementations(shape: Shape) -> dict[str, Callable[[Batch], Run | None]]:
+    """By name; one that gives None does not take the case."""
+    names = ("triton",) if shape.cache == "fp8" else ("hopper", "triton")
+    return {
+        **{f"mla_kernels/{name}": partial(ours, impl=name) for name in names},
+        "mla_kernels/deterministic": partial(ours, impl="auto", deterministic=True),
+        "mla_kernels/flash_mla_sparse_fwd": drop_in,
+        **PEERS,
+    }
 
 
 def check(batch: Batch, wanted: re.Pattern[str]) -> tuple[list[dict[str, Any]], dict[str, Run]]:
@@ -59,8 +82,7 @@ def check(batch: Batch, wanted: re.Pattern[str]) -> tuple[list[dict[str, Any]], 
     tokens = sorted({round(i * last / (CHECKED - 1)) for i in range(CHECKED)})
     want = golden(batch, tokens)
     rows, runs = [], {}
-    kernels = {f"mla_kernels/{impl}": partial(ours, impl=impl) for impl in ("hopper", "triton")}
-    for name, make in {**kernels, **PEERS}.items():
+    for name, make in implementations(batch.shape).items():
         if not wanted.search(name):
             continue
         row: dict[str, Any] = {"case": batch.shape.name, "op": batch.shape.op, "impl": name}

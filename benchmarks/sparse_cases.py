@@ -10,12 +10,15 @@ from mla_kernels.sparse.reference import mla_sparse_attention_reference
 
 K = 2048
 GROUP = 128
+RUN = 16  # neighbouring slots in a row, with order "runs"
+KV_SCALES = {"fp8": 0.1}
 
 
 @dataclass(frozen=True)
 class Shape:
     """One case. Decode: each request has `context` cached tokens of its own and s_q new ones;
-    prefill: s_q tokens of one request, `context` cached."""
+    prefill: s_q tokens of one request, `context` cached. order: of a token's slots, "random",
+    "ascending", or "runs" of neighbours at random places."""
 
     batch: int
     heads: int
@@ -23,11 +26,13 @@ class Shape:
     context: int = 32768
     cache: str = "fp8_ds_mla"
     prefill: bool = False
+    order: str = "random"
 
     @property
     def name(self) -> str:
         kind = "prefill" if self.prefill else f"b{self.batch}"
-        return f"{kind}_h{self.heads}_q{self.s_q}_{self.context // 1024}k_{self.cache}"
+        name = f"{kind}_h{self.heads}_q{self.s_q}_{self.context // 1024}k_{self.cache}"
+        return name if self.order == "random" else f"{name}_{self.order}"
 
     @property
     def op(self) -> str:
@@ -64,22 +69,29 @@ SHAPES = [
     *(Shape(b, h) for h in (32, 16, 8) for b in (1, 32, 128)),
     Shape(128, 16, s_q=2),
     *(Shape(128, h, cache="bf16") for h in (128, 16)),
+    *(Shape(b, h, cache="fp8") for b, h in ((128, 128), (128, 16), (32, 16), (1, 16))),
+    *(Shape(128, h, order=order) for h in (128, 16) for order in ("ascending", "runs")),
     *(Shape(1, h, 4096, n, "bf16", True) for h, n in ((128, 8192), (128, 32768), (16, 32768))),
 ]
 
 
 @dataclass
 class Batch:
-    """A shape's tensors: q [T, H, 576], kv_cache [blocks, 64, row], slots [T, K] int32."""
+    """A shape's tensors: q [T, H, 576], kv_cache [blocks, 64, row], slots [T, K] int32.
+    kv_scale: of an fp8 cache."""
 
     shape: Shape
     q: torch.Tensor
     kv_cache: torch.Tensor
     slots: torch.Tensor
 
+    @property
+    def kv_scale(self) -> float | None:
+        return KV_SCALES.get(self.shape.cache)
+
 
 def make_batch(shape: Shape, seed: int = 0) -> Batch:
-    """q ~ N(0, 1/9), cache ~ N(0, 1/100), slots of each token in random order, none twice.
+    """q ~ N(0, 1/9), cache ~ N(0, 1/100), no slot of a token twice.
 
     The group scales of fp8_ds_mla are powers of two: FlashMLA rounds them to bf16.
     """
@@ -89,6 +101,10 @@ def make_batch(shape: Shape, seed: int = 0) -> Batch:
     rows = requests * own
     if shape.cache == "bf16":
         cache = torch.randn(rows, WIDTH, dtype=torch.bfloat16, device=DEVICE).div_(10)
+    elif shape.cache == "fp8":
+        cache = torch.empty(rows, WIDTH, dtype=torch.float8_e4m3fn, device=DEVICE)
+        for part in cache.split(2**20):
+            part.copy_(torch.randn(len(part), WIDTH, device=DEVICE))
     else:
         cache = torch.empty(rows, ROW_BYTES[shape.cache], dtype=torch.uint8, device=DEVICE)
         for part in cache.split(2**20):
@@ -101,9 +117,18 @@ def make_batch(shape: Shape, seed: int = 0) -> Batch:
     slots = torch.empty(shape.tokens, K, dtype=torch.int32, device=DEVICE)
     for t in range(shape.tokens):
         first = 0 if shape.prefill else t // shape.s_q * own
-        slots[t] = torch.randperm(shape.context, device=DEVICE)[:K] + first
+        slots[t] = choose_slots(shape) + first
     q = torch.randn(shape.tokens, shape.heads, WIDTH, device=DEVICE).div_(3).bfloat16()
     return Batch(shape, q, cache.view(-1, PAGE, cache.shape[1]), slots)
+
+
+def choose_slots(shape: Shape) -> torch.Tensor:
+    """[K]: places in the context of a request."""
+    if shape.order == "runs":
+        starts = torch.randperm(shape.context // RUN, device=DEVICE)[: K // RUN] * RUN
+        return (starts[:, None] + torch.arange(RUN, device=DEVICE)).flatten()
+    places = torch.randperm(shape.context, device=DEVICE)[:K]
+    return places.sort().values if shape.order == "ascending" else places
 
 
 def golden(batch: Batch, tokens: list[int]) -> torch.Tensor:
@@ -114,7 +139,7 @@ def golden(batch: Batch, tokens: list[int]) -> torch.Tensor:
         batch.slots[tokens],
         scale=SCALE,
         kv_lora_rank=LATENT,
-        kv_scale=None,
+        kv_scale=batch.kv_scale,
         lengths=None,
         sink=None,
     )

@@ -11,6 +11,7 @@ import torch
 from mla_kernels.sparse.choice import is_few
 
 HOPPER, PORTABLE = "mla_kernels/hopper", "mla_kernels/triton"
+DETERMINISTIC, DROP_IN = "mla_kernels/deterministic", "mla_kernels/flash_mla_sparse_fwd"
 PEER = "peer/"
 
 Cases = dict[str, dict[str, dict[str, Any]]]
@@ -42,9 +43,12 @@ def markdown(report: dict[str, Any], indexer: dict[str, Any] | None) -> str:
         *([report["note"], ""] if "note" in report else []),
         "Microseconds: medians of CUDA-graph replays, cold L2. `floor`: the larger of FLOP over",
         "the GEMM rate and bytes over the read rate, both of this run. 2048 slots a token, in",
-        "random order. FlashMLA takes 64 or 128 heads: fewer are padded before it is timed.",
-        'Above 1 ours is faster, as `impl="auto"` takes it (`auto`): the Hopper kernel, or where',
-        "heads or tokens are few the portable one (`is_few` in mla_kernels/sparse/choice.py).",
+        "random order; with `ascending` sorted, with `runs` in runs of 16 neighbours. FlashMLA",
+        "takes 64 or 128 heads: fewer are padded before it is timed. Above 1 ours is faster, as",
+        '`impl="auto"` takes it (`auto`): the Hopper kernel; where heads or tokens are few',
+        "(`is_few`, mla_kernels/sparse/choice.py) or the cache has one scale (`fp8`) the portable",
+        "one. `deterministic`: with `deterministic=True`. `drop-in`: the prefill of",
+        "`mla_kernels.flash_mla`, which also gives the largest logits, as FlashMLA's does.",
     ]
     for op, title in (("decode", "Decode"), ("prefill", "Prefill of 4096 tokens")):
         cases = by_case(report["rows"], op)
@@ -71,14 +75,17 @@ def taken(case: str) -> str:
     found = re.match(r"(?:b(\d+)|prefill)_h(\d+)_q(\d+)", case)
     assert found, case
     batch, heads, s_q = (int(number or 1) for number in found.groups())
-    cache = torch.uint8 if case.endswith("fp8_ds_mla") else torch.bfloat16
+    if "_fp8_ds_mla" not in case and "_fp8" in case:
+        return PORTABLE
+    cache = torch.uint8 if "fp8_ds_mla" in case else torch.bfloat16
     return PORTABLE if is_few(batch * s_q, heads, cache) else HOPPER
 
 
 def attention_table(cases: Cases) -> list[str]:
     lines = [
-        "| case | floor | Hopper | portable | auto | FlashMLA | FlashMLA / auto | TFLOPS | GB/s |",
-        "|---" * 9 + "|",
+        "| case | floor | Hopper | portable | deterministic | drop-in | auto | FlashMLA "
+        "| FlashMLA / auto | TFLOPS | GB/s |",
+        "|---" * 11 + "|",
     ]
     ratios = []
     for case, rows in cases.items():
@@ -89,7 +96,7 @@ def attention_table(cases: Cases) -> list[str]:
             ratios.append(peer["us"] / mine["us"])
             ratio = f"{ratios[-1]:.2f}"
         cells = [case, next(iter(rows.values()))["floor_us"]]
-        cells += [us(rows.get(impl, {})) for impl in (HOPPER, PORTABLE)]
+        cells += [us(rows.get(impl, {})) for impl in (HOPPER, PORTABLE, DETERMINISTIC, DROP_IN)]
         cells += ["Hopper" if taken(case) == HOPPER else "portable", us(peer), ratio]
         cells += [mine.get("tflops", ""), mine.get("gbps", "")]
         lines.append("| " + " | ".join(map(str, cells)) + " |")

@@ -200,8 +200,9 @@ def flash_mla_sparse_fwd(
     _check_beside(q, "attn_sink", attn_sink, (H,), torch.float32)
     _check_out(q, out, (s_q, H, d_v))
     rows = kv.squeeze(1)
-    slots = torch.where(indices.squeeze(1) < rows.shape[0], indices.squeeze(1), -1)
-    pages = _as_pages(rows)
+    pages, slots = _as_pages(rows), indices.squeeze(1)
+    if pages.shape[0] * _PAGE > rows.shape[0]:  # what lies past the copied rows is no key
+        slots = torch.where(slots < rows.shape[0], slots, -1)
     max_logits = q.new_empty(q.shape[:2], dtype=torch.float32)
     result, lse = mla_sparse_attention(
         q,

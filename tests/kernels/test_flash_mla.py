@@ -2,12 +2,11 @@
 """mla_kernels.flash_mla keeps FlashMLA's conventions: shapes, layouts, infinities, refusals."""
 
 import inspect
-import re
 from pathlib import Path
 
 import pytest
 import torch
-from mla_kernels import flash_mla, mla_decode
+from mla_kernels import checks, flash_mla, mla_decode
 from mla_kernels.layouts import MlaDims
 from mla_kernels.sparse.hopper import support
 from mla_kernels.testing.cases import decode_case
@@ -337,35 +336,19 @@ def test_foreign_metadata_is_refused():
         flash_mla.flash_mla_with_kvcache(*args, metadata()[0], torch.zeros(1))
 
 
-def test_the_prefill_asks_for_what_the_hopper_kernel_does_not_keep(monkeypatch):
-    """If this fails, docs/flash_mla.md need no longer say that its prefill is the portable one."""
+def test_the_prefill_asks_for_largest_logits_of_a_batch_that_the_hopper_kernel_takes(monkeypatch):
     seen = {}
 
-    def spy(q, *args, **options):
-        seen.update(options)
+    def spy(q, kv_cache, slots, **options):
+        seen.update(options, kv_cache=kv_cache)
         return q[..., :512], q.new_zeros(q.shape[:2], dtype=torch.float32)
 
     monkeypatch.setattr(flash_mla, "mla_sparse_attention", spy)
     q, kv = torch.zeros(2, 4, 576).bfloat16(), torch.zeros(16, 1, 576).bfloat16()
     _, max_logits, _ = flash_mla.flash_mla_sparse_fwd(q, kv, torch.zeros(2, 1, 8).int(), 0.1)
     assert seen["max_logits"] is max_logits
-    fits = (MlaDims(), torch.bfloat16, torch.bfloat16, True, True)
-    assert support.refusal(*fits, max_logits=False) is None
-    assert support.refusal(*fits, max_logits=True) == "it keeps no max_logits"
-
-
-def test_the_documented_times_of_the_prefill_are_the_measured_ones():
-    text = " ".join((ROOT / "docs/flash_mla.md").read_text().split())
-    page = (ROOT / "benchmarks/results/h200/sparse.md").read_text()
-    ours, portable = [], {128: [], 16: []}
-    for row in re.findall(r"\| prefill_h(\d+)_q4096_.*_bf16 \|(.*)\|", page):
-        times = row[1].split("|")
-        ours.append(times[5].strip())
-        portable[int(row[0])].append(float(times[4]) / float(times[2]))
-    assert f"`mla_sparse_attention` has {min(ours)} to {max(ours)}." in text
-    few, most = min(portable[128]), max(portable[128])
-    assert f"portable one: {few:.2f} to {most:.2f} with 128 heads" in text
-    assert f"{portable[16][0]:.2f} with 16." in text
+    aligned = checks.rows_aligned(seen["kv_cache"])
+    assert support.refusal(MlaDims(), q.dtype, kv.dtype, q.is_contiguous(), aligned) is None
 
 
 def test_functions_of_flash_mla_that_are_not_here_are_named():

@@ -212,6 +212,5 @@ def _check_arguments(
         # Parts are joined where the kernel cannot take their strides.
         contiguous=not isinstance(q, torch.Tensor) or q.is_contiguous(),
         aligned=checks.rows_aligned(kv_cache),
-        max_logits=max_logits is not None,
         few=is_few(T, H, kv_cache.dtype) and not deterministic,
     )

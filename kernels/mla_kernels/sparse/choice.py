@@ -35,14 +35,12 @@ def choose_sparse_impl(
     kv_cache_dtype: torch.dtype = torch.bfloat16,
     contiguous: bool = True,
     aligned: bool = True,
-    max_logits: bool = False,
     few: bool = False,
 ) -> Choice:
     """The implementation behind `mla_sparse_attention(impl=...)` for such a batch, with the reason.
 
     contiguous  q is
     aligned     every cache row starts at a multiple of 16 bytes
-    max_logits  they are asked for
     few         so few rows that the portable kernel is faster (`is_few`): "auto" takes no other
 
     ValueError if `impl` is named and cannot serve it.
@@ -52,7 +50,7 @@ def choose_sparse_impl(
     if device.type == "cuda":
         from mla_kernels.sparse.hopper.support import refusal
 
-        hopper_refusal = refusal(dims, dtype, kv_cache_dtype, contiguous, aligned, max_logits)
+        hopper_refusal = refusal(dims, dtype, kv_cache_dtype, contiguous, aligned)
     if impl == "auto" and few and hopper_refusal is None:
         hopper_refusal = "the portable kernel is faster for so few heads or tokens"
     if impl == "auto" and (

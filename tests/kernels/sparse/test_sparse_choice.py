@@ -119,7 +119,6 @@ def test_what_a_batch_says_of_itself(monkeypatch, kind):
             "kv_cache_dtype": torch.uint8,
             "contiguous": kind != "strided",
             "aligned": True,
-            "max_logits": False,
             "few": kind == "strided",
         }
     ]

@@ -48,13 +48,15 @@ def test_bits_of_a_token_alone_and_in_any_batch(impl, cache, heads):
     assert not together[0][1].any() and bool((together[1][1] == -torch.inf).all())
 
 
+@pytest.mark.parametrize("impl", ["triton", pytest.param("hopper", marks=HOPPER)])
 @pytest.mark.parametrize("cache", ["bf16", "fp8_ds_mla"])
 @pytest.mark.parametrize("heads", [8, 32, 128])
 @pytest.mark.parametrize("T", [1, 9, 300])
-def test_largest_logits(cache, heads, T):
+def test_largest_logits(impl, cache, heads, T):
+    """In one range of slots and in several, where the largest is that of all of them."""
     q, kv, slots = make_case(T, heads, cache)
     got = torch.full((T, heads), torch.nan, device="cuda")
-    mla_sparse_attention(q, kv, slots, scale=SCALE, max_logits=got)
+    mla_sparse_attention(q, kv, slots, scale=SCALE, max_logits=got, impl=impl)
     some = sorted({0, T // 2, T - 1, min(1, T - 1)})
     want = torch.empty(len(some), heads, device="cuda")
     mla_sparse_attention_reference(

@@ -46,6 +46,7 @@ def hopper_sparse_kernel(
     sink,  # [H] fp32, with HAS_SINK
     out,  # [T, H, 512] bf16
     lse,  # [T, H] fp32
+    max_logits,  # [T, H] fp32, with MAX_LOGITS; -inf before, with SPLIT
     part_acc,  # [T, splits, H, 512] fp32, with SPLIT
     part_sums,  # [T, splits, H, 2] fp32: l, k
     scale_log2,
@@ -66,6 +67,7 @@ def hopper_sparse_kernel(
     HAS_LENGTHS: gl.constexpr,
     HAS_SINK: gl.constexpr,
     SPLIT: gl.constexpr,
+    MAX_LOGITS: gl.constexpr,
 ):
     COUNT: gl.constexpr = 128 if FORMAT == "bf16" else 1
     q_shared = gl.allocate_shared_memory(gl.bfloat16, [BLOCK, 128], TILE)
@@ -91,11 +93,11 @@ def hopper_sparse_kernel(
             [
                 (scores_warpgroup, (
                     q_desc, q_rope_desc, slots, slots_stride, lengths, K, span, num_slots,
-                    page_stride, num_heads, scale_log2, sink, lse, part_sums, q_shared, ring_a,
-                    ring_b, ring_r, offsets, full_a, full_b, full_v, landed_q, full_q, p_ring,
-                    full_p_a, full_p_b, empty_p, factors, inverse, full_out,
+                    page_stride, num_heads, scale_log2, sink, lse, max_logits, part_sums, q_shared,
+                    ring_a, ring_b, ring_r, offsets, full_a, full_b, full_v, landed_q, full_q,
+                    p_ring, full_p_a, full_p_b, empty_p, factors, inverse, full_out,
                     SLOTS_A, SLOTS_B, SLOTS_R, SLOTS_P,
-                    PAGE, ROW, HAS_LENGTHS, HAS_SINK, SPLIT, True, True,
+                    PAGE, ROW, HAS_LENGTHS, HAS_SINK, SPLIT, MAX_LOGITS, True, True,
                 )),
                 (values_warpgroup, (
                     out, part_acc, kv, slots, slots_stride, lengths, K, span, num_slots,
@@ -123,11 +125,11 @@ def hopper_sparse_kernel(
             [
                 (scores_warpgroup, (
                     q_desc, q_rope_desc, slots, slots_stride, lengths, K, span, num_slots,
-                    page_stride, num_heads, scale_log2, sink, lse, part_sums, q_shared, ring_a,
-                    ring_b, ring_r, offsets, full_a, full_b, full_v, landed_q, full_q, p_ring,
-                    full_p_a, full_p_b, empty_p, factors, inverse, full_out,
+                    page_stride, num_heads, scale_log2, sink, lse, max_logits, part_sums, q_shared,
+                    ring_a, ring_b, ring_r, offsets, full_a, full_b, full_v, landed_q, full_q,
+                    p_ring, full_p_a, full_p_b, empty_p, factors, inverse, full_out,
                     SLOTS_A, SLOTS_B, SLOTS_R, SLOTS_P,
-                    PAGE, ROW, HAS_LENGTHS, HAS_SINK, SPLIT, False, False,
+                    PAGE, ROW, HAS_LENGTHS, HAS_SINK, SPLIT, MAX_LOGITS, False, False,
                 )),
                 (values_fp8_warpgroup, (
                     out, part_acc, kv, kv_scale, kv_rope, slots, slots_stride,

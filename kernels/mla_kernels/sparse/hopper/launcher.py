@@ -45,6 +45,8 @@ def launch_sparse(call: SparseCall, split: Split) -> None:
     kv_format, block = FORMATS[kv_cache.dtype], BLOCK.value
     latent, rope = token_parts(call.q, out.shape[2])
     acc, sums = call.partials(split)
+    if split.splits > 1 and call.max_logits is not None:
+        call.max_logits.fill_(-torch.inf)
     scale_view, rope_view = kv_cache, kv_cache
     if kv_format == "fp8_ds_mla":
         scale_view, rope_view = kv_cache.view(torch.float32), kv_cache.view(torch.bfloat16)
@@ -59,6 +61,7 @@ def launch_sparse(call: SparseCall, split: Split) -> None:
         *call.inputs(),
         out,
         lse,
+        lse if call.max_logits is None else call.max_logits,
         acc,
         sums,
         scale_to_log2(call.scale),
@@ -70,6 +73,7 @@ def launch_sparse(call: SparseCall, split: Split) -> None:
         H,
         **CONFIGS[kv_format],
         **call.modes(split),
+        MAX_LOGITS=call.max_logits is not None,
         FORMAT=kv_format,
         PAGE=kv_cache.shape[1],
         ROW=kv_cache.stride(1),

@@ -82,25 +82,32 @@ def add_row_sums(l, factor, p):
 
 
 @gluon.jit
-def softmax_step(s, offset, k, l, scale_log2):
-    """decode/hopper/softmax.py's step, with the mask in what puts the scores on the grid."""
+def softmax_step(s, offset, k, l, top, scale_log2, MAX_LOGITS: gl.constexpr):
+    """decode/hopper/softmax.py's step, with the mask in what puts the scores on the grid. top: the
+    largest scores so far, with MAX_LOGITS off the grid, which is too coarse for those."""
     s, offset = gl.broadcast(s, offset[None, :])
     t = gl.fma(s, scale_log2, offset)
-    row_max = gl.maximum(gl.ceil(gl.max(t, 1) - GRID_OFFSET), EXPONENT_FLOOR)
+    if MAX_LOGITS:
+        largest = gl.max(gl.fma(s, scale_log2, offset - GRID_OFFSET), 1)
+        top = gl.maximum(top, largest)
+    else:
+        largest = gl.max(t, 1) - GRID_OFFSET
+    row_max = gl.maximum(gl.ceil(largest), EXPONENT_FLOOR)
     k_new = gl.where(row_max > k + TAU, row_max, k)
     factor = pow2_int(k - k_new)
     p = round_bf16(gl.exp2(t - (k_new + GRID_OFFSET)[:, None]))
-    return p, factor, k_new, add_row_sums(l, factor, p)
+    return p, factor, k_new, add_row_sums(l, factor, p), top
 
 
 @gluon.jit
 def scores_warpgroup(
     q_desc, q_rope_desc, slots, slots_stride, lengths, K, span, num_slots, page_stride, num_heads,
-    scale_log2, sink, lse, part_sums, q_shared, ring_a, ring_b, ring_r, offsets, full_a, full_b,
-    full_v, landed_q, full_q, p_ring, full_p_a, full_p_b, empty_p, factors, inverse, full_out,
+    scale_log2, sink, lse, max_logits, part_sums, q_shared, ring_a, ring_b, ring_r, offsets,
+    full_a, full_b, full_v, landed_q, full_q, p_ring, full_p_a, full_p_b, empty_p, factors,
+    inverse, full_out,
     SLOTS_A: gl.constexpr, SLOTS_B: gl.constexpr, SLOTS_R: gl.constexpr, SLOTS_P: gl.constexpr,
     PAGE: gl.constexpr, ROW: gl.constexpr, HAS_LENGTHS: gl.constexpr, HAS_SINK: gl.constexpr,
-    SPLIT: gl.constexpr, FENCE: gl.constexpr, GATE: gl.constexpr,
+    SPLIT: gl.constexpr, MAX_LOGITS: gl.constexpr, FENCE: gl.constexpr, GATE: gl.constexpr,
 ):  # fmt: skip
     """GATE: warpgroup 1 gets P(n-1) only when Q K(n) is issued, so that its half of PV(n-1) fills
     the tensor cores while this warpgroup is busy with softmax(n)."""
@@ -134,6 +141,7 @@ def scores_warpgroup(
 
     k = gl.full([BLOCK], EXPONENT_FLOOR, gl.float32, SCORES_ROW)
     l = gl.zeros([BLOCK, 8], gl.float32, SUMS)
+    top = gl.full([BLOCK], -float("inf"), gl.float32, SCORES_ROW)
     for n in range(tiles):
         token_s = issue_scores(
             q_a, q_b, q_rope, q_shared, ring_a, ring_b, ring_r, full_a, full_b,
@@ -147,7 +155,7 @@ def scores_warpgroup(
         ia, pa = ring_next(ia, pa, SLOTS_A)
         ib, pb = ring_next(ib, pb, SLOTS_B)
         ir, pr = ring_next(ir, pr, SLOTS_R)
-        p, factor, k, l = softmax_step(s, offset, k, l, scale_log2)
+        p, factor, k, l, top = softmax_step(s, offset, k, l, top, scale_log2, MAX_LOGITS)
         mbarrier.wait(empty_p.index(ip), pp)
         p_ring.index(ip).store(p)
         factors.index(ip).store(factor)
@@ -163,6 +171,12 @@ def scores_warpgroup(
     ok = head < num_heads
     total = gl.convert_layout(gl.sum(l, 1), SCORES_ROW)
     seen = total != 0.0  # NaN too
+    if MAX_LOGITS:
+        at = max_logits + token * num_heads + head
+        if SPLIT:
+            gl.atomic_max(at, top * LN2, mask=ok, sem="relaxed")
+        else:
+            gl.store(at, top * LN2, mask=ok)
     if SPLIT:
         at = ((token * gl.num_programs(1) + gl.program_id(1)) * num_heads + head) * 2
         gl.store(part_sums + at, total, mask=ok)

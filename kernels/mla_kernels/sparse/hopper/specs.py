@@ -14,6 +14,7 @@ POINTERS = {
     "sink": "*fp32",
     "out": "*bf16",
     "lse": "*fp32",
+    "max_logits": "*fp32",
     "part_acc": "*fp32",
     "part_sums": "*fp32",
 }
@@ -30,7 +31,8 @@ def specialisations(arch: Arch) -> list[KernelSpec]:
         return []
     return [
         KernelSpec(
-            name=f"sparse/hopper/{kv_format}{'_split' if split else ''}",
+            name=f"sparse/hopper/{kv_format}{'_split' if split else ''}"
+            f"{'_max_logits' if max_logits else ''}",
             fn=hopper_sparse_kernel,
             signature={
                 **{n: t for n, t in descriptors("bf16").items() if n.startswith("q_")},
@@ -47,12 +49,14 @@ def specialisations(arch: Arch) -> list[KernelSpec]:
                 "HAS_LENGTHS": split,
                 "HAS_SINK": not split,
                 "SPLIT": split,
+                "MAX_LOGITS": max_logits,
             },
             aligned=("kv", "kv_scale", "kv_rope", *POINTERS, "page_stride"),
             options={"num_warps": 4},
             tensor_core="native",
-            quick=not split,
+            quick=not split and not max_logits,
         )
         for kv_format in CACHE
         for split in (False, True)
+        for max_logits in (False, True)
     ]

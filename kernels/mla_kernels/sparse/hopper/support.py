@@ -35,7 +35,6 @@ def refusal(
     kv_cache_dtype: torch.dtype,
     contiguous: bool,
     aligned: bool,
-    max_logits: bool,
 ) -> str | None:
     """Why this kernel cannot serve such a batch; None if it can."""
     if dims != MlaDims():
@@ -48,6 +47,4 @@ def refusal(
         return "it needs a contiguous q"
     if not aligned:
         return "it needs cache rows at multiples of 16 bytes"
-    if max_logits:
-        return "it keeps no max_logits"
     return None

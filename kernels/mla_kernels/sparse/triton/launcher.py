@@ -119,8 +119,8 @@ def launch_sparse(
         **kernel_constants(dims, kv_format, kv_cache.shape[1], kv_cache.stride(1)),
         **tile_constants(tile, arch, kv_format, q.dtype),
         **call.modes(split),
-        LOAD_SCALE=isinstance(call.kv_scale, torch.Tensor),
         MAX_LOGITS=call.max_logits is not None,
+        LOAD_SCALE=isinstance(call.kv_scale, torch.Tensor),
         **tile_options(tile),
     )
 
