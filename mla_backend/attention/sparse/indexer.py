@@ -52,7 +52,7 @@ def take_over(
                 f"{name} is {value}; the indexer's kernels take {allowed}. {support.ELSE}"
             )
     name = indexer.k_cache.prefix
-    max_blocks = compat.block_table_width(vllm_config, support.BLOCK_SIZE)
+    max_blocks = compat.block_table_width(vllm_config, support.BLOCK_SIZE, sparse=True)
     LAYERS[name] = IndexerLayer(
         heads=indexer.n_head,
         dtype=torch.get_default_dtype(),  # the model's, while vLLM builds it

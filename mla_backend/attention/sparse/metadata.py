@@ -65,7 +65,8 @@ class _Builder:
             vllm_config.scheduler_config.max_num_seqs,
             vllm_config.compilation_config.max_cudagraph_capture_size or 0,
         )
-        return tokens, requests, compat.block_table_width(vllm_config, support.BLOCK_SIZE)
+        width = compat.block_table_width(vllm_config, support.BLOCK_SIZE, sparse=True)
+        return tokens, requests, width
 
 
 class SparseMetadataBuilder(_Builder, AttentionMetadataBuilder[SparseMetadata]):
