@@ -351,6 +351,17 @@ def test_the_prefill_asks_for_largest_logits_of_a_batch_that_the_hopper_kernel_t
     assert support.refusal(MlaDims(), q.dtype, kv.dtype, q.is_contiguous(), aligned) is None
 
 
+def test_the_documented_times_of_the_prefill_are_the_measured_ones():
+    text = " ".join((ROOT / "docs/flash_mla.md").read_text().split())
+    page = (ROOT / "benchmarks/results/h200/sparse.md").read_text()
+    names = next(line for line in page.splitlines() if line.startswith("| case | floor"))
+    drop_in, peer = (names.split("|").index(f" {name} ") for name in ("drop-in", "FlashMLA"))
+    rows = [row.split("|") for row in page.splitlines() if row.startswith("| prefill_")]
+    ratios = [float(row[peer]) / float(row[drop_in]) for row in rows]
+    assert len(ratios) == 3
+    assert f"`flash_mla_sparse_fwd` has {min(ratios):.2f} to {max(ratios):.2f} in a prefill" in text
+
+
 def test_functions_of_flash_mla_that_are_not_here_are_named():
     """The README claims FlashMLA's names but for these."""
     assert not any(name.startswith("flash_attn_varlen") for name in dir(flash_mla))
