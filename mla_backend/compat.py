@@ -10,7 +10,7 @@ Import-light: vLLM is imported inside functions only, because the platform entry
 | MLA prefill backend on CPU | FLASH_ATTN's class, no choice | 0.29 | one for CPUs |
 | `kv_b_proj.weight` on CPU | freed after packing | 0.29 | kept for MLA |
 | layouts of a KV cache | by stride order | 0.29 | by name |
-| sparse layers under decode context parallelism | run here | 0.29 | refused: not run yet |
+| sparse layers under decode context parallelism | an experiment | 0.29 | refused: not run yet |
 | DeepSeek-V3.2's indexer on CUDA | a module | 0.29 | a function in the model's file |
 | its keys' scales on sm_100 | fp32 | 0.33 | four bytes of ue8m0, not read here |
 | names for `--attention-backend` | CUSTOM | 0.32 | CUSTOM, own names |
@@ -178,7 +178,8 @@ def _narrows_tables_of_mixed_groups() -> bool:
 
 
 def serves_sparse_dcp() -> bool:
-    """Whether sparse layers may share their caches out to ranks in this vLLM.
+    """Whether sparse layers can share their caches out to ranks in this vLLM, if they may at all
+    (`support.tries_sparse_dcp`).
 
     The layers around ours are others from 0.29 on (a fused indexer, a class that is asked), and
     none of those was run so.

@@ -37,6 +37,16 @@ def test_no_two_answers_are_the_same_by_accident():
     assert answers["sliding window"] == ("no", "no")
 
 
+def test_an_experiment_is_no_promise():
+    from vllm.v1.attention.backend import AttentionBackend
+
+    if "use_dcp" not in inspect.signature(AttentionBackend.validate_configuration).parameters:
+        pytest.skip("an older vLLM does not ask")
+    answers = features()
+    assert answers["decode context parallelism"] == ("no", "yes")
+    assert answers["sparse attention, decode context parallelism"] == ("no", "no")
+
+
 def test_the_gpu_takes_only_what_its_kernels_take():
     from mla_kernels.decode.triton.launcher import check_supported
     from mla_kernels.layouts import MlaDims

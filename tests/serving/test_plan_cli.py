@@ -62,6 +62,7 @@ def test_text(capsys):
         (["--gpus", "1", "--model", "/no/such"], "/no/such: no such file"),
         (["--gpus", "1", "--model", str(ROOT / "Makefile")], "is not JSON"),
         (["--gpus", "1", "--model", str(MODELS)], "configs/models: a directory without config"),
+        ([*V32, "--gpus", "8", "--tp", "8", "--dcp", "8"], "Expected --dcp 1 for the sparse"),
     ],
 )
 def test_errors(capsys, argv, said):

@@ -33,7 +33,8 @@ class SparseMlaImpl(CacheWrites, MLAAttentionImpl[SparseMetadata]):
     supports_dense_mha_prefill = False
     supports_quant_query_input = False
     can_return_lse_for_decode: bool = True
-    supports_dcp: bool = compat.serves_sparse_dcp()  # asked in the versions where it is not
+    # Asked in the versions where it is not; in the others `refuse_sparse_dcp` asks for the switch.
+    supports_dcp: bool = compat.serves_sparse_dcp()
 
     def __init__(
         self,

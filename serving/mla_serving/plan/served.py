@@ -15,6 +15,7 @@ def check(model: MlaModel, layout: Layout, kv_cache_dtype: str) -> None:
     _check_rows(model, kv_cache_dtype)
     _check_heads(model, layout)
     if model.sparse:
+        _check_ranks(model, layout)
         _check_indexer(model)
 
 
@@ -49,6 +50,14 @@ def _check_heads(model: MlaModel, layout: Layout) -> None:
         raise ValueError(
             f"{model.heads} attention heads / --tp {layout.tp}{gathered} are {heads} on a GPU; our "
             f"kernels take {most}. Mend: {mend}" + (", or a lower --dcp" if gathered else "")
+        )
+
+
+def _check_ranks(model: MlaModel, layout: Layout) -> None:
+    if layout.dcp > 1 and not support.tries_sparse_dcp():
+        raise ValueError(
+            f"Expected --dcp 1 for the sparse attention of {model.name}, got {layout.dcp}, which "
+            f"{support.EXPERIMENT}. Mend: --dcp 1, or {support.TRY_SPARSE_DCP}"
         )
 
 
