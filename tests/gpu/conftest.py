@@ -28,6 +28,8 @@ SECONDS = 300
 # of other kinds. Where eight to twelve shared two H200s, 3 of 7 such engines hung in their first
 # requests, both ranks; where three did, none. The cause is not known.
 SPARSE_DCP_TURN = threading.Lock()
+# Process groups of engines.
+RUNNING: set[int] = set()
 
 
 def pytest_addoption(parser):
@@ -45,6 +47,19 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
 
 
+def kill(group):
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def take_engines_along(signum, _):
+    """A run that is told to end (`timeout` does so) would leave its engines on the GPU: each has a
+    session of its own."""
+    for group in tuple(RUNNING):
+        kill(group)
+    os._exit(128 + signum)
+
+
 def run_engine(folder, spec, env):
     """The result of engine_run_gpu.py as a dict; AssertionError with the log's end if it failed."""
     folder.mkdir()
@@ -60,13 +75,14 @@ def run_engine(folder, spec, env):
             stderr=log,
             start_new_session=True,
         )
+        RUNNING.add(process.pid)
         try:
             failed = process.wait(timeout=SECONDS)
         except subprocess.TimeoutExpired:
             failed = "timeout"
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            kill(process.pid)
+            RUNNING.discard(process.pid)
     assert failed == 0, f"{failed}\n{(folder / 'log').read_text()[-6000:]}"
     result = json.loads((folder / "result.json").read_text())
     late = re.findall(r"JIT compilation during inference: (\w+)", (folder / "log").read_text())
@@ -98,6 +114,7 @@ def engines(request, tmp_path_factory, checkpoint):
     """`engines(name)`: the result of an engine of engines.py. All start with the first call."""
     from engines import all_engines
 
+    signal.signal(signal.SIGTERM, take_engines_along)
     kept = request.config.getoption("--logs", default=None)
     folder = Path(kept) if kept else tmp_path_factory.mktemp("engines")
     folder.mkdir(parents=True, exist_ok=True)
