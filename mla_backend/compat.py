@@ -181,8 +181,8 @@ def serves_sparse_dcp() -> bool:
     """Whether sparse layers can share their caches out to ranks in this vLLM, if they may at all
     (`support.tries_sparse_dcp`).
 
-    The layers around ours are others from 0.29 on (a fused indexer, a class that is asked), and
-    none of those was run so.
+    The layers around ours are others from 0.29 on (a fused indexer; from 0.32 on a class that is
+    asked), and none of those was run so.
     """
     return _before((0, 29))
 

@@ -154,8 +154,11 @@ def test_layer_is_refused_with_the_reason(changes, reason):
 
 
 def test_an_experiment_that_is_switched_on_is_refused_where_it_was_not_run(monkeypatch):
+    from mla_backend import compat
     from mla_backend.attention.sparse.backend import SparseMlaBackend
 
+    if compat.serves_sparse_dcp():
+        pytest.skip("not refused in this vLLM")
     layer = selector_config(use_sparse=True, use_dcp=True)._asdict()
     monkeypatch.setenv("MLA_BACKEND_SPARSE_DCP", "1")
     reasons = SparseMlaBackend.validate_configuration(device_capability=(9, 0), **layer)

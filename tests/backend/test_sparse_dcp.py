@@ -1,15 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sparse layers under decode context parallelism beside one rank that has every token."""
 
-import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from sparse_ranks import Cluster, Requests, merged, whole_choice
 
 MIXED = ([5, 1, 3, 1], [320, 65, 301, 1])  # a chunk of a prompt, decode tokens, a first token

@@ -4,7 +4,6 @@
 import random
 import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
@@ -189,7 +188,6 @@ ATTENTION = {
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("kind", ATTENTION)
 def test_no_step_attends_with_what_was_not_compiled(kind, ranks, keys, monkeypatch):
-    sys.path.insert(0, str(Path(__file__).parent))
     import test_sparse
     from mla_kernels.sparse import api as sparse_api
     from mla_kernels.sparse.hopper import launcher as hopper

@@ -62,7 +62,8 @@ def mla_sparse_attention(
                tokens take longer, as they are not cut to fill the device
     out, lse   contiguous, as returned below: written in place if given
     max_logits [T, H] fp32, contiguous, written if given: the largest scale * q . k of each row,
-               -inf without a slot; the sink does not count
+               -inf without a slot; the sink does not count. Of a row with NaN, whose lse says so,
+               anything
     workspace  [bytes] uint8 from `mla_sparse_workspace`: scratch of the GPU kernel, which splits
                few tokens over the device. With out, lse and workspace nothing is allocated
 
@@ -212,5 +213,6 @@ def _check_arguments(
         # Parts are joined where the kernel cannot take their strides.
         contiguous=not isinstance(q, torch.Tensor) or q.is_contiguous(),
         aligned=checks.rows_aligned(kv_cache),
-        few=is_few(T, H, kv_cache.dtype) and not deterministic,
+        # The kernel for few rows is neither batch-invariant nor keeps the largest logits.
+        few=is_few(T, H, kv_cache.dtype) and not deterministic and max_logits is None,
     )

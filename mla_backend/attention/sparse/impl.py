@@ -33,7 +33,7 @@ class SparseMlaImpl(CacheWrites, MLAAttentionImpl[SparseMetadata]):
     supports_dense_mha_prefill = False
     supports_quant_query_input = False
     can_return_lse_for_decode: bool = True
-    # Asked in the versions where it is not; in the others `refuse_sparse_dcp` asks for the switch.
+    # vLLM 0.32 and later ask for it, and there it is False; before, `refuse_sparse_dcp` decides.
     supports_dcp: bool = compat.serves_sparse_dcp()
 
     def __init__(

@@ -33,8 +33,10 @@ class IndexerLayer:
         """Take what a step of T tokens takes under decode context parallelism and free it, so that
         vLLM counts it when it sizes the KV cache: no layer attends while it measures."""
         if self.shard is not None:
-            merge = 8 * T * self.topk_indices.shape[1] + CANDIDATE_BYTES * MERGED_AT_ONCE
-            size = max(merge, T * self.gathered_bytes)
+            candidates = T * self.topk_indices.shape[1]
+            # 8 bytes each, and first 16 while their scores are looked up, then those of the merge.
+            choice = 8 * candidates + max(16 * candidates, CANDIDATE_BYTES * MERGED_AT_ONCE)
+            size = max(choice, T * self.gathered_bytes)
             torch.empty(size, dtype=torch.uint8, device=self.topk_indices.device)
 
     def run(

@@ -49,6 +49,7 @@ def gpu(monkeypatch):
         (7, 16, "fp8_ds_mla", {}, False),
         (7, 17, "fp8_ds_mla", {}, True),
         (7, 16, "fp8_ds_mla", {"deterministic": True}, True),
+        (7, 16, "fp8_ds_mla", {"max_logits": torch.empty(7, 16)}, True),
     ],
 )
 def test_few_rows_are_for_the_portable_kernel(refusals, tokens, heads, cache, options, hopper):

@@ -53,8 +53,11 @@ def test_bits_of_a_token_alone_and_in_any_batch(impl, cache, heads):
 @pytest.mark.parametrize("heads", [8, 32, 128])
 @pytest.mark.parametrize("T", [1, 9, 300])
 def test_largest_logits(impl, cache, heads, T):
-    """In one range of slots and in several, where the largest is that of all of them."""
+    """In one range of slots and in several, where the largest is that of all of them. The first
+    token has two slots, in the first range and in the last: of some heads both are negative."""
     q, kv, slots = make_case(T, heads, cache)
+    slots[0, 1:-1] = -1
+    slots[0, -1] = 77
     got = torch.full((T, heads), torch.nan, device="cuda")
     mla_sparse_attention(q, kv, slots, scale=SCALE, max_logits=got, impl=impl)
     some = sorted({0, T // 2, T - 1, min(1, T - 1)})
@@ -65,3 +68,4 @@ def test_largest_logits(impl, cache, heads, T):
     )  # fmt: skip
     torch.testing.assert_close(got[some], want, atol=2e-5, rtol=2e-5)
     assert not got.isnan().any()
+    assert heads < 32 or bool((want[0] < 0).any())

@@ -45,6 +45,7 @@ def launch_sparse(call: SparseCall, split: Split) -> None:
     kv_format, block = FORMATS[kv_cache.dtype], BLOCK.value
     latent, rope = token_parts(call.q, out.shape[2])
     acc, sums = call.partials(split)
+    # By torch: such a call is not replayed (triton_common/record.py), and prompts are not cut.
     if split.splits > 1 and call.max_logits is not None:
         call.max_logits.fill_(-torch.inf)
     scale_view, rope_view = kv_cache, kv_cache

@@ -66,6 +66,7 @@ def launch_and_merge(
     if isinstance(tile, FewRowsTile):
         launch_few_rows(call, acc, sums, tile, split, arch)
     else:
+        # By torch: such a call is not replayed (triton_common/record.py), and prompts are not cut.
         if split.splits > 1 and call.max_logits is not None:
             call.max_logits.fill_(-torch.inf)
         launch_sparse(call, acc, sums, tile, split, dims, arch)
