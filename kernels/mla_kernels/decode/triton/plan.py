@@ -24,10 +24,6 @@ OVERHEAD = 2
 MIN_PAY = 4
 # Tiles that a part may do more to save cuts.
 SLACK = 2
-# Up to so many query rows memory is the limit, not what a program does, so a part may have
-# 1 / SPARE more: 128 requests of any length then have one of 132 SMs each.
-MEMORY_BOUND_ROWS = 32
-SPARE = 32
 # Deterministic mode: tiles a chunk (`chunk_tiles`), and chunks of a request at most.
 CHUNK = 16
 MAX_CHUNKS = 64
@@ -78,7 +74,6 @@ class DevicePlan:
             OVERHEAD=OVERHEAD,
             MIN_PAY=MIN_PAY,
             SLACK=SLACK,
-            SPARE=SPARE if self.chunk == 0 and self.rows <= MEMORY_BOUND_ROWS else 0,
             CHUNK=self.chunk,
             MAX_CHUNKS=self.max_chunks,
             BLOCK=min(1024, max(32, triton.next_power_of_2(seq_lens.shape[0]))),
