@@ -98,8 +98,7 @@ ENV_VARS: dict[str, EnvVar] = {
             "0",
             _parse_bool,
             "Serve sparse layers under decode context parallelism (vLLM before 0.29). An "
-            "experiment: right where it ran, but engines that shared their GPUs with many others "
-            "hung. Off, it is refused.",
+            "experiment: engines that shared their GPUs with many others hung. Off, it is refused.",
         ),
         EnvVar(
             "MLA_BACKEND_CPU_PLATFORM",

@@ -152,8 +152,7 @@ def _head_sizes(sparse: bool) -> tuple[int, ...]:
 
 ELSE = "Mend: leave out --attention-backend CUSTOM"
 _DCP = "decode context parallelism"
-# On two H200s (vLLM 0.26), where three engines at a time shared them, all answered; where eight to
-# twelve did, 3 of 7 stood still from their first requests on, both ranks. The cause is not known.
+# What hung and what did not: docs/plugin.md.
 EXPERIMENT = "is an experiment that hung where many engines shared the GPUs"
 TRY_SPARSE_DCP = "MLA_BACKEND_SPARSE_DCP=1 to try it with vLLM before 0.29"
 

@@ -24,9 +24,8 @@ ENGINE_RUN = HERE / "engine_run_gpu.py"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 AT_ONCE = 8
 SECONDS = 300
-# Engines whose sparse layers are under decode context parallelism run one at a time, beside engines
-# of other kinds. Where eight to twelve shared two H200s, 3 of 7 such engines hung in their first
-# requests, both ranks; where three did, none. The cause is not known.
+# Of engines whose sparse layers are under decode context parallelism, which hung where many engines
+# shared two GPUs (docs/plugin.md).
 SPARSE_DCP_AT_ONCE = 1
 # Process groups of engines; the lock is held while one starts.
 RUNNING: set[int] = set()
