@@ -67,6 +67,13 @@ class SparseCall:
         acc, sums = floats.split([T * split.splits * H * n for n in (DV, 2)])
         return acc, sums
 
+    def largest(self, split: Split) -> torch.Tensor:
+        """Where the largest logits go, filled with -inf where ranges of slots meet there (by torch,
+        so that such a call is not replayed); what stands for missing ones is not written."""
+        if self.max_logits is None:
+            return self.lse
+        return self.max_logits.fill_(-torch.inf) if split.splits > 1 else self.max_logits
+
     def turns(self, split: Split) -> "list[SparseCall]":
         """The call as several, one after the other, whose partial results fit the workspace."""
         T, H, _ = self.shape

@@ -45,9 +45,6 @@ def launch_sparse(call: SparseCall, split: Split) -> None:
     kv_format, block = FORMATS[kv_cache.dtype], BLOCK.value
     latent, rope = token_parts(call.q, out.shape[2])
     acc, sums = call.partials(split)
-    # By torch: such a call is not replayed (triton_common/record.py), and prompts are not cut.
-    if split.splits > 1 and call.max_logits is not None:
-        call.max_logits.fill_(-torch.inf)
     scale_view, rope_view = kv_cache, kv_cache
     if kv_format == "fp8_ds_mla":
         scale_view, rope_view = kv_cache.view(torch.float32), kv_cache.view(torch.bfloat16)
@@ -62,7 +59,7 @@ def launch_sparse(call: SparseCall, split: Split) -> None:
         *call.inputs(),
         out,
         lse,
-        lse if call.max_logits is None else call.max_logits,
+        call.largest(split),
         acc,
         sums,
         scale_to_log2(call.scale),

@@ -66,9 +66,6 @@ def launch_and_merge(
     if isinstance(tile, FewRowsTile):
         launch_few_rows(call, acc, sums, tile, split, arch)
     else:
-        # By torch: such a call is not replayed (triton_common/record.py), and prompts are not cut.
-        if split.splits > 1 and call.max_logits is not None:
-            call.max_logits.fill_(-torch.inf)
         launch_sparse(call, acc, sums, tile, split, dims, arch)
     if split.splits > 1:
         launch_merge(acc, sums, call.sink, call.out, call.lse, split.splits, arch)
@@ -105,7 +102,7 @@ def launch_sparse(
         *call.inputs(),
         call.out,
         call.lse,
-        call.lse if call.max_logits is None else call.max_logits,
+        call.largest(split),
         acc,
         sums,
         scale_to_log2(call.scale),
