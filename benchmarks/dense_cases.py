@@ -84,6 +84,9 @@ SHAPES = [
     # Beyond the published tables: uneven batches, few heads, several new tokens, fp8 caches.
     ragged(128),
     ragged(16),
+    even(128, 32, 1, 16384),
+    even(128, 16, 1, 16384),
+    even(32, 16, 1, 65536),
     even(64, 6, 1, 4096),
     even(64, 12, 1, 4096),
     even(64, 16, 2, 4096),

@@ -153,12 +153,13 @@ def plan_mla_decode(
     if choice.impl in ("hopper", "triton"):
         from mla_kernels.decode.triton.plan import build_plan
 
-        num_parts = None
+        spare = 0
         if choice.impl == "hopper":
-            from mla_kernels.decode.hopper.support import parts_for
+            from mla_kernels.decode.hopper.support import parts_for, spare_for
 
             rows = num_heads * s_q
             num_parts = parts_for(rows, seq_lens.device, kv_cache_dtype, rescale, dtype)
+            spare = spare_for(rows, kv_cache_dtype)
         else:
             from mla_kernels.decode.triton.plan import parts_for as triton_parts_for
 
@@ -171,6 +172,7 @@ def plan_mla_decode(
             deterministic=deterministic,
             max_seq_len=max_seq_len,
             num_parts=num_parts,
+            spare=spare,
             lender=lender.device_plan if lender else None,
         )
     B = seq_lens.shape[0]

@@ -3,8 +3,9 @@
 
 import pytest
 import torch
+from mla_kernels.decode.hopper.support import spare_for
 from mla_kernels.decode.triton.merge import merge_kernel, merge_tile
-from mla_kernels.decode.triton.plan import build_plan
+from mla_kernels.decode.triton.plan import SPARE, build_plan
 from mla_kernels.decode.triton.plan_kernel import PLAN_TILE
 from mla_kernels.numerics import LN2
 
@@ -49,10 +50,19 @@ def segments(plan, lens):
 
 @pytest.mark.parametrize("name", [*LENGTHS, "random"])
 @pytest.mark.parametrize("num_parts", [1, 2, 7, 66, 132])
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_every_tile_is_read_once_and_no_split_is_empty(device, name, num_parts, deterministic):
+@pytest.mark.parametrize(("deterministic", "spare"), [(False, 0), (False, 4), (True, 0)])
+def test_every_tile_is_read_once_and_no_split_is_empty(
+    device, name, num_parts, deterministic, spare
+):
     lens = lengths(name).to(device)
-    plan = build_plan(lens, num_heads=16, s_q=1, num_parts=num_parts, deterministic=deterministic)
+    plan = build_plan(
+        lens,
+        num_heads=16,
+        s_q=1,
+        num_parts=num_parts,
+        deterministic=deterministic,
+        spare=spare,
+    )
     slots = []
     for length, request, found in zip(
         lens, plan.requests.tolist(), segments(plan, lens), strict=True
@@ -85,13 +95,38 @@ def test_work_is_even(device):
     assert max(work) <= share and sum(work) == int(tiles.sum())
 
 
-@pytest.mark.parametrize(("batch", "tokens"), [(128, 4096), (132, 300), (64, 4096), (32, 8192)])
-def test_requests_that_fit_their_own_parts_are_cut_as_little_as_can_be(device, batch, tokens):
+@pytest.mark.parametrize(
+    ("batch", "tokens", "spare"),
+    [
+        (128, 4096, 0), (132, 300, 0), (64, 4096, 0), (32, 8192, 0),
+        (128, 16384, SPARE), (128, 65536, SPARE), (32, 65536, SPARE), (66, 131072, SPARE),
+    ],
+)  # fmt: skip
+def test_requests_that_fit_their_own_parts_are_cut_as_little_as_can_be(
+    device, batch, tokens, spare
+):
     lens = torch.full((batch,), tokens, dtype=torch.int32, device=device)
-    plan = build_plan(lens, num_heads=16, s_q=1, num_parts=132)
+    plan = build_plan(lens, num_heads=16, s_q=1, num_parts=132, spare=spare)
     assert plan.requests[:, 1].tolist() == [132 // batch] * batch
     firsts = [(row[0], row[2]) for row in plan.parts.tolist() if row[2] >= 0]
     assert all(first == last for first, last in firsts)
+
+
+def test_long_requests_are_cut_where_there_is_nothing_to_spare(device):
+    lens = torch.full((128,), 16384, dtype=torch.int32, device=device)
+    plan = build_plan(lens, num_heads=16, s_q=1, num_parts=132)
+    assert (plan.requests[:, 1] > 1).any()
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "spare"),
+    [
+        (16, torch.bfloat16, SPARE), (32, torch.bfloat16, SPARE), (33, torch.bfloat16, 0),
+        (16, torch.float8_e4m3fn, 0), (16, torch.uint8, 0),
+    ],
+)  # fmt: skip
+def test_parts_have_work_to_spare_only_where_memory_is_the_limit(rows, dtype, spare):
+    assert spare_for(rows, dtype) == spare
 
 
 def test_chunks_of_a_request_do_not_depend_on_the_batch(device):

@@ -14,7 +14,7 @@ from mla_kernels.decode.hopper.fp8.configs import choose_config
 from mla_kernels.decode.hopper.fp8.launcher import launch_fp8
 from mla_kernels.decode.hopper.fp8_query.launcher import launch_fp8_query
 from mla_kernels.decode.hopper.kernel import hopper_decode_kernel
-from mla_kernels.decode.hopper.support import FORMATS, parts_for
+from mla_kernels.decode.hopper.support import FORMATS, parts_for, spare_for
 from mla_kernels.decode.plan import MlaDecodePlan
 from mla_kernels.decode.query import Query, first_part, row_parts
 from mla_kernels.decode.rescale import scale_to_log2
@@ -63,6 +63,7 @@ def mla_decode_hopper(
             deterministic=deterministic,
             max_seq_len=block_table.shape[1] * kv_cache.shape[1],
             num_parts=parts_for(s_q * H, seq_lens.device, kv_cache.dtype, rescale, q_dtype),
+            spare=spare_for(s_q * H, kv_cache.dtype),
         )
     config = choose_config(s_q * H, FORMATS[kv_cache.dtype], rescale)
     call = DecodeCall(

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the Hopper kernel serves, and how many parts a plan for it has."""
+"""What the Hopper kernel serves, and how a plan for it cuts the work."""
 
 import torch
 import triton
 
 from mla_kernels.decode.hopper import layouts
 from mla_kernels.decode.hopper.fp8.configs import choose_config
+from mla_kernels.decode.triton.plan import SPARE
 from mla_kernels.layouts import MlaDims
 
 RESCALES = ("pow2", "amla")
@@ -57,3 +58,12 @@ def parts_for(
     tile = config["N"] if config else layouts.BLOCK.value
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     return max(1, sms // triton.cdiv(rows, tile))
+
+
+def spare_for(rows: int, kv_cache_dtype: torch.dtype) -> int:
+    """A part may do 1 / spare_for more work to save cuts; 0: none.
+
+    Where memory is the limit, a few idle SMs cost nothing: 128 requests of any length then have one
+    of 132 SMs each (benchmarks/VERSIONS.md, 57 and 58).
+    """
+    return SPARE if rows <= 32 and kv_cache_dtype == torch.bfloat16 else 0

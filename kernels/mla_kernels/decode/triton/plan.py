@@ -24,6 +24,8 @@ OVERHEAD = 2
 MIN_PAY = 4
 # Tiles that a part may do more to save cuts.
 SLACK = 2
+# Where memory is the limit and not what a program does, a part may have 1 / SPARE more.
+SPARE = 32
 # Deterministic mode: tiles a chunk (`chunk_tiles`), and chunks of a request at most.
 CHUNK = 16
 MAX_CHUNKS = 64
@@ -33,6 +35,7 @@ MAX_CHUNKS = 64
 class DevicePlan:
     """What the layers of one decode step share. All sizes are fixed, so that a CUDA graph holds.
 
+    spare     a part may do 1 / spare more work to save cuts; 0: no more than SLACK
     outgrown  [num_parts, row tiles] int32, zeros between launches: scratch of the decode kernel
     parts     [num_parts, 8] int32, requests [B, 4] int32: plan_kernel.py
     acc       [slots, rows, kv_lora_rank] fp32, sums [slots, rows, 2] fp32: the partials (O; l, k)
@@ -45,6 +48,7 @@ class DevicePlan:
     chunk: int
     max_chunks: int
     max_splits: int
+    spare: int
     parts: torch.Tensor
     requests: torch.Tensor
     acc: torch.Tensor
@@ -74,6 +78,7 @@ class DevicePlan:
             OVERHEAD=OVERHEAD,
             MIN_PAY=MIN_PAY,
             SLACK=SLACK,
+            SPARE=self.spare,
             CHUNK=self.chunk,
             MAX_CHUNKS=self.max_chunks,
             BLOCK=min(1024, max(32, triton.next_power_of_2(seq_lens.shape[0]))),
@@ -90,14 +95,15 @@ def build_plan(
     deterministic: bool = False,
     max_seq_len: int | None = None,
     num_parts: int | None = None,
+    spare: int = 0,
     lender: DevicePlan | None = None,
 ) -> DevicePlan:
     """Allocate a plan for batches of seq_lens.shape[0] requests and fill it from seq_lens.
 
     max_seq_len bounds the workspace of deterministic mode (MAX_CHUNKS a request without it); it
     does not change the chunks of requests up to that length. num_parts: default, what fills the
-    device. lender: a plan that is never in use at the same time; the partials go where its do, if
-    they fit.
+    device. spare: as in DevicePlan; deterministic mode has none. lender: a plan that is never in
+    use at the same time; the partials go where its do, if they fit.
     """
     B = seq_lens.shape[0]
     rows = num_heads * s_q
@@ -126,6 +132,7 @@ def build_plan(
         chunk=CHUNK if deterministic else 0,
         max_chunks=max_chunks,
         max_splits=max_splits,
+        spare=0 if deterministic else spare,
         parts=new(parts, PART_FIELDS),
         requests=new(B, REQUEST_FIELDS),
         acc=_partials((slots, rows, kv_lora_rank), device, lender.acc if lender else None),

@@ -7,8 +7,9 @@ of one line, and part p owns the positions [p * pay, (p + 1) * pay) with pay = c
 no part has more than pay of cost, no range is empty, and who owns what follows from c alone.
 
 That cuts nearly every request, and a cut costs the traffic of its partial results. So if no part
-needs to span two requests for hardly more work a part (SLACK), none does: each request gets parts
-of its own, with equal shares, and one that fits a part is not cut at all.
+needs to span two requests for hardly more work a part (SLACK tiles, and one more for each SPARE of
+its own), none does: each request gets parts of its own, with equal shares, and one that fits a part
+is not cut at all.
 
 With chunks (deterministic mode) a part owns the whole chunks whose first tile is in its interval,
 and a request is cut at its own chunk boundaries wherever it lies: its result does not depend on the
@@ -71,6 +72,7 @@ def plan_kernel(
     OVERHEAD: tl.constexpr,
     MIN_PAY: tl.constexpr,
     SLACK: tl.constexpr,
+    SPARE: tl.constexpr,  # 0: none
     CHUNK: tl.constexpr,  # 0: cut anywhere
     MAX_CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -88,6 +90,8 @@ def plan_kernel(
         if B <= tl.minimum(PARTS, BLOCK):
             n, _cost = request_costs(lens_ptr, lane, B, TILE, OVERHEAD)
             high = pay + SLACK
+            if SPARE > 0:
+                high += pay // SPARE
             if tl.sum((n + high - 1) // high, 0) <= PARTS:
                 low = tl.maximum(pay - OVERHEAD, 1)
                 while low < high:

@@ -15,7 +15,7 @@ from mla_kernels.decode.triton.launcher import (
     tile_options,
 )
 from mla_kernels.decode.triton.merge import MergeTile, merge_kernel
-from mla_kernels.decode.triton.plan import CHUNK, MAX_CHUNKS, MIN_PAY, OVERHEAD, SLACK
+from mla_kernels.decode.triton.plan import CHUNK, MAX_CHUNKS, MIN_PAY, OVERHEAD, SLACK, SPARE
 from mla_kernels.decode.triton.plan_kernel import PLAN_TILE, plan_kernel
 from mla_kernels.decode.triton.tiles import choose_tile
 from mla_kernels.layouts import BLOCK_SIZE, Fp8DsMlaLayout, MlaDims
@@ -128,9 +128,9 @@ def _decode_spec(
 
 def _plan(arch: Arch) -> Iterator[KernelSpec]:
     pointers = {"lens_ptr": "*i32", "parts_ptr": "*i32", "requests_ptr": "*i32"}
-    for chunk in (0, CHUNK):
+    for chunk, spare in ((0, 0), (0, SPARE), (CHUNK, 0)):
         yield KernelSpec(
-            name=f"plan/{'chunked' if chunk else 'free'}",
+            name=f"plan/{'chunked' if chunk else 'spare' if spare else 'free'}",
             fn=plan_kernel,
             signature={**pointers, "B": "i32"},
             constexprs={
@@ -140,13 +140,14 @@ def _plan(arch: Arch) -> Iterator[KernelSpec]:
                 "OVERHEAD": OVERHEAD,
                 "MIN_PAY": MIN_PAY,
                 "SLACK": SLACK,
+                "SPARE": spare,
                 "CHUNK": chunk,
                 "MAX_CHUNKS": MAX_CHUNKS,
                 "BLOCK": 128,
             },
             aligned=tuple(pointers),
             options={"num_warps": 4},
-            quick=chunk == 0,
+            quick=chunk == spare == 0,
         )
 
 
