@@ -27,7 +27,7 @@ STEPS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Shape:
     """Tokens of a request: prompt / answer."""
 
@@ -58,8 +58,11 @@ class Load:
 
 
 SHORT, MIDDLE, LONG = SHAPES = (Shape(1024, 1024), Shape(8192, 1024), Shape(32768, 256))
-CONCURRENCY = (32, 96, 1, 8, 128)
+CONCURRENCY = (1, 8, 32, 96, 128)
 SHARES = (0.5, 0.8)
+# Open loops come before closed ones of more clients, whose long prompts take minutes.
+OPEN_AFTER = 64
+FEWEST = 3  # requests of a closed loop
 # In about two minutes of one GPU for four servers; the most telling first.
 REDUCED = (
     Load(MIDDLE, 32), Load(SHORT, 32), Load(LONG, 8), Load(SHORT, 1), Load(SHORT, share=0.7),
@@ -70,7 +73,10 @@ REDUCED = (
 def loads(
     shapes: list[Shape], concurrency: list[int], rates: list[float] | None, *, reduced: bool
 ) -> list[Load]:
-    """REDUCED, or for each shape the closed loops, then the open ones: `rates`, else SHARES."""
+    """REDUCED, or for each shape closed loops and open ones, `rates` or else SHARES.
+
+    In the order of the prompts' tokens at a time: a run short of time leaves the longest out.
+    """
     if reduced:
         return list(REDUCED)
     result = []
@@ -80,7 +86,7 @@ def loads(
             result += [Load(shape, share=share) for share in SHARES]
         else:
             result += [Load(shape, rate=rate) for rate in rates]
-    return result
+    return sorted(result, key=lambda load: load.shape.input_len * (load.concurrency or OPEN_AFTER))
 
 
 def engine_of(backend: str) -> tuple[str, dict[str, str]]:

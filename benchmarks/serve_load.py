@@ -15,7 +15,7 @@ from typing import Any
 from load import agreement, greedy_tokens, make_prompts, run_load
 from machine import nvidia_smi
 from mla_serving.demo_model import FAMILIES, demo_model_path
-from serve_cases import Load, Shape, dense_overrides, loads
+from serve_cases import FEWEST, Load, Shape, dense_overrides, loads
 from servers import Server
 
 NAME = "model"
@@ -112,7 +112,7 @@ class Runner:
     def requests(self, load: Load) -> int:
         if load.concurrency is None:
             return int(self.args.open_requests)
-        return int(load.concurrency * self.args.rounds)
+        return max(int(load.concurrency * self.args.rounds), FEWEST)
 
     def prepare(self) -> None:
         """Make the prompts of all loads, while the servers start."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from load import METRICS, STATISTICS
-from serve_cases import FP8_QUERY, LABELS, OURS
+from serve_cases import FEWEST, FP8_QUERY, LABELS, OURS, Shape
 
 Row = dict[str, Any]
 STEMS = {"serve": "serving", "steps": "engine_steps"}
@@ -40,6 +40,8 @@ class Report:
     def stem(self) -> str:
         sparse = self.settings.get("family") == "v3.2"
         stem = (SPARSE_STEMS if sparse else STEMS)[self.mode]
+        if self.settings.get("as_is"):
+            stem += f"_{self.settings['model']}"
         quantised = self.settings.get("kv_cache_dtype", "auto")
         return stem if quantised == "auto" else f"{stem}_{quantised}"
 
@@ -196,6 +198,10 @@ def serve_lines(report: Report) -> list[str]:
         "all servers hold their share of the GPU's memory from the start and are loaded one at a "
         "time, so while one is measured the others do nothing; "
     )
+    few_layers = (
+        " So few layers make steps of a few milliseconds: with many clients the HTTP server and "
+        "the load generator, which are Python, take as long as the GPU."
+    )
     lines = [
         f"Random weights of {model}; the vocabulary is the tokenizer's, the demo models' of 2048 "
         f"where {settings['model']} has none. {settings['dtype']}, "
@@ -204,12 +210,10 @@ def serve_lines(report: Report) -> list[str]:
         "caching; vLLM's server with the same options for every backend, "
         f"{together if settings['together'] else ''}loaded by `vllm bench serve` with random "
         "prompts, the same for every backend, at temperature 1. "
-        f"Closed loops: {settings['rounds']} requests a client. "
+        f"Closed loops: {settings['rounds']} requests a client, {FEWEST} in all at least. "
         f"Open loops: {settings['open_requests']} requests, Poisson arrivals. "
         f"Goodput: requests a second within {settings['slo']}, in milliseconds. "
-        "Prefill is vLLM's own in every row. So few layers make steps of a few milliseconds: with "
-        "many clients the HTTP server and the load generator, which are Python, take as long as "
-        "the GPU.",
+        f"Prefill is vLLM's own in every row.{'' if settings['as_is'] else few_layers}",
         *(["", "A reduced list of loads, for want of time on the machine."] * settings["reduced"]),
         "",
         "| backend | same greedy tokens as the first | ready after s |",
@@ -227,8 +231,8 @@ def serve_lines(report: Report) -> list[str]:
     heads = [f"{m.upper()} {s}" for m in METRICS for s in STATISTICS]
     lines += ["", "| shape | load | backend | output tok/s | goodput | " + " | ".join(heads) + " |"]
     lines.append("|---|---|---|--:|--:|" + "--:|" * len(heads))
-    for row in sorted(serve_rows(report), key=lambda r: (r["shape"], *load_key(r))):
-        kind, size = load_key(row)
+    for row in sorted(serve_rows(report), key=load_key):
+        _, kind, size = load_key(row)
         load = f"{size:g} clients" if kind == "closed" else f"{size:g} a second"
         cells = [row["shape"], load, label(row["backend"]), f"{row['output_tok_s']:.0f}"]
         cells.append(_number(row.get("goodput_s"), 2))
@@ -239,9 +243,9 @@ def serve_lines(report: Report) -> list[str]:
 
 def _serve_ratios(report: Report) -> list[str]:
     """Ours over each peer, load by load."""
-    groups: dict[tuple[str, str, float], dict[str, Row]] = {}
+    groups: dict[tuple[Shape, str, float], dict[str, Row]] = {}
     for row in serve_rows(report):
-        groups.setdefault((row["shape"], *load_key(row)), {})[row["backend"]] = row
+        groups.setdefault(load_key(row), {})[row["backend"]] = row
     peers = [name for name in report.backends if name not in LABELS]
     if not any(OURS in rows and len(rows) > 1 for rows in groups.values()):
         return []
@@ -253,7 +257,7 @@ def _serve_ratios(report: Report) -> list[str]:
         "|---|---|" + "--:|" * len(peers),
     ]
     for (shape, kind, size), rows in sorted(groups.items()):
-        cells = [shape, f"{size:g} clients" if kind == "closed" else f"{size:g} a second"]
+        cells = [str(shape), f"{size:g} clients" if kind == "closed" else f"{size:g} a second"]
         for peer in peers:
             if OURS not in rows or peer not in rows:
                 cells.append("")
@@ -268,8 +272,8 @@ def serve_rows(report: Report) -> list[Row]:
     return [row for row in report.rows if "output_tok_s" in row]
 
 
-def load_key(row: Row) -> tuple[str, float]:
-    return row["loop"], row.get("concurrency") or row.get("rate") or 0
+def load_key(row: Row) -> tuple[Shape, str, float]:
+    return Shape.parse(row["shape"]), row["loop"], row.get("concurrency") or row.get("rate") or 0
 
 
 def plot_serve(report: Report, path: Path) -> None:

@@ -30,12 +30,12 @@ def test_cases_come_in_the_order_of_the_list():
     assert len(step_cases(None, [1024, 4096])) == 10
 
 
-def test_loads_are_closed_loops_then_open_ones():
+def test_loads_come_in_the_order_of_what_they_take():
     from serve_cases import REDUCED, SHARES, Load, Shape, loads
 
-    a, b = Shape(8, 8), Shape(9, 1)
-    assert loads([a, b], [4], [0.5], reduced=False) == [
-        Load(a, 4), Load(a, rate=0.5), Load(b, 4), Load(b, rate=0.5),
+    a, b = Shape(8, 8), Shape(90, 1)
+    assert loads([a, b], [96, 4], [0.5], reduced=False) == [
+        Load(a, 4), Load(b, 4), Load(a, rate=0.5), Load(a, 96), Load(b, rate=0.5), Load(b, 96),
     ]  # fmt: skip
     assert [load.share for load in loads([a], [4, 1], None, reduced=False)[2:]] == list(SHARES)
     assert loads([a], [4], None, reduced=True) == list(REDUCED)
@@ -346,7 +346,8 @@ def test_steps_of_a_tiny_engine(demo_checkpoint, tmp_path):
     command += ["--model", str(demo_checkpoint("v3")), "--results", str(tmp_path)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr[-2000:]
-    report = json.loads((tmp_path / "engine_steps.json").read_text())
+    name = f"engine_steps_{demo_checkpoint('v3').name}.json"
+    report = json.loads((tmp_path / name).read_text())
     failed, timed = sorted(report["rows"], key=lambda row: "step_ms" in row)
     assert failed["backend"] == "NO_SUCH" and "NO_SUCH" in failed["error"]
     assert (timed["batch"], timed["context"], timed["steps"]) == (3, 100, 20)
