@@ -62,7 +62,7 @@ CONCURRENCY = (1, 8, 32, 96, 128)
 SHARES = (0.5, 0.8)
 # Open loops come before closed ones of more clients, whose long prompts take minutes.
 OPEN_AFTER = 64
-FEWEST = 3  # requests of a closed loop
+FEWEST = 2  # requests of a closed loop
 # In about two minutes of one GPU for four servers; the most telling first.
 REDUCED = (
     Load(MIDDLE, 32), Load(SHORT, 32), Load(LONG, 8), Load(SHORT, 1), Load(SHORT, share=0.7),

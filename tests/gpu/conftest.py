@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -22,8 +23,10 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "backend"), str(HERE.parents[1] / "benchmarks")]
 ENGINE_RUN = HERE / "engine_run_gpu.py"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+STACKS = {"PYTHONFAULTHANDLER": "1"}  # each process says at SIGABRT where it stands
 AT_ONCE = 8
 SECONDS = 300
+STACK_SECONDS = 10
 # Of engines whose sparse layers are under decode context parallelism, which hung where many engines
 # shared two GPUs (docs/plugin.md).
 SPARSE_DCP_AT_ONCE = 1
@@ -47,9 +50,9 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
 
 
-def kill(group):
+def kill(group, signum=signal.SIGKILL):
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, signal.SIGKILL)
+        os.killpg(group, signum)
 
 
 def take_engines_along(signum, _):
@@ -66,7 +69,7 @@ def run_engine(folder, spec, env):
     folder.mkdir()
     (folder / "spec.json").write_text(json.dumps(spec, default=str))
     environ = {k: v for k, v in os.environ.items() if not k.startswith("MLA_BACKEND_")}
-    environ |= OFFLINE | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} | env
+    environ |= OFFLINE | STACKS | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} | env
     with (folder / "log").open("w") as log:
         with STARTING:
             process = subprocess.Popen(
@@ -82,6 +85,8 @@ def run_engine(folder, spec, env):
             failed = process.wait(timeout=SECONDS)
         except subprocess.TimeoutExpired:
             failed = "timeout"
+            kill(process.pid, signal.SIGABRT)
+            time.sleep(STACK_SECONDS)
         finally:
             kill(process.pid)
             RUNNING.discard(process.pid)

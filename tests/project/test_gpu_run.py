@@ -24,6 +24,13 @@ args = pathlib.Path({folder!r}), {{}}, {{}}
 threading.Thread(target=conftest.run_engine, args=args, daemon=True).start()
 time.sleep(300)
 """
+HANG = """
+import pathlib, sys
+sys.path.insert(0, {tests!r})
+import conftest
+conftest.ENGINE_RUN, conftest.SECONDS, conftest.STACK_SECONDS = pathlib.Path({engine!r}), 2, 1
+conftest.run_engine(pathlib.Path({folder!r}), {{}}, {{}})
+"""
 
 
 def runs(pid):
@@ -51,3 +58,13 @@ def test_a_run_that_is_told_to_end_takes_its_engines_along(tmp_path):
         assert not runs(child)
     finally:
         run.kill()
+
+
+def test_an_engine_that_hangs_says_where(tmp_path):
+    engine = tmp_path / "engine.py"
+    engine.write_text("import time\ndef stands_still():\n    time.sleep(300)\nstands_still()\n")
+    names = {"tests": str(GPU_TESTS), "engine": str(engine), "folder": str(tmp_path / "run")}
+    run = subprocess.run(
+        [sys.executable, "-c", HANG.format(**names)], capture_output=True, text=True, timeout=60
+    )
+    assert "AssertionError: timeout" in run.stderr and "in stands_still" in run.stderr
