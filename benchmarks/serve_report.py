@@ -106,8 +106,8 @@ def steps_lines(report: Report) -> list[str]:
         f"Random weights: {model}. {settings['dtype']}, {graphs}, "
         f"{'torch.compile' if settings['compile'] else 'no torch.compile'}. A cache filled with "
         "random values by vLLM's DecodeBenchConnector; every request has blocks of its own. "
-        "`step`: median of wall times from step to step, scheduling and sampling included, of two "
-        "rounds, the engines in turns; the lower one. `GPU`: when any kernel of a step runs, by "
+        "`step`: median of wall times from step to step, scheduling and sampling included, of a "
+        "few rounds, the engines in turns; the lowest one. `GPU`: when any kernel of a step runs, by "
         "torch's profiler; `attn`: when only attention over the cache does, plan and merge "
         f"included{' and the indexer' * sparse}. Milliseconds. `best peer / ours` above 1: ours is "
         "faster. Where a step takes longer than the GPU works, the host decides.",
@@ -126,7 +126,7 @@ def steps_lines(report: Report) -> list[str]:
 
 
 def _disturbed(report: Report) -> list[str]:
-    """How often the two rounds of a case differ."""
+    """How often the rounds of a case differ."""
     counts: dict[str, list[bool]] = {}
     for row in report.rows:
         if rounds := row.get("rounds_ms"):
@@ -135,7 +135,7 @@ def _disturbed(report: Report) -> list[str]:
     said = [f"{label(name)} {sum(seen)} of {len(seen)}" for name, seen in counts.items()]
     if not said:
         return []
-    line = "Cases whose two rounds differ by more than 10%, which is the host's doing: "
+    line = "Cases whose rounds differ by more than 10%, which is the host's doing: "
     return [f"{line}{', '.join(said)}.", ""]
 
 

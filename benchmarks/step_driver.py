@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 WORKER = Path(__file__).with_name("step_worker.py")
-ROUNDS = 2
+ROUNDS = 3
 Row = dict[str, Any]
 
 
