@@ -107,8 +107,8 @@ def steps_lines(report: Report) -> list[str]:
         f"{'torch.compile' if settings['compile'] else 'no torch.compile'}. A cache filled with "
         "random values by vLLM's DecodeBenchConnector; every request has blocks of its own. "
         "`step`: median of wall times from step to step, scheduling and sampling included, of a "
-        "few rounds, the engines in turns; the lowest one. `GPU`: when any kernel of a step runs, by "
-        "torch's profiler; `attn`: when only attention over the cache does, plan and merge "
+        "few rounds, the engines in turns; the lowest one. `GPU`: when any kernel of a step runs, "
+        "by torch's profiler; `attn`: when only attention over the cache does, plan and merge "
         f"included{' and the indexer' * sparse}. Milliseconds. `best peer / ours` above 1: ours is "
         "faster. Where a step takes longer than the GPU works, the host decides.",
         "",
