@@ -71,7 +71,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     steps.add_argument("--steps", type=int, default=200, help="of a round; each case has three")
     steps.add_argument("--case-seconds", type=float, default=10, help="at most, of a round")
     steps.add_argument(
-        "--layers-of-large", type=int, default=2, help="of engines for cases of too large a cache"
+        "--layers-of-large", type=int, default=1, help="of engines for cases of too large a cache"
     )
     serve = parser.add_argument_group("--mode serve")
     serve.add_argument(

@@ -181,10 +181,10 @@ def test_large_caches_go_to_shallow_engines():
     words = "--mode steps --batches 8 128 --contexts 1024 65536 --steps 100 --cache-gib 19"
     args = parse_arguments(words.split())
     cases = [(8, 1024), (128, 1024), (8, 65536), (128, 65536)]
-    assert depths(args, cases) == {6: cases[:3], 2: cases[3:]}
-    options = engine_options(args, 16, 2, cases[3:])
-    assert options["hf_overrides"]["num_hidden_layers"] == 2
-    assert 18 * 2**30 < options["kv_cache_memory_bytes"] < 19 * 2**30
+    assert depths(args, cases) == {6: cases[:3], 1: cases[3:]}
+    options = engine_options(args, 16, 1, cases[3:])
+    assert options["hf_overrides"]["num_hidden_layers"] == 1
+    assert 9 * 2**30 < options["kv_cache_memory_bytes"] < 10 * 2**30
     args.cache_gib = 1
     with pytest.raises(ValueError, match=r"\(128, 65536\) does not fit a cache of 1 GiB"):
         depths(args, cases[3:])

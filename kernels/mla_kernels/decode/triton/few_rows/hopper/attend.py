@@ -149,8 +149,16 @@ def attend(
         last = FIRST + ring_previous(i, SLOTS)
         o = gl.reshape(gl.join(o_a, o_b), [GROUPS, BM, 2 * UNITS])
         l = gl.convert_layout(gl.sum(weight, 1), SCORE_ROW)
-        after, after_lo, after_hi, after_end = next_segment(plan, request, hi, end)
+        # What is next is read behind the results, which need not wait for it; with causal limits a
+        # register short of that.
+        if CAUSAL:
+            after, after_lo, after_hi, after_end = next_segment(plan, request, hi, end)
+            is_last = after > plan.last
+        else:
+            is_last = (request >= plan.last) & (hi >= end)
         if TEAM == 0:
+            slot = gl.load(requests + request * 4 + 0)
+            splits = gl.load(requests + request * 4 + 1)
             mbarrier.arrive(empty.index(last), count=1)
             if TEAMS == 2:
                 theirs = (hi - lo) // 2
@@ -161,10 +169,8 @@ def attend(
                     phases = phases ^ (1 << at)
                     o, l, k = add_results(o, l, k, ring, SLOTS + at, handed_sums, at)
                     mbarrier.arrive(empty.index(SLOTS + at), count=1)
-            if after > plan.last:  # the merge (decode/triton/merge.py)
+            if is_last:  # the merge (decode/triton/merge.py)
                 gdc_launch_dependents()
-            slot = gl.load(requests + request * 4 + 0)
-            splits = gl.load(requests + request * 4 + 1)
             write_out(
                 o, l, k, cache_scale, out, lse, part_acc, part_sums, request, splits, slot + split,
                 num_rows,
@@ -174,6 +180,8 @@ def attend(
                 cta_barrier()  # all are past P V: its tile makes room
                 hand_over(o, l, k, ring, last, handed_sums, last - FIRST)
                 mbarrier.arrive(handed.index(last - FIRST), count=1)
+        if not CAUSAL:
+            after, after_lo, after_hi, after_end = next_segment(plan, request, hi, end)
         split = gl.where(after == request, split + 1, 0)
         request = after + 0
         lo = after_lo + 0
