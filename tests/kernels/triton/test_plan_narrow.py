@@ -47,9 +47,11 @@ def test_memory_is_lent_where_it_is_enough(requests, lent):
     assert len(shared) == (2 if lent else 0)
 
 
-def test_an_update_clears_what_a_sleeping_engine_lost():
+@pytest.mark.parametrize("num_heads", [16, 128])  # one row tile, several
+def test_an_update_clears_what_a_sleeping_engine_lost(num_heads):
     lengths = torch.tensor([900, 3], dtype=torch.int32)
-    plan = plan_mla_decode(lengths, num_heads=16, s_q=1, impl="triton")
+    plan = plan_mla_decode(lengths, num_heads=num_heads, s_q=1, impl="triton")
+    assert (plan.device_plan.outgrown.shape[1] > 1) == (num_heads > 64)
     plan.device_plan.outgrown.fill_(7)
     plan.update(lengths)
     assert not plan.device_plan.outgrown.any()

@@ -62,19 +62,19 @@ class DevicePlan:
 
     def update(self, seq_lens: torch.Tensor) -> None:
         """Plan for new lengths in place: one small kernel, no allocation, no sync."""
-        # The decode kernel leaves zeros, but an engine that slept has lost the buffers' contents.
-        self.outgrown.zero_()
-        num_parts = self.parts.shape[0]
+        num_parts, row_tiles = self.outgrown.shape
         launch(
             plan_kernel,
             (1,),
             seq_lens,
             self.parts,
             self.requests,
+            self.outgrown,
             seq_lens.shape[0],
             TILE=PLAN_TILE,
             PARTS=num_parts,
             PARTS_POW2=triton.next_power_of_2(num_parts),
+            ROW_TILES=row_tiles,
             OVERHEAD=OVERHEAD,
             MIN_PAY=MIN_PAY,
             SLACK=SLACK,
@@ -137,7 +137,7 @@ def build_plan(
         requests=new(B, REQUEST_FIELDS),
         acc=_partials((slots, rows, kv_lora_rank), device, lender.acc if lender else None),
         sums=_partials((slots, rows, 2), device, lender.sums if lender else None),
-        outgrown=torch.zeros(parts, row_tiles(rows, device), dtype=torch.int32, device=device),
+        outgrown=new(parts, row_tiles(rows, device)),
     )
     plan.update(seq_lens)
     return plan

@@ -65,10 +65,12 @@ def plan_kernel(
     lens_ptr,  # [B] int32
     parts_ptr,  # [PARTS, 8] int32
     requests_ptr,  # [B, 4] int32
+    outgrown_ptr,  # [PARTS, ROW_TILES] int32, made zeros
     B,
     TILE: tl.constexpr,
     PARTS: tl.constexpr,
     PARTS_POW2: tl.constexpr,
+    ROW_TILES: tl.constexpr,
     OVERHEAD: tl.constexpr,
     MIN_PAY: tl.constexpr,
     SLACK: tl.constexpr,
@@ -133,8 +135,12 @@ def plan_kernel(
         whole_next += tl.sum((splits == 1).to(tl.int32), 0)
     tl.debug_barrier()  # the c stored above is read below by other threads
 
-    # Parts: the first request that ends past x, the last one whose tiles start before x + pay.
+    # The decode kernel leaves zeros, but an engine that slept has lost the contents of its buffers.
     p = tl.arange(0, PARTS_POW2)
+    for row_tile in range(ROW_TILES):
+        tl.store(outgrown_ptr + p * ROW_TILES + row_tile, 0, mask=p < PARTS)
+
+    # Parts: the first request that ends past x, the last one whose tiles start before x + pay.
     x = p * pay
     x_end = tl.minimum(x + pay, total)
     if share > 0:

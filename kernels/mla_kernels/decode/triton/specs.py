@@ -127,7 +127,8 @@ def _decode_spec(
 
 
 def _plan(arch: Arch) -> Iterator[KernelSpec]:
-    pointers = {"lens_ptr": "*i32", "parts_ptr": "*i32", "requests_ptr": "*i32"}
+    names = ("lens_ptr", "parts_ptr", "requests_ptr", "outgrown_ptr")
+    pointers = dict.fromkeys(names, "*i32")
     for chunk, spare in ((0, 0), (0, SPARE), (CHUNK, 0)):
         yield KernelSpec(
             name=f"plan/{'chunked' if chunk else 'spare' if spare else 'free'}",
@@ -137,6 +138,7 @@ def _plan(arch: Arch) -> Iterator[KernelSpec]:
                 "TILE": PLAN_TILE,
                 "PARTS": 132,
                 "PARTS_POW2": 256,
+                "ROW_TILES": 2,
                 "OVERHEAD": OVERHEAD,
                 "MIN_PAY": MIN_PAY,
                 "SLACK": SLACK,
