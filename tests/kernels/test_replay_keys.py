@@ -135,7 +135,7 @@ def test_a_device_plan_names_all_its_tensors():
 
     names = [name for name, of in DevicePlan.__annotations__.items() if of is torch.Tensor]
     tensors = {name: torch.zeros(1) for name in names}
-    sizes = dict.fromkeys(("rows", "kv_lora_rank", "chunk", "max_chunks", "max_splits"), 1)
+    sizes = dict.fromkeys(("rows", "kv_lora_rank", "chunk", "max_chunks", "spare"), 1)
     plan = DevicePlan(**sizes, **tensors)
     assert len(names) >= 5 and [id(x) for x in plan.buffers] == [id(x) for x in tensors.values()]
 

@@ -125,6 +125,8 @@ def mla_decode(
     out, lse = results_for(q, kv_lora_rank, out, lse)
     if seq_lens.shape[0] == 0:
         return out, lse
+    if block_table.shape[1] == 0:  # room for empty requests only; the kernels ask for its entries
+        return out.zero_(), lse.fill_(-torch.inf)
     options |= {"plan": plan, "out": out, "lse": lse, "q_scale": q_scale}
     launch = functools.partial(_by_kernel, chosen, q, kv_cache, block_table, seq_lens, **options)
     if key is None or plan is None:
@@ -246,7 +248,7 @@ def check_arguments(
     if plan is not None:
         if not isinstance(plan, MlaDecodePlan):
             raise ValueError(f"Expected plan from plan_mla_decode, got {type(plan).__name__}")
-        plan.check_fits(B, s_q, H, kv_lora_rank, deterministic)
+        plan.check_fits(B, s_q, H, kv_lora_rank, deterministic, device)
     # Parts are joined where the kernel cannot take their strides.
     for_tma = [kv_cache, q] if isinstance(q, torch.Tensor) else [kv_cache]
     if dtype == torch.float8_e4m3fn and isinstance(out, torch.Tensor):

@@ -33,6 +33,7 @@ class MlaDecodePlan:
     num_heads: int
     kv_lora_rank: int
     deterministic: bool
+    device: torch.device
     device_plan: DevicePlan | None = None
     recordings: Recordings = field(
         default_factory=Recordings, init=False, repr=False, compare=False
@@ -47,7 +48,7 @@ class MlaDecodePlan:
         checks.check_dtype("seq_lens", seq_lens, (torch.int32,))
         checks.check_last_contiguous("seq_lens", seq_lens)
         if self.device_plan is not None:
-            checks.check_device("seq_lens", seq_lens, self.device_plan.requests.device)
+            checks.check_device("seq_lens", seq_lens, self.device)
             self.device_plan.update(seq_lens)
 
     @property
@@ -77,9 +78,18 @@ class MlaDecodePlan:
         return replace(self, num_requests=num_requests, device_plan=device_plan)
 
     def check_fits(
-        self, num_requests: int, s_q: int, num_heads: int, kv_lora_rank: int, deterministic: bool
+        self,
+        num_requests: int,
+        s_q: int,
+        num_heads: int,
+        kv_lora_rank: int,
+        deterministic: bool,
+        device: torch.device,
     ) -> None:
-        """ValueError if the plan was made for a batch of another shape or in the other mode."""
+        """ValueError if the plan was made for a batch of another shape, in the other mode or on
+        another device."""
+        if self.device != device:
+            raise ValueError(f"Expected a plan made on {device}, got one made on {self.device}")
         made_for = (self.num_requests, self.s_q, self.num_heads)
         if made_for != (num_requests, s_q, num_heads):
             raise ValueError(
@@ -119,7 +129,8 @@ def plan_mla_decode(
 
     seq_lens        [B] int32, tokens in the cache, the s_q new ones included; B may be 0
     num_heads, s_q  of the q to come: 1..128 heads, 1..8 new tokens a request
-    max_seq_len     bounds that workspace in deterministic mode, in tokens
+    max_seq_len     bounds that workspace in deterministic mode, in tokens; longer requests are
+                    right, but not bit for bit what they are with room for more
     lender          a plan whose memory for partial results is used, if that is enough; the two must
                     never be in use at the same time
 
@@ -176,4 +187,6 @@ def plan_mla_decode(
             lender=lender.device_plan if lender else None,
         )
     B = seq_lens.shape[0]
-    return MlaDecodePlan(B, s_q, num_heads, kv_lora_rank, deterministic, device_plan)
+    return MlaDecodePlan(
+        B, s_q, num_heads, kv_lora_rank, deterministic, seq_lens.device, device_plan
+    )

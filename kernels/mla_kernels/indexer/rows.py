@@ -139,6 +139,10 @@ def token_rows(
         launch_token_rows(query_start_loc, seq_lens, request_ids, lengths)
         return
     B, ends = seq_lens.shape[0], query_start_loc[1:]
+    if B == 0:  # padding only
+        request_ids.fill_(-1)
+        lengths.zero_()
+        return
     tokens = torch.arange(request_ids.shape[0], dtype=torch.int32)
     torch.searchsorted(ends, tokens, right=True, out_int32=True, out=request_ids)
     padding = request_ids >= B

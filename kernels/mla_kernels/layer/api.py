@@ -73,6 +73,7 @@ def mla_layer(
         impl=impl,
         plan=plan,
         out=b.latent,
+        lse=b.lse,
     )
     torch.bmm(b.latent[:, 0].transpose(0, 1), weights.v_up, out=b.v.transpose(0, 1))
     torch.mm(b.v.flatten(1), weights.out.t(), out=b.out[:, 0])

@@ -17,6 +17,7 @@ class MlaLayerBuffers:
     q_up    [B, H, nope + rope]
     q       [B, 1, H, kv_lora_rank + rope]    the absorbed, rotated query
     latent  [B, 1, H, kv_lora_rank]           attention output
+    lse     [B, 1, H] fp32                    its log-sum-exp, which nobody reads
     v       [B, H, v]
     out     [B, 1, dim]                       what `mla_layer` returns
     """
@@ -25,6 +26,7 @@ class MlaLayerBuffers:
     q_up: torch.Tensor
     q: torch.Tensor
     latent: torch.Tensor
+    lse: torch.Tensor
     v: torch.Tensor
     out: torch.Tensor
 
@@ -40,15 +42,24 @@ class MlaLayerBuffers:
         """ValueError for a negative batch size."""
         checks.check_range("batch_size", batch_size, 0, 2**31 - 1)
         shapes = _shapes(config, batch_size)
-        return cls(**{n: torch.empty(s, dtype=dtype, device=device) for n, s in shapes.items()})
+        return cls(
+            **{
+                name: torch.empty(shape, dtype=_dtype(name, dtype), device=device)
+                for name, shape in shapes.items()
+            }
+        )
 
     def check_fits(self, config: MlaLayerConfig, x: torch.Tensor) -> None:
         """ValueError unless they were allocated for this layer and a batch like x."""
         for name, shape in _shapes(config, x.shape[0]).items():
             buffer = getattr(self, name)
             checks.check_shape(f"buffers.{name}", buffer, shape)
-            checks.check_dtype(f"buffers.{name}", buffer, (x.dtype,))
+            checks.check_dtype(f"buffers.{name}", buffer, (_dtype(name, x.dtype),))
             checks.check_device(f"buffers.{name}", buffer, x.device)
+
+
+def _dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if name == "lse" else dtype
 
 
 def _shapes(config: MlaLayerConfig, B: int) -> dict[str, tuple[int, ...]]:
@@ -58,6 +69,7 @@ def _shapes(config: MlaLayerConfig, B: int) -> dict[str, tuple[int, ...]]:
         "q_up": (B, c.num_heads, c.qk_dim),
         "q": (B, 1, c.num_heads, c.cache.head_dim),
         "latent": (B, 1, c.num_heads, c.kv_lora_rank),
+        "lse": (B, 1, c.num_heads),
         "v": (B, c.num_heads, c.v_dim),
         "out": (B, 1, c.dim),
     }

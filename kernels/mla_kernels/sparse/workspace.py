@@ -16,13 +16,13 @@ def mla_sparse_workspace(
     *,
     device: torch.device,
     kv_lora_rank: int = 512,
-    kv_cache_dtype: torch.dtype = torch.bfloat16,
     impl: str = "auto",
 ) -> torch.Tensor:
     """Scratch for `mla_sparse_attention`: one [bytes] uint8 tensor that layers and steps share.
 
-    It serves every call on the device with up to num_tokens tokens of num_heads heads and at most
-    num_slots slots. Empty where the implementation needs none.
+    It serves every call on the device with up to num_tokens tokens of num_heads heads and num_slots
+    slots, in any cache format; a call with fewer slots may be cut otherwise and need more. Empty
+    where the implementation needs none.
     """
     checks.check_range("num_tokens", num_tokens, 0, 2**31 - 1)
     checks.check_range("num_heads", num_heads, 1, MAX_HEADS)

@@ -5,6 +5,7 @@ import torch
 
 from mla_kernels import checks
 from mla_kernels.dispatch import choose_impl
+from mla_kernels.topk.plan import MAX_WIDTH
 from mla_kernels.topk.reference import exact_topk_reference
 from mla_kernels.topk.torch_impl import exact_topk_torch
 
@@ -38,7 +39,8 @@ def exact_topk(
     checks.check_shape("scores", scores, ("T", "n"))
     checks.check_dtype("scores", scores, (torch.float32,))
     checks.check_last_contiguous("scores", scores)
-    T = scores.shape[0]
+    T, n = scores.shape
+    checks.check_range("n (scores.shape[1])", n, 0, MAX_WIDTH)
     checks.check_range("k", k, 1, MAX_K)
     for name, x, shape in (("lengths", lengths, (T,)), ("out", out, (T, k))):
         if x is not None:

@@ -94,7 +94,6 @@ class SparseMlaImpl(CacheWrites, MLAAttentionImpl[SparseMetadata]):
             self.query_heads,
             buffer.shape[1],
             self.kv_lora_rank,
-            self.kv_cache_element,
             device,
             self.kernel.attention,
         )

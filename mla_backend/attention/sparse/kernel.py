@@ -76,7 +76,6 @@ def attention_workspace(
     heads: int,
     topk: int,
     kv_lora_rank: int,
-    kv_cache_dtype: torch.dtype,
     device: torch.device,
     impl: str,
 ) -> torch.Tensor:
@@ -87,7 +86,6 @@ def attention_workspace(
         topk,
         device=device,
         kv_lora_rank=kv_lora_rank,
-        kv_cache_dtype=kv_cache_dtype,
         impl=impl,
     )
 

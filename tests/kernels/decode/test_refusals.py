@@ -115,6 +115,10 @@ BAD = {
         lambda c: {"plan": plan_mla_decode(c.seq_lens, num_heads=16, s_q=1, kv_lora_rank=256)},
         "plan with kv_lora_rank=512, got 256",
     ),
+    "plan of another device": (
+        lambda c: {"plan": plan_mla_decode(c.seq_lens.to("meta"), num_heads=16, s_q=1)},
+        "plan made on cpu, got one made on meta",
+    ),
 }
 
 

@@ -12,6 +12,7 @@ STEPS = [  # (new tokens of each request, their lengths, tokens with padding)
     ([2, 1, 0], [65, 64, 0], 8),
     ([1], [1], 1),
     ([0], [7], 3),
+    ([], [], 3),
     ([600], [131072], 600),
     ([1] * 257, list(range(1, 258)), 300),
 ]

@@ -205,6 +205,10 @@ def test_no_rows_and_no_columns(impl, device):
         ({"scores": torch.zeros(2, 9, dtype=torch.bfloat16)}, r"scores.dtype in \[torch.float32\]"),
         ({"scores": torch.zeros(9)}, r"scores of shape \[T, n\]"),
         ({"scores": torch.zeros(9, 2).T}, "contiguous last dimension"),
+        (
+            {"scores": torch.zeros(1, 2**20 + 1)},
+            r"n \(scores.shape\[1\]\) in 0..1048576, got 1048577",
+        ),
         ({"k": 0}, "k in 1..2048, got 0"),
         ({"k": 2049}, "k in 1..2048, got 2049"),
         ({"k": torch.tensor(3)}, r"k in 1..2048, got tensor\(3\)"),

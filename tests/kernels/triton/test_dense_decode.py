@@ -2,10 +2,11 @@
 """The portable decode kernel: every branch against the definition, exact cases to the bit."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
-from mla_kernels import mla_decode
+from mla_kernels import mla_decode, plan_mla_decode
 from mla_kernels.arch import ARCHS
 from mla_kernels.decode.plan import MlaDecodePlan
 from mla_kernels.decode.triton import launcher
@@ -43,7 +44,7 @@ def decode(case, parts=None, **options):
         )
         device_plan.acc.fill_(torch.nan)
         device_plan.sums.fill_(torch.nan)
-        options["plan"] = MlaDecodePlan(B, s_q, H, rank, deterministic, device_plan)
+        options["plan"] = MlaDecodePlan(B, s_q, H, rank, deterministic, case.q.device, device_plan)
     return mla_decode(*case.args, **case.options, **options, impl="triton", out=case.poisoned_out())
 
 
@@ -215,6 +216,27 @@ def test_deterministic_is_the_same_bits_alone_and_in_any_batch(device, heads):
         alone = decode_case([lengths[b]], tokens=[tokens[b]], q=q[b : b + 1], device=device)
         out, lse = decode(alone, 2, deterministic=True)
         assert torch.equal(out[0], whole[b]) and torch.equal(lse[0], whole_lse[b])
+
+
+def test_a_longer_request_than_was_planned_for_keeps_to_its_workspace(device):
+    case = decode_case([90, 2112], num_heads=4, device=device)
+    options = {"num_heads": 4, "s_q": 1, "impl": "triton", "deterministic": True}
+    plan = plan_mla_decode(case.seq_lens.clamp(max=2048), max_seq_len=2048, **options)
+    held = plan.device_plan.acc
+    slots, memory = held.shape[0], held.new_full((held.numel() + 4096,), 7.0)
+    plan = replace(plan, device_plan=replace(plan.device_plan, acc=memory[:-4096].view(held.shape)))
+    plan.update(case.seq_lens)
+    assert plan.device_plan.requests[:, 1].sum() <= slots
+    out, lse = mla_decode(*case.args, **case.options, impl="triton", deterministic=True, plan=plan)
+    assert_decoded(case, out, lse)
+    assert (memory[-4096:] == 7).all()
+
+
+def test_a_table_without_columns_has_room_for_empty_requests(device):
+    case = decode_case([0, 0], num_heads=4, device=device)
+    rest = case.kv_cache, case.block_table[:, :0], case.seq_lens
+    out, lse = mla_decode(case.q, *rest, **case.options, impl="triton", out=case.poisoned_out())
+    assert not out.any() and (lse == -torch.inf).all()
 
 
 def test_fp8_new_tokens_see_no_later_ones(device):

@@ -49,6 +49,27 @@ def test_sparse_attention(device, where):
     assert SHORT_BAR.failures(measure(got, want)) == []
 
 
+def far_heads(q):
+    """q [..., 3 heads, D], its heads APART."""
+    return far(q.transpose(0, -2).contiguous()).transpose(0, -2)
+
+
+@pytest.mark.parametrize("heads_apart", ["decode", "sparse"])
+def test_heads(device, heads_apart):
+    """As in a view of [H, T, D], a layer's own order."""
+    case = decode_case([9, 16, 3], num_heads=3, block_size=64, device=device, junk=1.0)
+    if heads_apart == "decode":
+        rest = case.kv_cache, case.block_table, case.seq_lens
+        want, _ = mla_decode(case.q, *rest, **case.options, impl="reference")
+        got, _ = mla_decode(far_heads(case.q), *rest, **case.options, impl="triton")
+    else:
+        q, slots = case.q[:, 0], torch.arange(3 * 5, dtype=torch.int32, device=device).view(3, 5)
+        rest = torch.randn(1, 64, 576, device=device).bfloat16(), slots
+        want, _ = mla_sparse_attention(q, *rest, scale=0.04, impl="reference")
+        got, _ = mla_sparse_attention(far_heads(q), *rest, scale=0.04, impl="triton")
+    assert SHORT_BAR.failures(measure(got, want)) == []
+
+
 @pytest.mark.parametrize("where", ["kv_c", "k_pe", "kv_cache"])
 def test_write_kv_cache(device, where):
     rows = {"kv_c": torch.randn(3, 512), "k_pe": torch.randn(3, 64)}

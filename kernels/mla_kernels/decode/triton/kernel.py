@@ -92,7 +92,8 @@ def mla_decode_kernel(
     dv = tl.arange(0, DV)
     dr = tl.arange(0, DR)
     new_token = row // num_heads
-    q_row = new_token.to(tl.int64) * q_stride_s + (row % num_heads) * q_stride_h
+    head = (row % num_heads).to(tl.int64)
+    q_row = new_token.to(tl.int64) * q_stride_s + head * q_stride_h
     v_scale = 1.0
     if FORMAT == "fp8":
         cache_scale = tl.load(kv_scale) if LOAD_SCALE else kv_scale

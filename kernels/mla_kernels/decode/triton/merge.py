@@ -140,7 +140,7 @@ def merge_tile(plan: DevicePlan) -> MergeTile:
         plan.rows,
         plan.kv_lora_rank,
         plan.parts.shape[0],
-        plan.max_splits if plan.chunk else None,
+        plan.max_chunks if plan.chunk else None,
     )
 
 

@@ -47,7 +47,6 @@ class DevicePlan:
     kv_lora_rank: int
     chunk: int
     max_chunks: int
-    max_splits: int
     spare: int
     parts: torch.Tensor
     requests: torch.Tensor
@@ -80,7 +79,8 @@ class DevicePlan:
             SLACK=SLACK,
             SPARE=self.spare,
             CHUNK=self.chunk,
-            MAX_CHUNKS=self.max_chunks,
+            MAX_CHUNKS=MAX_CHUNKS,
+            ROOM=self.max_chunks,
             BLOCK=min(1024, max(32, triton.next_power_of_2(seq_lens.shape[0]))),
             num_warps=4,
         )
@@ -101,9 +101,9 @@ def build_plan(
     """Allocate a plan for batches of seq_lens.shape[0] requests and fill it from seq_lens.
 
     max_seq_len bounds the workspace of deterministic mode (MAX_CHUNKS a request without it); it
-    does not change the chunks of requests up to that length. num_parts: default, what fills the
-    device. spare: as in DevicePlan; deterministic mode has none. lender: a plan that is never in
-    use at the same time; the partials go where its do, if they fit.
+    does not change the chunks of requests up to that length, and longer ones get fewer. num_parts:
+    default, what fills the device. spare: as in DevicePlan; deterministic mode has none. lender: a
+    plan that is never in use at the same time; the partials go where its do, if they fit.
     """
     B = seq_lens.shape[0]
     rows = num_heads * s_q
@@ -116,12 +116,8 @@ def build_plan(
             chunk = CHUNK if tiles >= 8 * CHUNK else 2 * CHUNK
             max_chunks = min(MAX_CHUNKS, triton.cdiv(tiles, chunk))
         slots = B * max_chunks
-        max_splits = max_chunks
     else:
         slots = parts - 1 + min(B, parts - 1)
-        max_splits = parts
-        if max_seq_len is not None:
-            max_splits = min(parts, triton.cdiv(max_seq_len, PLAN_TILE) // MIN_PAY + 2)
 
     def new(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -131,7 +127,6 @@ def build_plan(
         kv_lora_rank=kv_lora_rank,
         chunk=CHUNK if deterministic else 0,
         max_chunks=max_chunks,
-        max_splits=max_splits,
         spare=0 if deterministic else spare,
         parts=new(parts, PART_FIELDS),
         requests=new(B, REQUEST_FIELDS),

@@ -36,14 +36,15 @@ def request_costs(lens_ptr, i, B, TILE: tl.constexpr, OVERHEAD: tl.constexpr):
 
 
 @triton.jit
-def chunk_tiles(n, CHUNK: tl.constexpr, MAX_CHUNKS: tl.constexpr):
+def chunk_tiles(n, CHUNK: tl.constexpr, MAX_CHUNKS: tl.constexpr, ROOM: tl.constexpr):
     """Tiles a chunk for a request of n tiles: a function of its own length only.
 
     Requests too short for 8 chunks get half as many: they come in batches that fill the device,
-    where each chunk costs its partial result.
+    where each chunk costs its partial result. One that is longer than the workspace was made for
+    gets as many chunks as there is room for: other chunks, but no one else's memory.
     """
     long = tl.maximum(CHUNK, (n + MAX_CHUNKS - 1) // MAX_CHUNKS)
-    return tl.where(n < 8 * CHUNK, 2 * CHUNK, long)
+    return tl.maximum(tl.where(n < 8 * CHUNK, 2 * CHUNK, long), (n + ROOM - 1) // ROOM)
 
 
 @triton.jit
@@ -77,6 +78,7 @@ def plan_kernel(
     SPARE: tl.constexpr,  # 0: none
     CHUNK: tl.constexpr,  # 0: cut anywhere
     MAX_CHUNKS: tl.constexpr,
+    ROOM: tl.constexpr,  # chunks of a request in the workspace
     BLOCK: tl.constexpr,
 ):
     lane = tl.arange(0, BLOCK)
@@ -113,7 +115,7 @@ def plan_kernel(
         n, cost = request_costs(lens_ptr, i, B, TILE, OVERHEAD)
         c = c_next + tl.cumsum(cost, 0) - cost
         if CHUNK > 0:
-            chunk = chunk_tiles(n, CHUNK, MAX_CHUNKS)
+            chunk = chunk_tiles(n, CHUNK, MAX_CHUNKS, ROOM)
             splits = (n + chunk - 1) // chunk
         elif share > 0:
             parts = tl.maximum((n + share - 1) // share, 1)
@@ -159,8 +161,8 @@ def plan_kernel(
     tile = tl.minimum(tl.maximum(x - start_first, 0), n_first)
     end = tl.minimum(tl.maximum(x_end - start_last, 0), n_last)
     if CHUNK > 0:
-        chunk_first = chunk_tiles(n_first, CHUNK, MAX_CHUNKS)
-        chunk_last = chunk_tiles(n_last, CHUNK, MAX_CHUNKS)
+        chunk_first = chunk_tiles(n_first, CHUNK, MAX_CHUNKS, ROOM)
+        chunk_last = chunk_tiles(n_last, CHUNK, MAX_CHUNKS, ROOM)
         split = (tile + chunk_first - 1) // chunk_first
         tile = split * chunk_first
         end = tl.minimum((end + chunk_last - 1) // chunk_last * chunk_last, n_last)

@@ -145,6 +145,7 @@ def _plan(arch: Arch) -> Iterator[KernelSpec]:
                 "SPARE": spare,
                 "CHUNK": chunk,
                 "MAX_CHUNKS": MAX_CHUNKS,
+                "ROOM": MAX_CHUNKS,
                 "BLOCK": 128,
             },
             aligned=tuple(pointers),

@@ -125,7 +125,7 @@ def mla_sparse_kernel(
     flag = lse_ptr + (result + (tl.program_id(0) % row_tiles) * BM)
     if SPLIT:
         flag = part_sum_ptr + (result + (tl.program_id(0) % row_tiles) * BM) * 2
-    q_at = (q_ptr + token * q_stride_t + row * q_stride_h)[:, None]
+    q_at = (q_ptr + token * q_stride_t + row.to(tl.int64) * q_stride_h)[:, None]
     k = tl.full([BM], EXPONENT_FLOOR, tl.float32)
     if REFERENCE == "first":
         # Turn 0 takes k from the first tile. If a row outgrew it, turn 1 finds the maxima and turn
