@@ -112,16 +112,16 @@ def _before(version: tuple[int, int]) -> bool:
 def register_attention_backend(class_path: str, own_name: str) -> list[str]:
     """Let `--attention-backend` find the class; returns the names that select it.
 
-    CUSTOM works in every version; names of one's own exist where the enum can grow (0.32+). Own
-    names are enum members made at run time, so a second call must not add them again.
+    CUSTOM works in every version; names of one's own exist where the enum can grow (0.32+). Ours is
+    an alias: a member made at run time pickles by its value, which a spawned engine reads before
+    it has loaded plugins.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     register_backend(AttentionBackendEnum.CUSTOM, class_path)
     names = ["CUSTOM"]
     if hasattr(AttentionBackendEnum, "register"):
-        if own_name not in AttentionBackendEnum.__members__:
-            register_backend(own_name, class_path)
+        AttentionBackendEnum._member_map_[own_name] = AttentionBackendEnum.CUSTOM
         names.append(own_name)
     return names
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 _TRUE = ("1", "true", "yes", "on")
-_FALSE = ("0", "false", "no", "off", "")
+_FALSE = ("0", "false", "no", "off")
 
 
 def _parse_bool(text: str) -> bool:
     lowered = text.strip().lower()
     if lowered not in _TRUE + _FALSE:
-        raise ValueError(f"expected one of {', '.join(_TRUE)} or {', '.join(_FALSE[:-1])}")
+        raise ValueError(f"expected one of {', '.join(_TRUE)} or {', '.join(_FALSE)}")
     return lowered in _TRUE
 
 
@@ -125,17 +125,25 @@ ENV_VARS: dict[str, EnvVar] = {
 
 
 def get(name: str) -> Any:
-    """Parsed value of the environment variable `name`, or of its default when it is unset.
+    """Parsed value of the environment variable `name`, or of its default when it is unset or empty
+    (what "${NAME:-}" makes of an unset one).
 
     Raises KeyError for a name that is not in the table, ValueError for a value that does not
     parse (naming the variable, the value and what is allowed).
     """
     var = ENV_VARS[name]
-    text = os.environ.get(name, var.default)
+    text = os.environ.get(name) or var.default
     try:
         return var.parse(text)
     except ValueError as error:
         raise ValueError(f"{name}={text!r}: {error}") from None
+
+
+def check_all() -> None:
+    """ValueError for a variable that does not parse: in a worker, or where vLLM asks for plugins,
+    the error would be lost or drowned."""
+    for name in ENV_VARS:
+        get(name)
 
 
 def markdown_table() -> str:

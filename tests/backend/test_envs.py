@@ -39,6 +39,20 @@ def test_a_bad_value_is_named(monkeypatch, name, text):
         envs.get(name)
 
 
+def test_an_empty_variable_is_one_that_is_not_set(monkeypatch):
+    """`${NAME:-}` of a compose file: no switch that is on by default goes off by it."""
+    for name, var in envs.ENV_VARS.items():
+        monkeypatch.setenv(name, "")
+        assert envs.get(name) == var.parse(var.default)
+
+
+def test_all_are_checked_at_once(monkeypatch):
+    envs.check_all()
+    monkeypatch.setenv("MLA_BACKEND_CPU_PLATFORM", "maybe")
+    with pytest.raises(ValueError, match="MLA_BACKEND_CPU_PLATFORM='maybe': expected one of"):
+        envs.check_all()
+
+
 def test_unknown_name():
     with pytest.raises(KeyError):
         envs.get("MLA_BACKEND_NOT_THERE")

@@ -46,18 +46,23 @@ FIND_PLUGIN = """
 import multiprocessing
 
 
-def look():
+def look(named):
     from vllm.platforms import current_platform
     from vllm.plugins import load_general_plugins
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     load_general_plugins()
     ours = [m for name, m in AttentionBackendEnum.__members__.items()
             if name in ("CUSTOM", "MLA_BACKEND")]
+    ours += named
     print("FOUND", type(current_platform).__name__, *(m.get_path() for m in ours), flush=True)
 
 
 if __name__ == "__main__":
-    process = multiprocessing.get_context("spawn").Process(target=look)
+    from vllm.plugins import load_general_plugins
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    load_general_plugins()
+    named = [AttentionBackendEnum[name] for name in NAMES]  # as vLLM's config has them
+    process = multiprocessing.get_context("spawn").Process(target=look, args=(named,))
     process.start()
     process.join()
 """
@@ -65,9 +70,9 @@ if __name__ == "__main__":
 
 def test_spawned_process_started_in_root_finds_the_plugin(tmp_path):
     script = tmp_path / "look.py"
-    script.write_text(FIND_PLUGIN)
+    script.write_text(f"NAMES = {names_of_ours()}\n{FIND_PLUGIN}")
     (found,) = (line for line in python(script).splitlines() if line.startswith("FOUND"))
-    paths = [plugin.BACKEND_CLASS] * len(names_of_ours())
+    paths = [plugin.BACKEND_CLASS] * len(names_of_ours()) * 2
     assert found.split() == ["FOUND", "MlaCpuPlatform", *paths]
 
 

@@ -167,6 +167,25 @@ def test_body_limit(stand, openai_error, chunked):
     assert s.events == [1048]  # nothing above the limit reached the application
 
 
+@pytest.mark.parametrize("more", [True, False])
+def test_a_body_whose_last_piece_is_too_much_is_answered(stand, more):
+    """uvicorn says with the last piece, or behind it, that there are no more."""
+    s, sent = stand(body_mib=0.001), []
+    pieces = [{"type": "http.request", "body": b"x" * 1049, "more_body": more}]
+    pieces += [{"type": "http.request", "body": b"", "more_body": False}] * more
+
+    async def receive():
+        return pieces.pop(0)  # once more: IndexError, where a real client is waited for
+
+    async def send(message):
+        sent.append(message)
+
+    headers = [(b"transfer-encoding", b"chunked")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/echo", "headers": headers}
+    asyncio.run(s.app(scope, receive, send))
+    assert sent[0]["status"] == 413
+
+
 def test_a_client_that_asks_first_is_not_told_to_send_what_is_refused(stand):
     s, sent = stand(body_mib=0.001), []
 

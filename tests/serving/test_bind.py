@@ -49,7 +49,7 @@ def test_a_socket_file_is_not_left_behind(bind, tmp_path):
     args = address(uds=str(tmp_path / "s"))
     for _ in range(2):
         sock = bind(args)
-        with pytest.raises(OSError, match="Address already in use"):
+        with pytest.raises(OSError, match=r"Address already in use\. Mend: remove the file"):
             bind(args)
         http.unbind(sock, args)
     assert not list(tmp_path.iterdir())
@@ -62,3 +62,13 @@ def test_a_socket_file_that_cannot_be(bind, tmp_path):
     long = str(tmp_path / ("x" * 200))
     with pytest.raises(OSError, match=f"cannot listen on {long}: AF_UNIX path too long"):
         bind(address(uds=long))
+
+
+def test_how_a_client_gets_there(tmp_path):
+    from mla_serving.server import http, run
+
+    assert http.curl(address(port=8000)) == "curl http://127.0.0.1:8000"
+    assert http.curl(address(uds="/x/s")) == "curl --unix-socket /x/s http://localhost"
+    line = run.example(http.curl(address(port=8000)), "name", True)
+    assert line.startswith("curl http://127.0.0.1:8000/v1/chat/completions -H 'Authorization: B")
+    assert "Authorization" not in run.example("curl x", "name", False) and '"name"' in line

@@ -16,7 +16,7 @@ FILES = sorted(CONFIGS.glob("*.yaml"))
 PARSE = """
 import json, sys
 from mla_serving.server import environment
-environment.set_before_import(None)
+environment.set_before_import(True)
 from mla_serving.server import args, vllm_api
 from mla_serving.server.layers import read_layers
 

@@ -370,6 +370,8 @@ def test_slices_of_quantised_experts_keep_whole_blocks(v3):
     with pytest.raises(ValueError, match=r"32 GPUs cannot slice experts of width 2048 in blocks"):
         Layout(tp=8, dp=4).check(v3)
     Layout(tp=8, dp=4, ep=True).check(v3)
+    of_tensors = {"quant_method": "fp8", "activation_scheme": "static"}  # one scale a tensor
+    Layout(tp=2).check(from_config(config("deepseek-v2-lite", quantization_config=of_tensors), "x"))
 
 
 def test_weight_bits_and_wrapped_configs():

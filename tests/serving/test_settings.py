@@ -4,6 +4,7 @@
 import argparse
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from mla_serving.server import environment
@@ -136,12 +137,38 @@ def test_unknown_settings_are_named(tmp_path):
         read_layers(["--config", write(tmp_path, "- a\n")], {})
 
 
-def test_a_local_model_means_no_look_ups(tmp_path):
-    for model, offline in ((None, True), (str(tmp_path), True), ("org/name", False)):
-        environ = {}
-        environment.set_before_import(model, environ)
-        assert (environ.get("HF_HUB_OFFLINE") == "1") is offline
-        assert environ["VLLM_NO_USAGE_STATS"] == environ["DO_NOT_TRACK"] == "1"
+@pytest.mark.parametrize(
+    ("said", "local"),
+    [
+        ("", True),
+        ("--port 8000", True),
+        ("{here}", True),
+        ("--model {here} --config x/y.yaml", True),
+        ("--model {here} --chat-template x/y.yaml", True),
+        ("org/name", False),
+        ("--port 8000 org/name", False),
+        ("--enforce-eager org/name", False),
+        ("--model=org/name", False),
+        ("--model {here} --tokenizer org/name", False),
+        ('--model {here} --speculative-config {{"model":"org/name"}}', False),
+    ],
+)
+def test_what_is_on_this_machine_is_not_looked_up(said, local, tmp_path, monkeypatch):
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "y.yaml").write_text("port: 1\n")
+    monkeypatch.chdir(tmp_path)
+    layers = read_layers(said.format(here=tmp_path).split(), {})
+    assert layers.is_local() is local
+    environ = {}
+    environment.set_before_import(layers.is_local(), environ)
+    assert (environ.get("HF_HUB_OFFLINE") == "1") is local
+    assert environ["VLLM_NO_USAGE_STATS"] == environ["DO_NOT_TRACK"] == "1"
+
+
+def test_files_and_variables_name_things_of_the_hub_too(tmp_path):
+    path = write(tmp_path, f"model: {tmp_path}\nspeculative-config: {{model: org/name}}\n")
+    assert not read_layers(["--config", path], {}).is_local()
+    assert not read_layers([], {"MLA_SERVE_TOKENIZER": "org/name"}).is_local()
 
 
 def test_what_the_user_set_stays(tmp_path):
@@ -153,8 +180,8 @@ def test_what_the_user_set_stays(tmp_path):
         "VLLM_CPU_KVCACHE_SPACE": "7",
     }
     environ = dict(asked)
-    environment.set_before_import(None, environ)
-    environment.set_cpu_kv_cache(str(tmp_path), environ)
+    environment.set_before_import(True, environ)
+    environment.set_cpu_kv_cache(str(tmp_path), environ=environ)
     assert environ == asked
 
 
@@ -164,9 +191,40 @@ def test_what_the_user_set_stays(tmp_path):
 )
 def test_cpu_kv_cache(available, weights, expected):
     assert environment.kv_cache_gib(available * GIB, weights * GIB) == expected
+    if expected > 8:
+        assert environment.kv_cache_gib(available * GIB, weights * GIB, 8) == expected // 8
+
+
+@pytest.mark.parametrize(
+    ("files", "left"),
+    [
+        ({}, 64),
+        ({"memory.max": "max", "memory.current": "5"}, 64),
+        ({"memory.max": 16 * GIB, "memory.current": 6 * GIB}, 10),
+        ({"memory.max": 4 * GIB, "memory.current": 6 * GIB}, 0),
+        ({"memory/memory.limit_in_bytes": 9 * GIB, "memory/memory.usage_in_bytes": GIB}, 8),
+        ({"memory.max": 999 * GIB, "memory.current": 0}, 64),
+    ],
+)
+def test_a_container_may_have_less_than_the_machine(files, left, tmp_path, monkeypatch):
+    free = SimpleNamespace(available=64 * GIB)
+    monkeypatch.setattr(environment.psutil, "virtual_memory", lambda: free)
+    (tmp_path / "memory").mkdir()
+    for name, value in files.items():
+        (tmp_path / name).write_text(f"{value}\n")
+    assert environment.available_bytes(tmp_path) == left * GIB
 
 
 def test_vllm_is_not_imported_before_the_environment_is_set():
     code = "import sys, mla_serving.server.run; print('vllm' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout == "False\n"
+
+
+@pytest.mark.parametrize("key", ["enable-prefix-caching", "enable_prefix_caching"])
+def test_underscores_of_a_file_are_dashes(key, tmp_path):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction)
+    layers = read_layers(["--config", write(tmp_path, f"{key}: false\n")], {})
+    given = layers.arguments(parser._option_string_actions)
+    assert parser.parse_args(given).enable_prefix_caching is False

@@ -47,7 +47,7 @@ def test_a_start_that_fails_gives_its_address_back(refusal, said, monkeypatch, c
     http.unbind = lambda *both: closed.append(both)
     stand_in(monkeypatch, args=args, http=http, vllm_api=vllm_api)
     monkeypatch.setattr(run.lifecycle, "catch_signals_while_starting", lambda: None)
-    monkeypatch.setattr(run.environment, "set_before_import", lambda model: None)
+    monkeypatch.setattr(run.environment, "set_before_import", lambda local: None)
     monkeypatch.setattr(run, "_serve", fail)
     assert run.serve([]) == 1
     assert capsys.readouterr().err == "".join(f"mla-backend serve: {x}\n" for x in said)

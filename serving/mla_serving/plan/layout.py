@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from mla_serving.plan.model import MlaModel
 
 GIB = 1024**3
-# Weights of fp8 checkpoints come in blocks of 128 that a shard must not cut.
-_QUANTISATION_BLOCK = 128
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class Layout:
             raise ValueError(
                 f"Expected at most {model.experts} GPUs a stage (experts of the model), got {ranks}"
             )
-        unit = _QUANTISATION_BLOCK if model.quantised else 1
+        unit = model.weight_block
         if not self.ep and (model.expert_width % (ranks * unit)):
             raise ValueError(
                 f"{ranks} GPUs cannot slice experts of width {model.expert_width}"

@@ -45,6 +45,7 @@ class MlaModel:
     dtype: str
     weight_bytes: float  # of one weight of a quantised linear layer, scales included
     quantised: bool
+    weight_block: int  # widths of a quantised layer that a GPU can hold are multiples of it
 
     @property
     def dtype_bytes(self) -> int:
@@ -213,6 +214,7 @@ def from_config(config: Mapping[str, Any], name: str, weight_bits: int | None = 
         dtype=dtype,
         weight_bytes=_weight_bytes(name, quantisation, weight_bits, _DTYPE_BYTES[dtype]),
         quantised=bool(quantisation) or weight_bits is not None,
+        weight_block=max((quantisation or {}).get("weight_block_size") or [1]),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from mla_kernels.layouts import BLOCK_SIZE
 
-from mla_backend import toolchain
+from mla_backend import envs, toolchain
 from mla_backend.plugin import WORKER_EXTENSION_CLASS
 from mla_serving.demo_model import FAMILIES, SERVED_NAME, demo_model_path
 from mla_serving.server import environment, vllm_api
@@ -19,6 +19,12 @@ DEFAULT_HOST = "127.0.0.1"
 _NOT_MLA = (
     "{model} has no multi-head latent attention, so mla-backend cannot serve it. To serve it with "
     "vLLM's own attention name one: --attention-backend ..."
+)
+
+_OTHER_CPU = (
+    "this project's CPU platform is not in use, so vLLM would compute with its own attention. "
+    "Mend: unset MLA_BACKEND_CPU_PLATFORM and VLLM_PLUGINS (`mla-backend doctor` says what is in "
+    "the way), or name vLLM's attention: --attention-backend ..."
 )
 
 
@@ -106,6 +112,7 @@ def parse(layers: Layers) -> Namespace:
     Makes the demo model when no model is given. Raises ValueError for a setting that this server
     cannot honour; exits through argparse for one that does not parse.
     """
+    envs.check_all()
     parser = make_parser()
     given = layers.arguments(parser._option_string_actions)
     args = _parse(parser, given)
@@ -128,7 +135,8 @@ def parse(layers: Layers) -> Namespace:
         defaults += ["--worker-extension-cls", WORKER_EXTENSION_CLASS]
     if vllm_api.is_cpu():
         if args.kv_cache_memory_bytes is None:
-            environment.set_cpu_kv_cache(args.model)
+            ranks = args.data_parallel_size_local or args.data_parallel_size
+            environment.set_cpu_kv_cache(args.model, args.tensor_parallel_size, ranks)
         if toolchain.compile_obstacle():
             environment.set_no_compile()
             defaults.append("--enforce-eager")
@@ -163,6 +171,8 @@ def _attention_defaults(args: Namespace) -> list[str]:
         defaults = []
     else:
         return []
+    if vllm_api.is_cpu() and not vllm_api.is_our_cpu():
+        raise ValueError(_OTHER_CPU)
     return defaults if args.block_size else [*defaults, "--block-size", str(BLOCK_SIZE)]
 
 
@@ -194,6 +204,9 @@ def _refuse_other_launchers(args: Namespace) -> None:
     reasons = {
         "--headless": args.headless,
         "--grpc": getattr(args, "grpc", False),
+        "--data-parallel-multi-port-external-lb": getattr(
+            args, "data_parallel_multi_port_external_lb", False
+        ),
         f"--api-server-count {args.api_server_count}": (args.api_server_count or 1) > 1,
     }
     for option, asked in reasons.items():

@@ -29,31 +29,35 @@ class BodyLimit:
             return await self.app(scope, receive, send)
         if "transfer-encoding" not in headers:
             return await self.app(scope, receive, send)
-        messages = await self._read(receive)
-        if messages is None:
-            return await self._refuse(scope, receive, send)
+        messages, fits = await self._read(receive)
+        if not fits:
+            ended = not messages[-1].get("more_body")
+            return await self._refuse(scope, receive, send, ended)
 
         async def replay() -> Message:
             return messages.pop(0) if messages else await receive()
 
         await self.app(scope, replay, send)
 
-    async def _read(self, receive: Receive) -> list[Message] | None:
-        """The messages of a whole chunked body, or None once it exceeds the limit."""
+    async def _read(self, receive: Receive) -> tuple[list[Message], bool]:
+        """The messages of a chunked body, and whether it is within the limit: then all of them."""
         messages, size = [], 0
         while True:
             message = await receive()
             messages.append(message)
             size += len(message.get("body", b""))
             if size > self.limit:
-                return None
+                return messages, False
             if not message.get("more_body"):
-                return messages
+                return messages, True
 
-    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _refuse(
+        self, scope: Scope, receive: Receive, send: Send, ended: bool = False
+    ) -> None:
+        """ended: the body has been read to its end, and there is nothing to wait for."""
         # Who asks first (curl does from 1 MiB on) has sent nothing: reading would say "go on".
         waits = Headers(scope=scope).get("expect", "").lower() == "100-continue"
-        left = 0 if waits else _DISCARD_BYTES
+        left = 0 if waits or ended else _DISCARD_BYTES
         while left > 0:
             message = await receive()
             left -= len(message.get("body", b""))

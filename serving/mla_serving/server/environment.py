@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environment variables of vLLM and Hugging Face that we set when the user has not."""
 
+import contextlib
 import os
 from collections.abc import MutableMapping
 from pathlib import Path
@@ -10,35 +11,58 @@ import psutil
 GIB = 1024**3
 
 
-def set_before_import(model: str | None, environ: MutableMapping[str, str] = os.environ) -> None:
+def set_before_import(local: bool, environ: MutableMapping[str, str] = os.environ) -> None:
     """What must be in place before vLLM and transformers are imported.
 
-    No usage statistics; no Hub look-ups for a model that is on this machine (None: the demo
-    model); vLLM's log from WARNING up, so that our progress lines can be read.
+    No usage statistics; no Hub look-ups where all that is named is on this machine; vLLM's log from
+    WARNING up, so that our progress lines can be read.
     """
     environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     environ.setdefault("DO_NOT_TRACK", "1")
     environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    if model is None or Path(model).is_dir():
+    if local:
         environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
-def kv_cache_gib(available: int, weights: int) -> int:
-    """GiB for the KV cache of a CPU server out of `available` bytes, for `weights` bytes of model.
+def kv_cache_gib(available: int, weights: int, workers: int = 1) -> int:
+    """GiB for the KV cache of each of a CPU server's workers, out of `available` bytes, for
+    `weights` bytes of model in all of them.
 
-    An eighth, because vLLM touches all of it at once and the rest of the machine is not ours; no
-    more than half of what the weights and 2 GiB of working memory leave; at least 1.
+    An eighth in all, because vLLM touches all of it at once and the rest of the machine is not
+    ours; no more than half of what the weights and 2 GiB of working memory a worker leave; at least
+    1 each.
     """
-    left = (available - weights - 2 * GIB) / 2
-    return max(1, int(min(left, available / 8) / GIB))
+    left = (available - weights - 2 * GIB * workers) / 2
+    return max(1, int(min(left, available / 8) / workers / GIB))
 
 
-def set_cpu_kv_cache(model: str, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Size the KV cache of a CPU server by the free memory (vLLM would take nearly all of it)."""
+def available_bytes(cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Memory that this process may still take: of the machine, or of its container (cgroup v2, v1)
+    where that has less."""
+    free = psutil.virtual_memory().available
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        with contextlib.suppress(OSError, ValueError):  # not there; "max" is none
+            most = int((cgroups / limit).read_text())
+            free = min(free, max(0, most - int((cgroups / used).read_text())))
+    return free
+
+
+def set_cpu_kv_cache(
+    model: str,
+    tensor_parallel: int = 1,
+    data_parallel: int = 1,
+    environ: MutableMapping[str, str] = os.environ,
+) -> None:
+    """Size the KV cache of a CPU server's workers by the free memory (vLLM would take nearly all of
+    it)."""
     if environ.get("VLLM_CPU_KVCACHE_SPACE"):
         return
     weights = sum(f.stat().st_size for f in Path(model).glob("*.safetensors"))
-    gib = kv_cache_gib(psutil.virtual_memory().available, weights)
+    workers = tensor_parallel * data_parallel
+    gib = kv_cache_gib(available_bytes(), weights * data_parallel, workers)
     environ["VLLM_CPU_KVCACHE_SPACE"] = str(gib)
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """uvicorn, set up from vLLM's HTTP options."""
 
+import errno
 import socket
 from argparse import Namespace
 from collections.abc import Callable
@@ -77,6 +78,8 @@ def bind(args: Namespace) -> socket.socket:
         sock.close()
         where = args.uds or f"{host or '*'}:{port}"
         why = getattr(error, "strerror", None) or error
+        if args.uds and getattr(error, "errno", None) == errno.EADDRINUSE:
+            why = f"{why}. Mend: remove the file, if the server that made it was killed"
         raise OSError(f"cannot listen on {where}: {why}") from None
     if not args.uds:
         args.port = sock.getsockname()[1]
@@ -97,3 +100,10 @@ def url(args: Namespace) -> str:
     host = args.host if args.host not in (None, "", "0.0.0.0", "::") else "127.0.0.1"
     scheme = "https" if args.ssl_certfile else "http"
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{args.port}{args.root_path or ''}"
+
+
+def curl(args: Namespace) -> str:
+    """`url` as the beginning of a curl command."""
+    if args.uds:
+        return f"curl --unix-socket {args.uds} http://localhost{args.root_path or ''}"
+    return f"curl {url(args)}"

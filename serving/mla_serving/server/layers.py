@@ -10,6 +10,7 @@ the model must be known before vLLM is imported.
 
 import argparse
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ from typing import Any
 import yaml
 
 ENV_PREFIX = "MLA_SERVE_"
+# org/name, by itself, behind --option= or as a string within JSON.
+_HUB_NAME = re.compile(r'(?:^|[="])(\w[\w.-]*/\w[\w.-]*)(?=$|")')
 _FLAG_WORDS = {"true": True, "yes": True, "on": True, "1": True}
 _FLAG_WORDS |= {"false": False, "no": False, "off": False, "0": False}
 
@@ -41,6 +44,22 @@ class Layers:
         if named is None and self.file.get("model") is not None:
             named = str(self.file["model"])
         return named
+
+    def is_local(self) -> bool:
+        """Whether all that is named (model, tokenizer, draft, adapters) is on this machine.
+
+        Without vLLM's parser it is not known which words are names, so whatever looks like one of
+        the Hub counts, unless it is a path. The demo model, where none is named, is local.
+        """
+        said = [
+            *self.command_line,
+            *self.environment.values(),
+            json.dumps(dict(self.file), default=str),
+        ]
+        named = {name for text in said for name in _HUB_NAME.findall(text)}
+        model = self.model()
+        local = model is None or Path(model).is_dir()
+        return local and all(Path(name).exists() for name in named)
 
     def arguments(self, options: Mapping[str, argparse.Action]) -> list[str]:
         """One command line, weakest first: argparse takes the last of an option given twice.
@@ -103,8 +122,9 @@ def _typed(name: str, text: str, action: argparse.Action | None) -> Any:
 
 def _flatten(name: str, key: str, value: Any, options: Mapping[str, argparse.Action]) -> list[str]:
     """As `vllm serve --config` does it: true is a flag, a list several values, a mapping JSON."""
+    key = key.replace("_", "-")  # as vLLM's parser does
     flag, negative = f"--{key}", f"--no-{key}"
-    action = options.get(f"--{key.replace('_', '-')}")
+    action = options.get(flag)
     if action is None:
         raise ValueError(f"{name}: there is no option {flag}")
     is_flag = action.nargs == 0

@@ -30,7 +30,7 @@ def _start(argv: list[str] | None, refused: Callable[[], str]) -> int:
     sock: socket.socket | None = None
     try:
         layers = read_layers(sys.argv[1:] if argv is None else argv, os.environ)
-        environment.set_before_import(layers.model())
+        environment.set_before_import(layers.is_local())
         with progress.waiting("importing vLLM"):
             from mla_serving.server import args as server_args
             from mla_serving.server import http, vllm_api
@@ -103,11 +103,15 @@ async def _serve(args: Namespace, sock: socket.socket, progress: Progress) -> in
 
 
 def _say_ready(args: Namespace, model: str, progress: Progress) -> None:
-    from mla_serving.server import http
+    from mla_serving.server import http, vllm_api
 
-    address = http.url(args)
-    progress.line(f"ready: {model} at {address}/v1")
-    key = " -H 'Authorization: Bearer YOUR_KEY'" if args.api_key else ""
+    progress.line(f"ready: {model} at {http.url(args)}/v1")
+    print(f"  {example(http.curl(args), model, bool(vllm_api.api_keys(args)))}", flush=True)
+
+
+def example(curl: str, model: str, with_key: bool) -> str:
+    """A request to try; `curl` is the command up to the address."""
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if with_key else ""
     content = "-H 'Content-Type: application/json'"
     body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
-    print(f"  curl {address}/v1/chat/completions{key} {content} -d '{body}'", flush=True)
+    return f"{curl}/v1/chat/completions{key} {content} -d '{body}'"

@@ -74,6 +74,7 @@ __all__ = [
     "get_uvicorn_log_config",
     "init_app_state",
     "is_cpu",
+    "is_our_cpu",
     "keep_alive_seconds",
     "make_arg_parser",
     "model_uses_mla",
@@ -85,6 +86,13 @@ __all__ = [
 def is_cpu() -> bool:
     """Whether vLLM runs on its CPU platform (or ours, which is one)."""
     return bool(current_platform.is_cpu())
+
+
+def is_our_cpu() -> bool:
+    """Whether vLLM's platform is this project's, which alone selects our attention on a CPU."""
+    from mla_backend.platform import MlaCpuPlatform
+
+    return isinstance(current_platform, MlaCpuPlatform)
 
 
 def model_uses_mla(args: Namespace) -> bool:
