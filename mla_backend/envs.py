@@ -140,10 +140,13 @@ def get(name: str) -> Any:
 
 
 def check_all() -> None:
-    """ValueError for a variable that does not parse: in a worker, or where vLLM asks for plugins,
-    the error would be lost or drowned."""
+    """ValueError for a variable that does not parse, or is none of ours: in a worker, or where vLLM
+    asks for plugins, the error would be lost or drowned."""
     for name in ENV_VARS:
         get(name)
+    for name in os.environ:
+        if name.startswith("MLA_BACKEND_") and name not in ENV_VARS:
+            raise ValueError(f"{name} is no setting of ours; docs/environment.md lists them")
 
 
 def markdown_table() -> str:

@@ -52,7 +52,10 @@ def backend_registered(facts: Facts) -> Result:
         found = f"--attention-backend CUSTOM selects another plugin's {custom}"
         mend = "uninstall that plugin, or leave it out with VLLM_PLUGINS"
     else:
-        found, mend = "--attention-backend CUSTOM selects nothing", "see entry points above"
+        found, mend = (
+            "--attention-backend CUSTOM selects nothing",
+            "see entry points and VLLM_PLUGINS above",
+        )
     return Result("backend", "fail", found, mend)
 
 
@@ -71,7 +74,9 @@ def platform(facts: Facts) -> Result:
         return Result("platform", "ok", found)
     if "cpu" in active.lower():
         found = f"{active} is active: on a CPU it never selects --attention-backend CUSTOM"
-        mend = "unset MLA_BACKEND_CPU_PLATFORM and uninstall other CPU platform plugins"
+        mend = "see VLLM_PLUGINS above"
+        if vllm_plugins_filter(facts).status == "ok":
+            mend = "unset MLA_BACKEND_CPU_PLATFORM and uninstall other CPU platform plugins"
         return Result("platform", "warn", found, mend)
     return Result("platform", "ok", f"{active} (vLLM's own; this plugin does not touch it)")
 
@@ -80,7 +85,7 @@ def settings(facts: Facts) -> Result:
     """Every MLA_BACKEND_* variable parses, and none is misspelt."""
     problems = []
     for name, variable in envs.ENV_VARS.items():
-        text = facts.environ.get(name, variable.default)
+        text = facts.environ.get(name) or variable.default
         try:
             variable.parse(text)
         except ValueError as error:

@@ -17,12 +17,18 @@ def run() -> list[Result]:
     import torch
     from mla_kernels.cache import api as cache
     from mla_kernels.decode import api as decode
+    from mla_kernels.indexer import api as indexer
+    from mla_kernels.sparse import choice as sparse
+    from mla_kernels.topk import api as topk
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shown = []
     ops: tuple[tuple[str, tuple[str, ...], Callable[[str, str], str]], ...] = (
         ("mla_decode", decode.AVAILABLE, decode_errors),
         ("write_kv_cache", cache.AVAILABLE, cache_errors),
+        ("indexer_scores", indexer.AVAILABLE, score_errors),
+        ("exact_topk", topk.AVAILABLE, topk_errors),
+        ("mla_sparse_attention", sparse.AVAILABLE, sparse_errors),
     )
     for op, available, compare in ops:
         for impl in _runnable(op, available, device):
@@ -112,3 +118,57 @@ def cache_errors(impl: str, device: str) -> str:
                 wanted[slot] = row
         assert torch.equal(got, wanted), f"cache {dtype}: other bytes than the reference"
     return f"{len(layouts)} layouts, the same bytes"
+
+
+def score_errors(impl: str, device: str) -> str:
+    """The indexer's scores over fp8 keys; AssertionError where one is off by more than rounding."""
+    import torch
+    from mla_kernels import indexer_scores
+    from mla_kernels.testing.indexer_case import make_indexer_case
+
+    case = make_indexer_case([1, 64, 333], device=device)  # one row each: all kernels take it
+    wanted = indexer_scores(*case.args, impl="reference").float()
+    torch.testing.assert_close(indexer_scores(*case.args, impl=impl), wanted, rtol=1e-4, atol=1e-4)
+    return f"{len(wanted)} rows of up to 333 keys, within 1e-4"
+
+
+def topk_errors(impl: str, device: str) -> str:
+    """Choices with ties, masked scores and both zeros; AssertionError where one is another."""
+    import torch
+    from mla_kernels import exact_topk
+
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(4, 3000, generator=generator)
+    scores[1] = scores[1].round()
+    scores[2, 5:] = -torch.inf
+    scores[3] = torch.tensor([0.0, -0.0]).repeat(1500)
+    scores = scores.to(device)
+    wanted = exact_topk(scores, 512, impl="reference")
+    assert torch.equal(exact_topk(scores, 512, impl=impl), wanted), "others than the reference"
+    return "4 rows of 3000 scores, the same 512"
+
+
+def sparse_errors(impl: str, device: str) -> str:
+    """The worst error over head counts and layouts of the cache; AssertionError above the bar."""
+    import torch
+    from mla_kernels import mla_sparse_attention
+    from mla_kernels.cache.torch_impl import encode_rows
+    from mla_kernels.testing.metrics import SHORT_BAR, measure
+
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(5 * 64, 576, generator=generator).to(device, torch.bfloat16)
+    slots = torch.stack([torch.randperm(len(rows), generator=generator)[:200] for _ in range(3)])
+    slots[1, 3:] = -1
+    slots = slots.to(device, torch.int32)
+    worst, heads = 0.0, (8, 128)
+    for dtype in (torch.bfloat16, torch.uint8):
+        cache = encode_rows(rows[:, :512], rows[:, 512:], dtype, None).view(5, 64, -1)
+        for H in heads:
+            q = torch.randn(3, H, 576, generator=generator).to(device, torch.bfloat16)
+            wanted, _ = mla_sparse_attention(q, cache, slots, scale=0.04, impl="reference")
+            got, _ = mla_sparse_attention(q, cache, slots, scale=0.04, impl=impl)
+            error = measure(got, wanted)
+            failures = SHORT_BAR.failures(error)
+            assert not failures, f"cache {dtype}, {H} heads: {', '.join(failures)}"
+            worst = max(worst, error.fro)
+    return f"{2 * len(heads)} cases, relative error up to {worst:.1e} (allowed {SHORT_BAR.fro:.1e})"

@@ -48,6 +48,9 @@ def test_an_empty_variable_is_one_that_is_not_set(monkeypatch):
 
 def test_all_are_checked_at_once(monkeypatch):
     envs.check_all()
+    monkeypatch.setenv("MLA_BACKEND_RESCALES", "pow2")
+    with pytest.raises(ValueError, match="MLA_BACKEND_RESCALES is no setting of ours"):
+        envs.check_all()
     monkeypatch.setenv("MLA_BACKEND_CPU_PLATFORM", "maybe")
     with pytest.raises(ValueError, match="MLA_BACKEND_CPU_PLATFORM='maybe': expected one of"):
         envs.check_all()

@@ -12,6 +12,9 @@ import pytest
 from mla_kernels.cache import torch_impl as cache_torch
 from mla_kernels.decode.torch_impl import mla_decode_torch
 from mla_kernels.dispatch import Choice
+from mla_kernels.indexer.torch_impl import indexer_scores_torch
+from mla_kernels.sparse.torch_impl import mla_sparse_attention_torch
+from mla_kernels.topk.torch_impl import exact_topk_torch
 
 from mla_backend import doctor, plugin, toolchain
 from mla_backend.doctor import facts as facts_module
@@ -264,8 +267,22 @@ def test_selftest_sees_a_wrong_kernel(monkeypatch):
         return mla_decode_torch(q, kv_cache, block_table, (seq_lens - 1).clamp(min=0), **options)
 
     monkeypatch.setattr("mla_kernels.decode.api.mla_decode_torch", drops_a_token)
+
+    def another_choice(scores, k, **options):
+        return exact_topk_torch(-scores, k, **options)
+
+    monkeypatch.setattr("mla_kernels.topk.api.exact_topk_torch", another_choice)
+    monkeypatch.setattr(
+        "mla_kernels.indexer.api.indexer_scores_torch",
+        lambda *args, **options: indexer_scores_torch(*args, **options) * 1.01,
+    )
+    monkeypatch.setattr(
+        "mla_kernels.sparse.api.mla_sparse_attention_torch",
+        lambda q, *args, **options: mla_sparse_attention_torch(q * 1.1, *args, **options),
+    )
     shown = {r.name: r for r in selftest.run()}
-    for name in ("selftest write_kv_cache torch", "selftest mla_decode torch"):
+    ops = ("mla_decode", "write_kv_cache", "indexer_scores", "exact_topk", "mla_sparse_attention")
+    for name in (f"selftest {op} torch" for op in ops):
         assert shown[name].status == "fail"
         assert shown[name].mend
 
@@ -298,7 +315,8 @@ def test_on_this_machine_everything_but_the_machine_is_fine():
     checks = doctor_json("--selftest")
     machine = {"memory", "libnuma", "compiler", "devices"}
     assert [c for c in checks.values() if c["status"] == "fail" and c["name"] not in machine] == []
-    assert {"selftest mla_decode torch", "selftest write_kv_cache torch"} <= set(checks)
+    ops = ("mla_decode", "write_kv_cache", "indexer_scores", "exact_topk", "mla_sparse_attention")
+    assert {f"selftest {op} torch" for op in ops} <= set(checks)
 
 
 def test_real_faults_are_found(tmp_path):

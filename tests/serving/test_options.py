@@ -84,3 +84,29 @@ def test_a_certificate_that_is_not_there(parser, tmp_path, option):
     _refuse_missing_certificate(_parse(parser, ["m", option, str(tmp_path)]))
     with pytest.raises(ValueError, match=f"{option} .*nowhere: no such file or directory"):
         _refuse_missing_certificate(_parse(parser, ["m", option, str(tmp_path / "nowhere")]))
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_cpu_that_would_not_compute_with_ours(parser, named, monkeypatch):
+    from mla_serving.server import args as server_args
+
+    given = server_args._parse(parser, ["m", *(["--attention-backend", "CUSTOM"] * named)])
+    monkeypatch.setattr(server_args.vllm_api, "model_uses_mla", lambda args: True)
+    monkeypatch.setattr(server_args.vllm_api, "is_cpu", lambda: True)
+    defaults = server_args._attention_defaults(given)
+    assert ("CUSTOM" in defaults) is not named
+    monkeypatch.setattr(server_args.vllm_api, "is_our_cpu", lambda: False)
+    with pytest.raises(
+        ValueError, match="CPU platform is not in use.* Mend: unset MLA_BACKEND_CPU"
+    ):
+        server_args._attention_defaults(given)
+
+
+def test_a_launcher_of_several_servers_is_refused(parser):
+    from mla_serving.server.args import _parse, _refuse_other_launchers
+
+    option = "--data-parallel-multi-port-external-lb"
+    if option not in parser._option_string_actions:
+        pytest.skip("this vLLM has no such option")
+    with pytest.raises(ValueError, match=f"{option} is not served here; use `vllm serve {option}"):
+        _refuse_other_launchers(_parse(parser, ["m", option]))
