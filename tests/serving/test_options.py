@@ -96,9 +96,7 @@ def test_a_cpu_that_would_not_compute_with_ours(parser, named, monkeypatch):
     defaults = server_args._attention_defaults(given)
     assert ("CUSTOM" in defaults) is not named
     monkeypatch.setattr(server_args.vllm_api, "is_our_cpu", lambda: False)
-    with pytest.raises(
-        ValueError, match="CPU platform is not in use.* Mend: unset MLA_BACKEND_CPU"
-    ):
+    with pytest.raises(ValueError, match=r"CPU platform is not in use.* Mend: unset MLA_"):
         server_args._attention_defaults(given)
 
 

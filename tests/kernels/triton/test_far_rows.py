@@ -8,6 +8,7 @@ missing cast is an address of another process, and ends this one.
 import pytest
 import torch
 from mla_kernels import indexer_scores, mla_decode, mla_sparse_attention, write_kv_cache
+from mla_kernels.decode.triton.launcher import are_near
 from mla_kernels.layer import MlaLayerBuffers, MlaLayerConfig, rope_table
 from mla_kernels.layer.torch_impl import rotate_and_append_torch
 from mla_kernels.layer.triton.launcher import launch_rotate_and_append
@@ -68,6 +69,19 @@ def test_heads(device, heads_apart):
         want, _ = mla_sparse_attention(q, *rest, scale=0.04, impl="reference")
         got, _ = mla_sparse_attention(far_heads(q), *rest, scale=0.04, impl="triton")
     assert SHORT_BAR.failures(measure(got, want)) == []
+
+
+@pytest.mark.parametrize(
+    ("strides", "near"),
+    [
+        ((3 * 9216, 9216, 576, 1), True),
+        ((2**40, 9216, 2**27, 1), True),
+        ((0, 9216, 2**28, 1), False),
+        ((0, 2**30, 576, 1), False),
+    ],
+)
+def test_kernels_for_few_rows_take_near_ones_only(strides, near):
+    assert are_near(torch.empty_strided((2, 3, 16, 576), strides, device="meta")) is near
 
 
 @pytest.mark.parametrize("where", ["kv_c", "k_pe", "kv_cache"])

@@ -65,7 +65,7 @@ def mla_decode_triton(
     arch = arch_of(q.device)
     kv_format = cache_format(kv_cache.dtype)
     few_rows = None
-    if not INTERPRET and fits(kv_cache):  # Gluon has no interpreter
+    if not INTERPRET and fits(kv_cache) and are_near(q):  # Gluon has no interpreter
         few_rows = choose_few_rows(
             tile_rows(s_q * H, arch), dims, kv_format, arch, rescale, kv_cache.shape[1], q.dtype
         )
@@ -83,6 +83,13 @@ def mla_decode_triton(
         tile = choose_tile(s_q * H, dims, kv_format, arch, rescale, kv_cache.shape[1])
         launch_decode(call, tile, dims, arch)
     launch_merge(device_plan, out, lse, arch)
+
+
+def are_near(q: torch.Tensor) -> bool:
+    """Whether the rows of a request lie as near to each other as 32 bits reach: kernels for few of
+    them have no registers to spare for wider addresses."""
+    _, s_q, H, D = q.shape
+    return (s_q - 1) * q.stride(1) + (H - 1) * q.stride(2) + D < 2**31
 
 
 def check_supported(q: torch.Tensor, out: torch.Tensor, dims: MlaDims) -> None:

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The query tile as operands of q K^T, kept in registers for a whole segment.
-
-Rows may be further apart than 32 bits reach: [H, T, DV] is a layer's own order.
-"""
+"""The query tile as operands of q K^T, kept in registers for a whole segment."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -20,7 +17,7 @@ def load_latent(
     num_rows are 0."""
     LATENT: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 2, 16], [1, WARPS, 1], [2, 1, 0])
     group, row, column = indices(LATENT, GROUPS, BM, 128)
-    row = (row + first).to(gl.int64)
+    row += first
     at = q_at + (row // num_heads) * q_stride_s + (row % num_heads) * q_stride_h
     return gl.load(at + (group * 128 + column), mask=row < num_rows, other=0.0)
 
@@ -34,7 +31,6 @@ def load_rope(
     ROPE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DR, DR // 8], [WARPS, 1], [1, 0])
     row = first + gl.arange(0, BM, gl.SliceLayout(1, ROPE))[:, None]
     column = COL + gl.arange(0, DR, gl.SliceLayout(0, ROPE))[None, :]
-    row = row.to(gl.int64)
     at = q_at + (row // num_heads) * q_stride_s + (row % num_heads) * q_stride_h
     return gl.load(at + column, mask=row < num_rows, other=0.0)
 

@@ -103,13 +103,14 @@ def few_rows_sparse_kernel(
     # All that a program waits for at first is asked for at once.
     rows = Rows(kv_ptr, scale_ptr, slots, start, stop, num_slots, page_step, PAGE, ROW)
     slot = load_slots(rows, 0, BN, COPY_ROW)
+    # Heads may be further apart than 32 bits reach: [H, T, DV] is a layer's own order.
     q = load_latent(
-        q_ptr + token * q_stride_t, first_head, 0, q_stride_h, num_heads, num_heads,
-        GROUPS, BM, WARPS,
+        q_ptr + token * q_stride_t, first_head, 0, gl.to_tensor(q_stride_h).to(gl.int64),
+        num_heads, num_heads, GROUPS, BM, WARPS,
     )  # fmt: skip
     q_rope = load_rope(
-        q_rope_ptr + token * q_rope_stride_t, first_head, 0, q_rope_stride_h, num_heads, num_heads,
-        0, BM, DR, WARPS,
+        q_rope_ptr + token * q_rope_stride_t, first_head, 0,
+        gl.to_tensor(q_rope_stride_h).to(gl.int64), num_heads, num_heads, 0, BM, DR, WARPS,
     )  # fmt: skip
     stop = last_slot(rows, WARPS)
     rows = Rows(kv_ptr, scale_ptr, slots, start, stop, num_slots, page_step, PAGE, ROW)
