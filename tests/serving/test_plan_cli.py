@@ -69,3 +69,9 @@ def test_errors(capsys, argv, said):
     status, out, err = run(capsys, *V3, *argv)
     assert status == 1 and out == ""
     assert err.startswith("mla-backend plan: ") and said in err
+
+
+@pytest.mark.parametrize(("context", "said"), [("163840", False), ("163841", True)])
+def test_a_context_that_the_model_does_not_have_is_said(capsys, context, said):
+    status, out, _ = run(capsys, *V3, "--gpus", "8", "--context", context)
+    assert status == 0 and ("beyond the model's 163,840" in out) is said

@@ -32,6 +32,7 @@ class MlaModel:
     v: int
     vocab: int
     tied: bool
+    max_context: int  # tokens of a request; 0: config.json does not say
     dense_width: int
     dense_layers: int
     experts: int
@@ -201,6 +202,7 @@ def from_config(config: Mapping[str, Any], name: str, weight_bits: int | None = 
         v=read("v_head_dim"),
         vocab=read("vocab_size"),
         tied=bool(config.get("tie_word_embeddings", False)),
+        max_context=read("max_position_embeddings", 1, 0),
         dense_width=read("intermediate_size"),
         dense_layers=read("first_k_dense_replace", 0, 0),
         experts=experts,

@@ -75,6 +75,8 @@ def as_text(plan: Plan) -> str:
         rows += f" + {model.indexers(range(model.layers))} indexers x {plan.indexer_row_bytes}"
     dtype = model.dtype if question.kv_cache_dtype == "auto" else question.kv_cache_dtype
     usable = question.memory * question.utilization
+    longest = model.max_context or question.context
+    beyond = f", beyond the model's {longest:,}" if question.context > longest else ""
     short = "" if plan.fits else f", fewer than the {question.batch} asked for"
     lines = [
         ("model", f"{model.name}: {model.parameters / 1e9:.1f} B parameters, {model.layers} layers"
@@ -86,7 +88,7 @@ def as_text(plan: Plan) -> str:
                    f"({question.utilization:g} of {question.memory / GIB:.1f}) less weights and "
                    f"{question.reserve / GIB:.1f} for activations and graphs, an assumption"),
         ("tokens", f"{plan.gpu_tokens:,} a GPU, {plan.cluster_tokens:,} in the cluster"),
-        ("requests", f"{plan.requests_that_fit:,} of {question.context:,} tokens{short}"),
+        ("requests", f"{plan.requests_that_fit:,} of {question.context:,} tokens{beyond}{short}"),
         ("attention", _attention(plan)),
     ]  # fmt: skip
     return "\n".join(f"{name:<10} {text}" for name, text in lines)

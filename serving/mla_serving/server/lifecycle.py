@@ -125,11 +125,11 @@ async def _engine_death(engine: Any) -> None:
 
 async def _drain(gate: Gate, seconds: float, dying: asyncio.Task[None], progress: Progress) -> None:
     gate.draining = True
-    progress.line(f"stopping: {gate.running} requests have {seconds:g} s to finish")
+    progress.line(f"stopping: running requests ({gate.running}) have {seconds:g} s to finish")
     idle = asyncio.create_task(gate.wait_idle(seconds))
     await asyncio.wait({idle, dying}, return_when=asyncio.FIRST_COMPLETED)
     if idle.done() and not idle.result():
-        progress.line(f"{gate.running} requests did not finish in time and are aborted")
+        progress.line(f"not finished in time and aborted: {gate.running}")
     idle.cancel()
 
 
