@@ -149,8 +149,8 @@ def attend(
         last = FIRST + ring_previous(i, SLOTS)
         o = gl.reshape(gl.join(o_a, o_b), [GROUPS, BM, 2 * UNITS])
         l = gl.convert_layout(gl.sum(weight, 1), SCORE_ROW)
-        # What is next is read behind the results, which need not wait for it; with causal limits a
-        # register short of that.
+        # What is next is read behind the results, which need not wait for it. With causal limits
+        # there is no register left for that.
         if CAUSAL:
             after, after_lo, after_hi, after_end = next_segment(plan, request, hi, end)
             is_last = after > plan.last
