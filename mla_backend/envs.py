@@ -6,7 +6,7 @@ table as Markdown; docs/environment.md is that output, and a test keeps it curre
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,7 +124,7 @@ ENV_VARS: dict[str, EnvVar] = {
 }
 
 
-def get(name: str) -> Any:
+def get(name: str, environ: Mapping[str, str] = os.environ) -> Any:
     """Parsed value of the environment variable `name`, or of its default when it is unset or empty
     (what "${NAME:-}" makes of an unset one).
 
@@ -132,21 +132,30 @@ def get(name: str) -> Any:
     parse (naming the variable, the value and what is allowed).
     """
     var = ENV_VARS[name]
-    text = os.environ.get(name) or var.default
+    text = environ.get(name) or var.default
     try:
         return var.parse(text)
     except ValueError as error:
         raise ValueError(f"{name}={text!r}: {error}") from None
 
 
-def check_all() -> None:
-    """ValueError for a variable that does not parse, or is none of ours: in a worker, or where vLLM
-    asks for plugins, the error would be lost or drowned."""
+def problems(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Variables that do not parse, and MLA_BACKEND_ ones that are none of ours, in words."""
+    found = []
     for name in ENV_VARS:
-        get(name)
-    for name in os.environ:
-        if name.startswith("MLA_BACKEND_") and name not in ENV_VARS:
-            raise ValueError(f"{name} is no setting of ours; docs/environment.md lists them")
+        try:
+            get(name, environ)
+        except ValueError as error:
+            found.append(str(error))
+    ours = (name for name in environ if name.startswith("MLA_BACKEND_"))
+    return found + [f"{name} is no setting of ours" for name in ours if name not in ENV_VARS]
+
+
+def check_all() -> None:
+    """ValueError with all `problems`: in a worker, or where vLLM asks for plugins, the error would
+    be lost or drowned."""
+    if found := problems():
+        raise ValueError(f"{'; '.join(found)} (docs/environment.md lists the settings)")
 
 
 def markdown_table() -> str:

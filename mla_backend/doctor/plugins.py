@@ -83,17 +83,10 @@ def platform(facts: Facts) -> Result:
 
 def settings(facts: Facts) -> Result:
     """Every MLA_BACKEND_* variable parses, and none is misspelt."""
-    problems = []
-    for name, variable in envs.ENV_VARS.items():
-        text = facts.environ.get(name) or variable.default
-        try:
-            variable.parse(text)
-        except ValueError as error:
-            problems.append(f"{name}={text!r}: {error}")
-    ours = [name for name in facts.environ if name.startswith("MLA_BACKEND_")]
-    problems += [f"{name} is no setting of ours" for name in ours if name not in envs.ENV_VARS]
+    problems = envs.problems(facts.environ)
     if problems:
         mend = "correct or unset it; the names are in docs/environment.md"
         return Result("settings", "fail", "; ".join(problems), mend)
+    ours = (name for name in facts.environ if name.startswith("MLA_BACKEND_"))
     shown = ", ".join(f"{name}={facts.environ[name]}" for name in ours)
     return Result("settings", "ok", shown or "all MLA_BACKEND_* at their defaults")
