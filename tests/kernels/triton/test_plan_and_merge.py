@@ -3,10 +3,13 @@
 
 import pytest
 import torch
+from mla_kernels.decode import plan as plans
+from mla_kernels.decode.hopper import support as hopper_support
 from mla_kernels.decode.hopper.support import spare_for
 from mla_kernels.decode.triton.merge import merge_kernel, merge_tile
 from mla_kernels.decode.triton.plan import SPARE, build_plan
 from mla_kernels.decode.triton.plan_kernel import PLAN_TILE
+from mla_kernels.dispatch import Choice
 from mla_kernels.numerics import LN2
 
 LENGTHS = {
@@ -127,6 +130,18 @@ def test_long_requests_are_cut_where_there_is_nothing_to_spare(device):
 )  # fmt: skip
 def test_parts_have_work_to_spare_only_where_memory_is_the_limit(rows, dtype, spare):
     assert spare_for(rows, dtype) == spare
+
+
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "cut"), [(torch.bfloat16, False), (torch.float8_e4m3fn, True)]
+)
+def test_a_plan_for_the_hopper_kernel_spares_cuts(device, monkeypatch, kv_cache_dtype, cut):
+    hopper = Choice("hopper", "as on sm_90")
+    monkeypatch.setattr(plans, "choose_decode_impl", lambda *args, **options: hopper)
+    monkeypatch.setattr(hopper_support, "parts_for", lambda *args: 132)
+    lens = torch.full((128,), 16384, dtype=torch.int32, device=device)
+    plan = plans.plan_mla_decode(lens, num_heads=16, s_q=1, kv_cache_dtype=kv_cache_dtype)
+    assert bool((plan.device_plan.requests[:, 1] > 1).any()) == cut
 
 
 def test_chunks_of_a_request_do_not_depend_on_the_batch(device):
