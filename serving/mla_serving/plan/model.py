@@ -216,7 +216,7 @@ def from_config(config: Mapping[str, Any], name: str, weight_bits: int | None = 
         dtype=dtype,
         weight_bytes=_weight_bytes(name, quantisation, weight_bits, _DTYPE_BYTES[dtype]),
         quantised=bool(quantisation) or weight_bits is not None,
-        weight_block=max((quantisation or {}).get("weight_block_size") or [1]),
+        weight_block=max(_weight_block(name, quantisation) or [1]),
     )
 
 
@@ -261,12 +261,18 @@ def _weight_bytes(
             f"{name}: weights quantised by {method}, whose size config.json does not tell. "
             "Give --weight-bits"
         )
-    block = quantisation.get("weight_block_size")
+    block = _weight_block(name, quantisation)
+    return 1 + _SCALE_BYTES / math.prod(block) if block else 1
+
+
+def _weight_block(name: str, quantisation: Mapping[str, Any] | None) -> list[int] | None:
+    """Sides of the blocks of weights that share a scale; None without such."""
+    block = (quantisation or {}).get("weight_block_size")
     if block is None:
-        return 1
+        return None
     whole = isinstance(block, list) and all(type(side) is int and side > 0 for side in block)
     if not whole or len(block) != 2:
         raise ValueError(
             f"{name}: expected weight_block_size of two integers of 1 or more, got {block!r}"
         )
-    return 1 + _SCALE_BYTES / math.prod(block)
+    return block
