@@ -8,6 +8,7 @@ back from the device: every request walks its whole table row, masked.
 from collections.abc import Iterator
 
 import torch
+from torch.nn.functional import pad
 
 from mla_kernels.cache.rows import as_words, rows_as_float
 from mla_kernels.decode.rescale import FOLD, STEPS, finish, scale_to_log2, start
@@ -34,10 +35,32 @@ def mla_decode_torch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out [B, s_q, H, kv_lora_rank] fp32, lse [B, s_q, H] fp32).
 
-    With rescale "pow2" and 16-bit rows the result does not depend on `tile_tokens`, about how many
-    tokens a tile holds. `deterministic` makes tiles of one fixed size, for every `rescale`.
+    A tile holds about `tile_tokens` tokens. With rescale "pow2" and 16-bit rows the result depends
+    on that only as far as products of other shapes are added up in another order: MKL on several
+    threads does so. `deterministic` takes requests one by one, so that all products of a request
+    have the shapes that they have when it is alone.
     """
     B, s_q, H, Dk = q.shape
+    if deterministic and B > 1:
+        per_request = (x.split(1) for x in (q, block_table, seq_lens))
+        alone = [
+            mla_decode_torch(
+                a_q,
+                kv_cache,
+                a_table,
+                a_length,
+                scale=scale,
+                kv_lora_rank=kv_lora_rank,
+                kv_scale=kv_scale,
+                causal=causal,
+                rescale=rescale,
+                deterministic=True,
+                tile_tokens=tile_tokens,
+            )
+            for a_q, a_table, a_length in zip(*per_request, strict=True)
+        ]
+        outs, lses = zip(*alone, strict=True)
+        return torch.cat(outs), torch.cat(lses)
     block_size = kv_cache.shape[1]
     unit = max(FOLD, block_size)
     hidden = s_q - 1 if causal else 0
@@ -52,15 +75,13 @@ def mla_decode_torch(
             order = torch.argsort(seq_lens, descending=True, stable=True)
             q, block_table, seq_lens = q[order], block_table[order], seq_lens[order]
             lengths = seq_lens.tolist()
-        short = -block_table.shape[1] % (unit // block_size)
-        if deterministic and short:  # then the last tile is as wide as the others
-            block_table = torch.nn.functional.pad(block_table, (0, short))
         tokens = tile_tokens or TILE_TOKENS * torch.get_num_threads()
-        tiles = tiles_by_length(
-            lengths, hidden=hidden, unit=unit, tokens=tokens, fixed=deterministic
-        )
+        tiles = tiles_by_length(lengths, hidden=hidden, unit=unit, tokens=tokens)
     else:
-        tokens = B * unit if deterministic else tile_tokens or DEVICE_TILE_TOKENS
+        tokens = tile_tokens or DEVICE_TILE_TOKENS
+        if deterministic:  # the table's width, unlike `unit`, depends on the other requests
+            tokens = unit
+            block_table = pad(block_table, (0, -block_table.shape[1] % (unit // block_size)))
         capacity = block_table.shape[1] * block_size
         tiles = tiles_of_all(B, capacity, unit=unit, tokens=tokens)
 

@@ -27,13 +27,13 @@ class Tile:
 
 
 def tiles_by_length(
-    lengths: list[int], *, hidden: int, unit: int, tokens: int, fixed: bool
+    lengths: list[int], *, hidden: int, unit: int, tokens: int
 ) -> Iterator[Tile]:
     """Tiles of requests sorted by length, longest first, about `tokens` tokens each.
 
     Requests of like length go together, and a request leaves when its tokens are used up, so little
     is computed for nothing. hidden: newest tokens that the first query does not see. unit: what
-    `first` is a multiple of. fixed: tiles of `unit` tokens, whatever the lengths.
+    `first` is a multiple of.
     """
     most = max(tokens // unit, 1)
     for start in range(0, len(lengths), most):
@@ -44,10 +44,8 @@ def tiles_by_length(
                 stop -= 1
             if stop == start:
                 break
-            units = 1 if fixed else best_units(lengths[start:stop], first, unit, most)
-            end = first + units * unit
-            if not fixed:
-                end = min(end, lengths[start])
+            units = best_units(lengths[start:stop], first, unit, most)
+            end = min(first + units * unit, lengths[start])
             whole = stop
             while whole > start and lengths[whole - 1] - hidden < end:
                 whole -= 1

@@ -7,22 +7,21 @@ from mla_kernels.decode.torch_tiles import tiles_by_length
 UNIT, TOKENS = 64, 2048
 
 
-def tiles(lengths, hidden=0, fixed=False):
-    return list(tiles_by_length(lengths, hidden=hidden, unit=UNIT, tokens=TOKENS, fixed=fixed))
+def tiles(lengths, hidden=0):
+    return list(tiles_by_length(lengths, hidden=hidden, unit=UNIT, tokens=TOKENS))
 
 
 @pytest.mark.parametrize("hidden", [0, 3])
-@pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize(
     "lengths",
     [[1], [280], [5000], [280] * 3, [900, 300], list(range(1024, 64, -30)), [64] * 40, [65, 1, 0]],
 )
-def test_each_token_once_in_tiles_of_bounded_size(lengths, hidden, fixed):
+def test_each_token_once_in_tiles_of_bounded_size(lengths, hidden):
     seen = [0] * len(lengths)
-    for t in tiles(lengths, hidden, fixed):
+    for t in tiles(lengths, hidden):
         assert t.first % UNIT == 0 and t.start <= t.whole <= t.stop
         width = t.end - t.first
-        assert width == UNIT if fixed else width <= UNIT or width * (t.stop - t.start) <= TOKENS
+        assert width <= UNIT or width * (t.stop - t.start) <= TOKENS
         for i in range(t.start, t.stop):
             assert seen[i] == t.first < lengths[i]
             assert (t.end + hidden <= lengths[i]) == (i < t.whole)
