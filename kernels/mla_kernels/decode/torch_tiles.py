@@ -26,9 +26,7 @@ class Tile:
     end: int
 
 
-def tiles_by_length(
-    lengths: list[int], *, hidden: int, unit: int, tokens: int
-) -> Iterator[Tile]:
+def tiles_by_length(lengths: list[int], *, hidden: int, unit: int, tokens: int) -> Iterator[Tile]:
     """Tiles of requests sorted by length, longest first, about `tokens` tokens each.
 
     Requests of like length go together, and a request leaves when its tokens are used up, so little

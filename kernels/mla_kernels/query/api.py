@@ -23,10 +23,10 @@ def join_query(q_latent: torch.Tensor, q_rope: torch.Tensor) -> torch.Tensor:
     checks.check_dtype("q_latent", q_latent, DTYPES)
     checks.check_dtype("q_rope", q_rope, (q_latent.dtype,))
     checks.check_device("q_rope", q_rope, q_latent.device)
-    if q_latent.device.type == "cpu" and not INTERPRET:
-        return torch.cat((q_latent, q_rope), dim=-1)
     checks.check_last_contiguous("q_latent", q_latent)
     checks.check_last_contiguous("q_rope", q_rope)
+    if q_latent.device.type == "cpu" and not INTERPRET:
+        return torch.cat((q_latent, q_rope), dim=-1)
     from mla_kernels.query.triton.launcher import launch_join_query
 
     q = q_latent.new_empty(T, H, R + q_rope.shape[2])

@@ -8,10 +8,10 @@ from mla_kernels.testing.cases import decode_case
 
 
 @pytest.mark.parametrize("lengths", [[700], [1200, 64, 0]])
-def test_a_narrowed_plan_serves_the_smaller_batch(lengths):
-    zeros = torch.zeros(5, dtype=torch.int32)
+def test_a_narrowed_plan_serves_the_smaller_batch(device, lengths):
+    zeros = torch.zeros(5, dtype=torch.int32, device=device)
     largest = plan_mla_decode(zeros, num_heads=16, s_q=1, impl="triton")
-    case = decode_case(lengths)
+    case = decode_case(lengths, device=device)
     plan = largest.narrow(len(lengths))
     plan.update(case.seq_lens)
     partials = sum(largest.device_plan.acc.shape[:2].numel() * n * 4 for n in (512, 2))
@@ -31,9 +31,9 @@ def test_a_plan_is_not_narrowed_to_none_or_to_more(num_requests):
 
 
 @pytest.mark.parametrize(("requests", "lent"), [(5, True), (1, False)])
-def test_memory_is_lent_where_it_is_enough(requests, lent):
+def test_memory_is_lent_where_it_is_enough(device, requests, lent):
     def plan(n, s_q, lender=None):
-        lengths = torch.full((n,), 900, dtype=torch.int32)
+        lengths = torch.full((n,), 900, dtype=torch.int32, device=device)
         options = {"num_heads": 16, "s_q": s_q, "impl": "triton", "deterministic": True}
         return plan_mla_decode(lengths, max_seq_len=4096, lender=lender, **options)
 
@@ -48,8 +48,8 @@ def test_memory_is_lent_where_it_is_enough(requests, lent):
 
 
 @pytest.mark.parametrize("num_heads", [16, 128])  # one row tile, several
-def test_an_update_clears_what_a_sleeping_engine_lost(num_heads):
-    lengths = torch.tensor([900, 3], dtype=torch.int32)
+def test_an_update_clears_what_a_sleeping_engine_lost(device, num_heads):
+    lengths = torch.tensor([900, 3], dtype=torch.int32, device=device)
     plan = plan_mla_decode(lengths, num_heads=num_heads, s_q=1, impl="triton")
     assert (plan.device_plan.outgrown.shape[1] > 1) == (num_heads > 64)
     plan.device_plan.outgrown.fill_(7)
