@@ -4,7 +4,6 @@
 import argparse
 import contextlib
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -124,7 +123,6 @@ class Runner:
         try:
             server.wait_ready()
         except RuntimeError as error:
-            print(server.log.read_text()[-4000:], file=sys.stderr)
             reason = f"{error}: {last_error(server.log)}"
             self.save({"backend": server.backend, "error": reason})
             return False

@@ -85,6 +85,7 @@ class Server:
                     return
             except (urllib.error.URLError, ConnectionError):
                 time.sleep(0.5)
+        print(self.log.read_text()[-4000:], file=sys.stderr)  # its folder may go with this process
         raise RuntimeError(f"{self.backend} did not start; see {self.log}")
 
     def attention(self) -> str:
