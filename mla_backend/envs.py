@@ -63,10 +63,11 @@ ENV_VARS: dict[str, EnvVar] = {
         ),
         EnvVar(
             "MLA_BACKEND_RESCALE",
-            "pow2",
-            _choice("pow2", "amla", "flash"),
+            "auto",
+            _choice("auto", "pow2", "amla", "flash"),
             "Softmax rescaling of the decode kernel: power-of-two grid, the AMLA paper's integer "
-            "add, or the usual multiply.",
+            "add, or the usual multiply. `auto`: `pow2`, and on a CPU `flash`, which torch has an "
+            "operator for.",
         ),
         EnvVar(
             "MLA_BACKEND_FP8_QUERY",

@@ -20,7 +20,7 @@ KV_CACHE_DTYPES = ("fp8", "fp8_e4m3")
 DTYPE = "bfloat16"
 HEAD_SIZE = 576
 IMPLS = ("auto", "hopper")
-RESCALE = "pow2"
+RESCALES = ("auto", "pow2")
 
 
 def asked() -> bool:
@@ -37,8 +37,8 @@ def lacking(capability: Sequence[int] | None, impl: str, rescale: str) -> list[s
         found.append(f"an sm_90 GPU, not sm_{capability[0]}{capability[1]}")
     if impl not in IMPLS:
         found.append(f"MLA_BACKEND_IMPL of {' or '.join(IMPLS)}, not {impl}")
-    if rescale != RESCALE:
-        found.append(f"MLA_BACKEND_RESCALE={RESCALE}, not {rescale}")
+    if rescale not in RESCALES:
+        found.append(f"MLA_BACKEND_RESCALE of {' or '.join(RESCALES)}, not {rescale}")
     return found
 
 

@@ -26,6 +26,15 @@ def cache_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
     return _QUANTISED.get(kv_cache_dtype, dtype)
 
 
+def rescale_on(device: torch.device) -> str:
+    """By MLA_BACKEND_RESCALE: unless it names one, that of the fastest form on this device."""
+    asked: str = envs.get("MLA_BACKEND_RESCALE")
+    if asked != "auto":
+        return asked
+    by_torch = device.type == "cpu" and envs.get("MLA_BACKEND_IMPL") in ("auto", "torch")
+    return "flash" if by_torch else "pow2"
+
+
 @dataclass(frozen=True)
 class DecodeKernel:
     """Arguments of `mla_decode` that do not change while an engine runs."""
@@ -51,7 +60,7 @@ class DecodeKernel:
 
         kv_cache_dtype is vLLM's name. ValueError if what is asked for cannot run here.
         """
-        rescale = envs.get("MLA_BACKEND_RESCALE")
+        rescale = rescale_on(device)
         query_dtype = torch.float8_e4m3fn if fp8_query.asked() else dtype
         choice = choose(
             choose_decode_impl,

@@ -45,7 +45,7 @@ class SparseKernel:
         MLA_BACKEND_RESCALE that the sparse kernels do not have.
         """
         rescale = envs.get("MLA_BACKEND_RESCALE")
-        if rescale != "pow2":
+        if rescale not in ("auto", "pow2"):
             raise RefusalError(
                 f"MLA_BACKEND_RESCALE={rescale} with a sparse model, whose attention rescales by "
                 "powers of two only. Mend: unset MLA_BACKEND_RESCALE"

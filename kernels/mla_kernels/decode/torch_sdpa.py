@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`rescale="flash"` on a CPU: the operator under torch's `scaled_dot_product_attention`.
+
+It takes keys as they lie in memory, so the rows of requests of like length are gathered first and
+attended to in one call. Where requests are fewer than threads, each is cut into parts, which are
+merged by their lse (FlashDecoding): in fp32, so that nothing is rounded twice.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from mla_kernels.cache.rows import as_words, rows_as_float
+from mla_kernels.decode.torch_gather import gather
+from mla_kernels.decode.torch_scratch import scratch
+from mla_kernels.decode.torch_tiles import Tile
+
+# Cache rows gathered for one call, unless one request has more: 75 MB in bf16.
+MOST_ROWS = 2**16
+# Padding of requests to the longest of a call: a share of their tokens, and some for what a call
+# costs besides.
+MOST_PADDING = 0.25
+FREE_PADDING = 256
+# Tokens of a part, at least.
+LEAST_PART = 1024
+# 16-bit products are twice as fast as fp32: two parts in fp32 would gain nothing.
+LEAST_PARTS_16_BIT = 3
+
+
+def attend_by_sdpa(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    tiles: Iterator[Tile],
+    *,
+    scale: float,
+    kv_lora_rank: int,
+    kv_scale: float | torch.Tensor | None,
+    hidden: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out [B, s_q, H, kv_lora_rank] in q.dtype, lse [B, s_q, H] fp32), as `mla_decode` defines
+    them.
+
+    tiles   from `calls` or `one_call`
+    hidden  newest tokens that the first query does not see
+    """
+    B, s_q, H, Dk = q.shape
+    out = q.new_zeros(B, s_q * H, kv_lora_rank)
+    lse = q.new_full((B, s_q * H), -torch.inf, dtype=torch.float32)
+    queries, words = q.reshape(B, s_q * H, Dk), as_words(kv_cache)
+    # How many tokens a query sees; [B, 1] if that is one number for all of a request.
+    sees = seq_lens[:, None]
+    if hidden:
+        sees = (sees - hidden + torch.arange(s_q)).repeat_interleave(H, 1)
+    for tile in tiles:
+        requests = slice(tile.start, tile.stop)
+        rows = gather(tile, words, block_table, seq_lens).view(kv_cache.dtype)
+        keys = rows_as_float(rows, q.dtype, kv_lora_rank, Dk, kv_scale)
+        parts = parts_of(tile, q.dtype)
+        limit = sees[requests] if tile.whole < tile.stop else None
+        if parts == 1:
+            found, found_lse = _attend(queries[requests], keys, limit, scale)
+        else:
+            found, found_lse = _attend_in_parts(queries[requests], keys, limit, scale, parts)
+        out[requests] = found[..., :kv_lora_rank]
+        lse[requests] = found_lse
+    return out.view(B, s_q, H, kv_lora_rank), lse.view(B, s_q, H)
+
+
+def is_wasteful(requests: int, longest: int, tokens: int) -> bool:
+    """Whether these should not share a call: too much padding, or too many rows."""
+    padded = requests * longest
+    return padded - tokens > MOST_PADDING * tokens + FREE_PADDING or padded > MOST_ROWS
+
+
+def one_call(lengths: list[int], hidden: int) -> Tile | None:
+    """All requests as they come, where that is one call; then nothing needs to be sorted."""
+    longest = max(lengths, default=0)
+    if longest == 0 or is_wasteful(len(lengths), longest, sum(lengths)):
+        return None
+    stop = len(lengths)
+    whole = stop if hidden == 0 and min(lengths) == longest else 0
+    return Tile(0, stop, whole, 0, longest)
+
+
+def calls(lengths: list[int], hidden: int) -> Iterator[Tile]:
+    """Tiles of whole requests, `lengths` in descending order; empty ones are in none."""
+    start = 0
+    while start < len(lengths) and lengths[start] > 0:
+        longest, total, stop = lengths[start], 0, start
+        while stop < len(lengths) and lengths[stop] > 0:
+            total += lengths[stop]
+            if stop > start and is_wasteful(stop + 1 - start, longest, total):
+                break
+            stop += 1
+        whole = stop
+        while whole > start and lengths[whole - 1] - hidden < longest:
+            whole -= 1
+        yield Tile(start, stop, whole, 0, longest)
+        start = stop
+
+
+def parts_of(tile: Tile, dtype: torch.dtype) -> int:
+    """Into how many parts each request of a call is cut."""
+    parts = min(torch.get_num_threads() // (tile.stop - tile.start), tile.end // LEAST_PART)
+    least = 2 if dtype == torch.float32 else LEAST_PARTS_16_BIT
+    return parts if parts >= least else 1
+
+
+def _attend(
+    q: torch.Tensor, keys: torch.Tensor, limit: torch.Tensor | None, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out [b, R, Dk], lse [b, R] of q [b, R, Dk] and keys [b, N, Dk]; limit [b, R or 1]: how many
+    of the keys a row sees (None: all). Values as wide as keys, as the operator wants them."""
+    mask = None
+    if limit is not None:
+        unseen = torch.arange(keys.shape[1]) >= limit[..., None]
+        mask = torch.zeros(unseen.shape, dtype=q.dtype).masked_fill_(unseen, -torch.inf)[:, None]
+    keys = keys[:, None]
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q[:, None], keys, keys, 0.0, False, attn_mask=mask, scale=scale
+    )
+    out, lse = out[:, 0], lse[:, 0]
+    if limit is not None:  # of a row that sees nothing the operator's lse is 0
+        lse = lse.masked_fill(limit <= 0, -torch.inf)
+    return out, lse
+
+
+def _attend_in_parts(
+    q: torch.Tensor, keys: torch.Tensor, limit: torch.Tensor | None, scale: float, parts: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `_attend`, in fp32, the keys cut into `parts`."""
+    (b, R, D), N = q.shape, keys.shape[1]
+    width = -(-N // parts)
+    padded = scratch("keys", (b, parts * width, D), torch.float32)
+    padded[:, :N].copy_(keys)
+    padded[:, N:].zero_()
+    if limit is None:
+        limit = torch.full((b, 1), N)
+    in_part = limit[:, None] - width * torch.arange(parts)[:, None]  # [b, parts, R or 1]
+    out, lse = _attend(
+        q.float()[:, None].expand(b, parts, R, D).reshape(b * parts, R, D),
+        padded.view(b * parts, width, D),
+        in_part.flatten(0, 1),
+        scale,
+    )
+    out, lse = out.view(b, parts, R, D), lse.view(b, parts, R)
+    merged = lse.logsumexp(1)
+    weights = (lse - merged[:, None]).exp_().masked_fill_((merged == -torch.inf)[:, None], 0.0)
+    return (weights[..., None] * out).sum(1), merged

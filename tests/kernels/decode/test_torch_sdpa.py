@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`rescale="flash"` on a CPU: which requests share a call, and requests cut into parts."""
+
+import pytest
+import torch
+from mla_kernels import mla_decode
+from mla_kernels.decode import torch_scratch, torch_sdpa
+from mla_kernels.testing.cases import decode_case
+from mla_kernels.testing.decoded import assert_decoded
+
+# q 1, alike or not; several tokens a request, of which the first may see none.
+CASES = [
+    ([300], {}),
+    ([300, 300], {}),
+    ([900, 130, 64, 1, 0], {}),
+    ([65, 700, 2, 0], {"s_q": 4}),
+    ([200, 3], {"s_q": 4}),
+    ([500, 129], {"s_q": 2, "causal": False}),
+    ([200, 3], {"cache_dtype": torch.float8_e4m3fn, "kv_scale": 2.0**-6}),
+    ([200, 3], {"cache_dtype": torch.uint8}),
+    ([200, 3], {"dtype": torch.float16}),
+    ([200, 3], {"dtype": torch.float32}),
+]
+
+
+def decode(case, **options):
+    out = case.poisoned_out()
+    return mla_decode(*case.args, **case.options, rescale="flash", out=out, **options)
+
+
+def make(lengths, options):
+    options = dict(options)
+    causal = options.pop("causal", True)
+    return decode_case(lengths, num_heads=5, **options), causal
+
+
+@pytest.mark.parametrize(("lengths", "options"), CASES)
+def test_whole_requests(lengths, options):
+    case, causal = make(lengths, options)
+    assert_decoded(case, *decode(case, causal=causal), causal=causal)
+
+
+@pytest.mark.parametrize(("lengths", "options"), CASES)
+def test_requests_in_parts(monkeypatch, lengths, options):
+    """As on many cores: parts of some 40 tokens, some of which a request does not reach."""
+    cut, attend = [], torch_sdpa._attend_in_parts
+
+    def counted(*args):
+        cut.append(args[-1])
+        return attend(*args)
+
+    monkeypatch.setattr(torch_sdpa, "_attend_in_parts", counted)
+    monkeypatch.setattr(torch_sdpa, "LEAST_PART", 40)
+    monkeypatch.setattr(torch_sdpa.torch, "get_num_threads", lambda: 16)
+    case, causal = make(lengths, options)
+    torch_scratch.scratch("keys", (2**21,), torch.float32).fill_(torch.nan)
+    out, lse = decode(case, causal=causal)
+    assert cut and min(cut) > 2
+    assert_decoded(case, out, lse, causal=causal)
+
+
+def test_a_nan_in_a_query_shows_in_its_row_alone(monkeypatch):
+    for threads in (1, 4):
+        monkeypatch.setattr(torch_sdpa, "LEAST_PART", 40)
+        monkeypatch.setattr(torch_sdpa.torch, "get_num_threads", lambda: threads)  # noqa: B023
+        case = decode_case([70, 300], num_heads=4)
+        case.q[0, 0, 1, 3] = torch.nan
+        out, lse = decode(case)
+        assert lse.isnan().nonzero().tolist() == [[0, 0, 1]]
+        assert torch.equal(out.isnan(), lse.isnan()[..., None].expand_as(out))
+
+
+@pytest.mark.parametrize("hidden", [0, 3])
+@pytest.mark.parametrize(
+    "lengths",
+    [[], [0, 0], [1], [5000], [280] * 300, [900, 300], list(range(1024, 0, -31)), [2**17, 7, 0]],
+)
+def test_calls_hold_every_request_once_and_little_padding(lengths, hidden):
+    tiles = list(torch_sdpa.calls(lengths, hidden))
+    edges = [0, *(t.stop for t in tiles)]
+    assert [t.start for t in tiles] == edges[:-1] and edges[-1] == sum(n > 0 for n in lengths)
+    for t in tiles:
+        own = lengths[t.start : t.stop]
+        assert (t.first, t.end) == (0, own[0])
+        assert [n - hidden >= t.end for n in own] == [i < t.whole for i in range(t.start, t.stop)]
+        padded = len(own) * own[0]
+        assert len(own) == 1 or padded <= min(1.25 * sum(own) + 256, torch_sdpa.MOST_ROWS)
+
+
+def test_requests_of_one_length_share_a_call():
+    assert len(list(torch_sdpa.calls([280] * 200, 0))) == 1
+
+
+@pytest.mark.parametrize("lengths", [[3, 300, 290, 0, 301], [280] * 3, [64], [0], [900, 3, 900]])
+def test_one_call_needs_no_order(lengths):
+    for hidden in (0, 2):
+        tile, ordered = (
+            torch_sdpa.one_call(lengths, hidden),
+            list(torch_sdpa.calls(sorted(lengths, reverse=True), hidden)),
+        )
+        assert tile is None or len(ordered) == 1
+        if tile is not None:
+            assert (tile.start, tile.stop, tile.first) == (0, len(lengths), 0)
+            assert tile.end == max(lengths)
+            assert tile.whole == (len(lengths) if {*lengths} == {tile.end} and not hidden else 0)
