@@ -98,7 +98,8 @@ def markdown(report: Row) -> str:
         "# Serving on a CPU",
         "",
         f"Written by `{report['command']}`. {machine['cpu']}, {machine['cores']} cores, vLLM "
-        f"{machine['vllm']}, torch {machine['torch']}. Demo model {settings['family']}, "
+        f"{machine['vllm']}, torch {machine['torch']}, commit {machine['commit']}. Demo model "
+        f"{settings['family']}, "
         f"{settings['input_len']} + {settings['output_len']} tokens a request, "
         f"{'eager' if settings['eager'] else 'torch.compile'}. Medians of "
         f"{settings['repetitions']} alternating repetitions; in brackets the least and the most.",
