@@ -23,6 +23,8 @@ MOST_PADDING = 0.25
 FREE_PADDING = 256
 # Tokens of a part, at least.
 LEAST_PART = 1024
+# With as many heads the keys are prepared for each new token of a request: a mask of one row each.
+HEADS_OF_A_GROUP = 32
 # 16-bit products are twice as fast as fp32: two parts in fp32 would gain nothing.
 LEAST_PARTS_16_BIT = 3
 
@@ -46,13 +48,18 @@ def attend_by_sdpa(
     hidden  newest tokens that the first query does not see
     """
     B, s_q, H, Dk = q.shape
-    out = q.new_zeros(B, s_q * H, kv_lora_rank)
-    lse = q.new_full((B, s_q * H), -torch.inf, dtype=torch.float32)
-    queries, words = q.reshape(B, s_q * H, Dk), as_words(kv_cache)
-    # How many tokens a query sees; [B, 1] if that is one number for all of a request.
+    # Queries of one token see as many keys: with enough heads they are a group of their own, whose
+    # mask is one row; the operator prepares the keys for each group.
+    groups = s_q if hidden and H >= HEADS_OF_A_GROUP else 1
+    queries, words = q.reshape(B, groups, -1, Dk), as_words(kv_cache)
     sees = seq_lens[:, None]
     if hidden:
-        sees = (sees - hidden + torch.arange(s_q)).repeat_interleave(H, 1)
+        sees = sees - hidden + torch.arange(s_q)
+        sees = sees if groups > 1 else sees.repeat_interleave(H, 1)
+    sees = sees.view(B, groups, -1)
+    out = q.new_empty(*queries.shape[:3], kv_lora_rank)
+    lse = q.new_full(queries.shape[:3], -torch.inf, dtype=torch.float32)
+    attended = 0  # the rest is empty
     for tile in tiles:
         requests = slice(tile.start, tile.stop)
         rows = gather(tile, words, block_table, seq_lens).view(kv_cache.dtype)
@@ -65,6 +72,8 @@ def attend_by_sdpa(
             found, found_lse = _attend_in_parts(queries[requests], keys, limit, scale, parts)
         out[requests] = found[..., :kv_lora_rank]
         lse[requests] = found_lse
+        attended = tile.stop
+    out[attended:] = 0
     return out.view(B, s_q, H, kv_lora_rank), lse.view(B, s_q, H)
 
 
@@ -111,17 +120,18 @@ def parts_of(tile: Tile, dtype: torch.dtype) -> int:
 def _attend(
     q: torch.Tensor, keys: torch.Tensor, limit: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out [b, R, Dk], lse [b, R] of q [b, R, Dk] and keys [b, N, Dk]; limit [b, R or 1]: how many
-    of the keys a row sees (None: all). Values as wide as keys, as the operator wants them."""
+    """out [b, G, R, Dk], lse [b, G, R] of q [b, G, R, Dk] and keys [b, N, Dk], which are as wide as
+    the values here because the operator wants them so.
+
+    limit  [b, G, R or 1]: how many of the keys a row sees; None: all
+    """
     mask = None
     if limit is not None:
-        unseen = torch.arange(keys.shape[1]) >= limit[..., None]
-        mask = torch.zeros(unseen.shape, dtype=q.dtype).masked_fill_(unseen, -torch.inf)[:, None]
-    keys = keys[:, None]
+        mask = torch.where(torch.arange(keys.shape[1]) < limit[..., None], 0.0, -torch.inf)
+    keys = keys[:, None].expand(-1, q.shape[1], -1, -1)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q[:, None], keys, keys, 0.0, False, attn_mask=mask, scale=scale
+        q, keys, keys, 0.0, False, attn_mask=mask, scale=scale
     )
-    out, lse = out[:, 0], lse[:, 0]
     if limit is not None:  # of a row that sees nothing the operator's lse is 0
         lse = lse.masked_fill(limit <= 0, -torch.inf)
     return out, lse
@@ -131,21 +141,21 @@ def _attend_in_parts(
     q: torch.Tensor, keys: torch.Tensor, limit: torch.Tensor | None, scale: float, parts: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `_attend`, in fp32, the keys cut into `parts`."""
-    (b, R, D), N = q.shape, keys.shape[1]
+    (b, G, R, D), N = q.shape, keys.shape[1]
     width = -(-N // parts)
     padded = scratch("keys", (b, parts * width, D), torch.float32)
     padded[:, :N].copy_(keys)
     padded[:, N:].zero_()
     if limit is None:
-        limit = torch.full((b, 1), N)
-    in_part = limit[:, None] - width * torch.arange(parts)[:, None]  # [b, parts, R or 1]
+        limit = torch.full((b, 1, 1), N)
+    in_part = limit[:, None] - width * torch.arange(parts)[:, None, None]  # [b, parts, G, R or 1]
     out, lse = _attend(
-        q.float()[:, None].expand(b, parts, R, D).reshape(b * parts, R, D),
+        q.float()[:, None].expand(b, parts, G, R, D).flatten(0, 1),
         padded.view(b * parts, width, D),
         in_part.flatten(0, 1),
         scale,
     )
-    out, lse = out.view(b, parts, R, D), lse.view(b, parts, R)
+    out, lse = out.unflatten(0, (b, parts)), lse.unflatten(0, (b, parts))
     merged = lse.logsumexp(1)
     weights = (lse - merged[:, None]).exp_().masked_fill_((merged == -torch.inf)[:, None], 0.0)
     return (weights[..., None] * out).sum(1), merged

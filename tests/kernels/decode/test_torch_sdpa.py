@@ -15,6 +15,7 @@ CASES = [
     ([900, 130, 64, 1, 0], {}),
     ([65, 700, 2, 0], {"s_q": 4}),
     ([200, 3], {"s_q": 4}),
+    ([200, 3], {"s_q": 4, "num_heads": 33}),
     ([500, 129], {"s_q": 2, "causal": False}),
     ([200, 3], {"cache_dtype": torch.float8_e4m3fn, "kv_scale": 2.0**-6}),
     ([200, 3], {"cache_dtype": torch.uint8}),
@@ -31,7 +32,7 @@ def decode(case, **options):
 def make(lengths, options):
     options = dict(options)
     causal = options.pop("causal", True)
-    return decode_case(lengths, num_heads=5, **options), causal
+    return decode_case(lengths, **{"num_heads": 5} | options), causal
 
 
 @pytest.mark.parametrize(("lengths", "options"), CASES)
