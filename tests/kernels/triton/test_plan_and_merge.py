@@ -4,6 +4,7 @@
 import pytest
 import torch
 from mla_kernels.decode import plan as plans
+from mla_kernels.decode.hopper import launcher as hopper_launcher
 from mla_kernels.decode.hopper import support as hopper_support
 from mla_kernels.decode.hopper.support import spare_for
 from mla_kernels.decode.triton.merge import merge_kernel, merge_tile
@@ -11,6 +12,7 @@ from mla_kernels.decode.triton.plan import SPARE, build_plan
 from mla_kernels.decode.triton.plan_kernel import PLAN_TILE
 from mla_kernels.dispatch import Choice
 from mla_kernels.numerics import LN2
+from mla_kernels.testing.cases import decode_case
 
 LENGTHS = {
     "one": [1],
@@ -142,6 +144,30 @@ def test_a_plan_for_the_hopper_kernel_spares_cuts(device, monkeypatch, kv_cache_
     lens = torch.full((128,), 16384, dtype=torch.int32, device=device)
     plan = plans.plan_mla_decode(lens, num_heads=16, s_q=1, kv_cache_dtype=kv_cache_dtype)
     assert bool((plan.device_plan.requests[:, 1] > 1).any()) == cut
+
+
+class PlanAskedError(Exception):
+    """Stops a launch where its plan would be made."""
+
+
+@pytest.mark.parametrize(("heads", "s_q", "spare"), [(16, 2, SPARE), (16, 3, 0), (64, 1, 0)])
+def test_the_hopper_kernel_without_a_plan_spares_the_same_cuts(monkeypatch, heads, s_q, spare):
+    asked = {}
+
+    def stop(lens, **options):
+        asked.update(options)
+        raise PlanAskedError
+
+    monkeypatch.setattr(hopper_launcher, "build_plan", stop)
+    monkeypatch.setattr(hopper_launcher, "parts_for", lambda *args: 132)
+    case = decode_case([300, 70], num_heads=heads, s_q=s_q)
+    lse = torch.empty(case.q.shape[:3])
+    with pytest.raises(PlanAskedError):
+        hopper_launcher.mla_decode_hopper(
+            *case.args, scale=0.1, kv_scale=None, q_scale=None, causal=True, rescale="pow2",
+            plan=None, out=case.poisoned_out(), lse=lse, deterministic=False,
+        )  # fmt: skip
+    assert (asked["spare"], asked["num_parts"]) == (spare, 132)
 
 
 def test_chunks_of_a_request_do_not_depend_on_the_batch(device):
