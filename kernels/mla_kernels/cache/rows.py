@@ -21,6 +21,8 @@ def rows_as_float(
         return _fp8_ds_mla(rows, dtype, MlaDims(kv_lora_rank, head_dim - kv_lora_rank))
     if rows.dtype == torch.float8_e4m3fn:
         assert kv_scale is not None
+        if isinstance(kv_scale, torch.Tensor):
+            kv_scale = kv_scale.reshape(())
         return (rows.float() * kv_scale).to(dtype)
     return rows.to(dtype)
 

@@ -7,6 +7,8 @@ import threading
 import torch
 
 _BUFFERS = threading.local()
+# Bytes that are worth keeping; for more, one long request would hold memory for good.
+KEPT_BYTES = 2**27
 
 
 def scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -15,6 +17,8 @@ def scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tens
     if last is not None and last.shape == shape and last.dtype == dtype:
         return last
     size = math.prod(shape) * dtype.itemsize
+    if size > KEPT_BYTES:
+        return torch.empty(shape, dtype=dtype)
     with torch.inference_mode(False):  # usable in and outside of it
         if buffer is None or buffer.numel() < size:
             buffer = torch.empty(size, dtype=torch.uint8)

@@ -21,12 +21,13 @@ MOST_ROWS = 2**16
 # costs besides.
 MOST_PADDING = 0.25
 FREE_PADDING = 256
-# Tokens of a part, at least.
+# Tokens of a part, and parts of a request, at least: two threads gain nothing by two parts in fp32.
 LEAST_PART = 1024
+LEAST_PARTS = 3
+# Query rows of a group that the operator gives to one thread.
+ROWS_OF_A_THREAD = 32
 # With as many heads the keys are prepared for each new token of a request: a mask of one row each.
 HEADS_OF_A_GROUP = 32
-# 16-bit products are twice as fast as fp32: two parts in fp32 would gain nothing.
-LEAST_PARTS_16_BIT = 3
 
 
 def attend_by_sdpa(
@@ -48,6 +49,10 @@ def attend_by_sdpa(
     hidden  newest tokens that the first query does not see
     """
     B, s_q, H, Dk = q.shape
+    if not B:
+        return q.new_empty(0, s_q, H, kv_lora_rank), q.new_empty(0, s_q, H, dtype=torch.float32)
+    if q.stride(-1) != 1:  # the operator does not look
+        q = q.contiguous()
     # Queries of one token see as many keys: with enough heads they are a group of their own, whose
     # mask is one row; the operator prepares the keys for each group.
     groups = s_q if hidden and H >= HEADS_OF_A_GROUP else 1
@@ -64,7 +69,7 @@ def attend_by_sdpa(
         requests = slice(tile.start, tile.stop)
         rows = gather(tile, words, block_table, seq_lens).view(kv_cache.dtype)
         keys = rows_as_float(rows, q.dtype, kv_lora_rank, Dk, kv_scale)
-        parts = parts_of(tile, q.dtype)
+        parts = parts_of(tile, queries.shape[1], queries.shape[2])
         limit = sees[requests] if tile.whole < tile.stop else None
         if parts == 1:
             found, found_lse = _attend(queries[requests], keys, limit, scale)
@@ -110,11 +115,12 @@ def calls(lengths: list[int], hidden: int) -> Iterator[Tile]:
         start = stop
 
 
-def parts_of(tile: Tile, dtype: torch.dtype) -> int:
-    """Into how many parts each request of a call is cut."""
-    parts = min(torch.get_num_threads() // (tile.stop - tile.start), tile.end // LEAST_PART)
-    least = 2 if dtype == torch.float32 else LEAST_PARTS_16_BIT
-    return parts if parts >= least else 1
+def parts_of(tile: Tile, groups: int, rows: int) -> int:
+    """Into how many parts each request of a call is cut, of so many groups of query rows: what the
+    operator, which shares out requests and rows, leaves idle."""
+    shared = (tile.stop - tile.start) * groups * -(-rows // ROWS_OF_A_THREAD)
+    parts = min(torch.get_num_threads() // shared, tile.end // LEAST_PART)
+    return parts if parts >= LEAST_PARTS else 1
 
 
 def _attend(
@@ -125,15 +131,26 @@ def _attend(
 
     limit  [b, G, R or 1]: how many of the keys a row sees; None: all
     """
+    b, groups = q.shape[:2]
+    if groups > 1 and b * groups * keys.shape[1] > MOST_ROWS:
+        # One at a time: the operator makes a copy of the keys for each.
+        limits = [None] * groups if limit is None else limit.split(1, 1)
+        each = zip(q.split(1, 1), limits, strict=True)
+        outs, lses = zip(*(_attend(a, keys, seen, scale) for a, seen in each), strict=True)
+        return torch.cat(outs, 1), torch.cat(lses, 1)
     mask = None
     if limit is not None:
-        mask = torch.where(torch.arange(keys.shape[1]) < limit[..., None], 0.0, -torch.inf)
+        unseen = torch.arange(keys.shape[1]) >= limit[..., None]
+        mask = torch.zeros(unseen.shape, dtype=torch.float32).masked_fill_(unseen, -torch.inf)
     keys = keys[:, None].expand(-1, q.shape[1], -1, -1)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, keys, keys, 0.0, False, attn_mask=mask, scale=scale
     )
     if limit is not None:  # of a row that sees nothing the operator's lse is 0
-        lse = lse.masked_fill(limit <= 0, -torch.inf)
+        nothing = limit <= 0
+        lse = lse.masked_fill(nothing, -torch.inf)
+        if nothing.any():  # of a NaN in its query the operator's output is NaN
+            out = out.masked_fill(nothing[..., None], 0.0)
     return out, lse
 
 

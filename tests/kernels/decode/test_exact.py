@@ -214,8 +214,11 @@ def test_out_is_written_in_place_and_returned():
     assert result is out and torch.isfinite(out).all()
 
 
-def test_an_empty_batch():
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("rescale", RESCALES)
+def test_an_empty_batch(rescale, deterministic):
     case = decode_case([5])
     q, cache, table, lens = case.args
-    out, lse = mla_decode(q[:0], cache, table[:0], lens[:0], **case.options)
+    options = case.options | {"rescale": rescale, "deterministic": deterministic}
+    out, lse = mla_decode(q[:0], cache, table[:0], lens[:0], **options)
     assert out.shape == (0, 1, 16, 512) and lse.shape == (0, 1, 16)

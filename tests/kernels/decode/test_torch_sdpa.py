@@ -52,7 +52,7 @@ def test_requests_in_parts(monkeypatch, lengths, options):
 
     monkeypatch.setattr(torch_sdpa, "_attend_in_parts", counted)
     monkeypatch.setattr(torch_sdpa, "LEAST_PART", 40)
-    monkeypatch.setattr(torch_sdpa.torch, "get_num_threads", lambda: 16)
+    monkeypatch.setattr(torch_sdpa.torch, "get_num_threads", lambda: 64)
     case, causal = make(lengths, options)
     torch_scratch.scratch("keys", (2**21,), torch.float32).fill_(torch.nan)
     out, lse = decode(case, causal=causal)
@@ -104,3 +104,56 @@ def test_one_call_needs_no_order(lengths):
             assert (tile.start, tile.stop, tile.first) == (0, len(lengths), 0)
             assert tile.end == max(lengths)
             assert tile.whole == (len(lengths) if {*lengths} == {tile.end} and not hidden else 0)
+
+
+def test_queries_of_any_strides():
+    case = decode_case([300, 299])
+    strided = case.q.mT.contiguous().mT
+    want = decode(case)
+    got = mla_decode(strided, *case.args[1:], **case.options, rescale="flash")
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+@pytest.mark.parametrize(("lengths", "s_q"), [([300, 0], 1), ([300, 2], 4), ([300, 0, 9, 9], 1)])
+@pytest.mark.parametrize("heads", [3, 40])
+def test_a_row_that_sees_nothing_gives_zeros_whatever_its_query_holds(lengths, s_q, heads):
+    case = decode_case(lengths, num_heads=heads, s_q=s_q)
+    case.q[1] = torch.nan
+    out, lse = decode(case)
+    blind = lse == -torch.inf
+    assert blind[1, : max(s_q - lengths[1], 0)].all() and (out[blind] == 0).all()
+
+
+@pytest.mark.parametrize("default", [torch.float16, torch.bfloat16, torch.float64])
+def test_the_default_dtype_does_not_matter(default):
+    case = decode_case([300, 290])
+    want = decode(case)
+    torch.set_default_dtype(default)
+    try:
+        got = decode(case)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+def test_many_groups_of_long_requests_take_turns(monkeypatch):
+    taken, attend = [], torch_sdpa._attend
+
+    def counted(q, *args):
+        taken.append(q.shape[1])
+        return attend(q, *args)
+
+    monkeypatch.setattr(torch_sdpa, "_attend", counted)
+    monkeypatch.setattr(torch_sdpa, "MOST_ROWS", 512)
+    case = decode_case([300, 70], num_heads=40, s_q=3)
+    assert_decoded(case, *decode(case))
+    assert 1 in taken
+
+
+def test_large_memory_is_not_kept():
+    size = torch_scratch.KEPT_BYTES // 4
+    kept = torch_scratch.scratch("large", (size,), torch.float32)
+    assert torch_scratch.scratch("large", (size,), torch.float32).data_ptr() == kept.data_ptr()
+    larger = torch_scratch.scratch("large", (size + 1,), torch.float32)
+    assert larger.data_ptr() != kept.data_ptr()
+    assert torch_scratch.scratch("large", (size,), torch.float32).data_ptr() == kept.data_ptr()
