@@ -251,15 +251,16 @@ def test_fp8_new_tokens_see_no_later_ones(device):
     check(case, 3)
 
 
-def test_a_cache_at_an_odd_address(device):
-    """The L2 prefetch wants multiples of 16 bytes; a cache without them goes without it."""
-    case = decode_case([100, 65], num_heads=32, device=device)
-    want = decode(case)
-    flat = torch.empty(case.kv_cache.numel() + 1, dtype=case.q.dtype, device=device)
-    assert launcher.can_prefetch(case.kv_cache)
-    case.kv_cache = flat[1:].view_as(case.kv_cache).copy_(case.kv_cache)
-    assert not launcher.can_prefetch(case.kv_cache)
-    assert torch.equal(decode(case)[0], want[0])
+@pytest.mark.parametrize("heads", [16, 32, 64])
+@pytest.mark.parametrize("row", [576, 577])
+def test_a_cache_whose_rows_start_anywhere(device, heads, row):
+    """The L2 prefetch and asynchronous copies want multiples of 16 bytes."""
+    case = decode_case([100, 65, 1000], num_heads=heads, device=device)
+    pages = len(case.kv_cache)
+    flat = torch.full((pages * 64 * row + 1,), torch.nan, dtype=case.q.dtype, device=device)
+    odd = flat[1:].view(pages, 64, row)[..., :576].copy_(case.kv_cache)
+    case.kv_cache = odd
+    check(case, 3)
 
 
 @pytest.mark.parametrize("arch", ARCHS.values(), ids=lambda arch: arch.name)

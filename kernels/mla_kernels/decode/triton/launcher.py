@@ -8,6 +8,7 @@ import torch
 import triton
 
 from mla_kernels.arch import Arch
+from mla_kernels.checks import rows_aligned
 from mla_kernels.decode.call import DecodeCall, scale_argument
 from mla_kernels.decode.plan import MlaDecodePlan
 from mla_kernels.decode.query import joined
@@ -110,8 +111,8 @@ def launch_decode(call: DecodeCall, tile: Tile, dims: MlaDims, arch: Arch) -> No
     """One program a row tile and part of the plan."""
     q, kv_cache = joined(call.q), call.kv_cache
     kv_format = cache_format(kv_cache.dtype)
-    if not can_prefetch(kv_cache):
-        tile = replace(tile, prefetch=0)
+    if not rows_aligned(kv_cache):
+        tile = unaligned(tile)
     kv, scale_view, rope_view = kv_cache, kv_cache, kv_cache
     if kv_format == "fp8":
         kv = kv_cache.view(torch.uint8)
@@ -195,8 +196,8 @@ def tile_options(tile: Tile) -> dict[str, int]:
     }
 
 
-def can_prefetch(kv_cache: torch.Tensor) -> bool:
-    """Whether every row starts at a multiple of 16 bytes, as the L2 prefetch wants."""
-    size = kv_cache.element_size()
-    strides = kv_cache.stride(0) * size, kv_cache.stride(1) * size
-    return all(n % 16 == 0 for n in (kv_cache.data_ptr(), *strides))
+def unaligned(tile: Tile) -> Tile:
+    """The tile for a cache whose rows start anywhere, where the L2 prefetch and asynchronous copies
+    want multiples of 16 bytes. Without copies, stages would not keep K's rope part from the place
+    of P, which wgmma cannot stand (kv_tile.in_registers)."""
+    return replace(tile, prefetch=0, stages=1 if tile.order == "tokens" else tile.stages)

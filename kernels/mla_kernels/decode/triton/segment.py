@@ -80,7 +80,8 @@ def attend(
     elif REFERENCE == "first":
         weight = tl.zeros([T0, T1], tl.float32)
     SPLIT: tl.constexpr = WGMMA and WARPS > 4
-    TOKENS_CARRIED: tl.constexpr = CARRY and ORDER == "tokens" and not INTERPRET
+    # With more stages it has a place of its own in shared memory.
+    ROPE_IN_REGISTERS: tl.constexpr = STAGES == 1 and ORDER == "tokens" and not INTERPRET
     PIN: tl.constexpr = not WGMMA or ORDER == "tokens"
     if CARRY:
         start, rows = tile_rows(table, tile, length, page_stride, BN, PAGE, ROW)
@@ -110,7 +111,7 @@ def attend(
             latent = latent_operand(
                 raw, scale, kv_scale, DTYPE, FORMAT, FP16_DOTS, BN, DV, GROUP, HW_FP8, PIN
             )
-        rope = rope_operand(raw_rope, kv_scale, DTYPE, FORMAT, FP16_DOTS, HW_FP8, TOKENS_CARRIED)
+        rope = rope_operand(raw_rope, kv_scale, DTYPE, FORMAT, FP16_DOTS, HW_FP8, ROPE_IN_REGISTERS)
         k_old = k
         qk = tile_scores(q, q_rope, latent, rope, BM, BN, ORDER, SPLIT, INTERPRET)
         if CARRY:

@@ -7,6 +7,7 @@ import torch
 import triton
 
 from mla_kernels.arch import Arch
+from mla_kernels.checks import rows_aligned
 from mla_kernels.decode.call import DecodeCall, scale_argument
 from mla_kernels.decode.query import joined
 from mla_kernels.decode.rescale import scale_to_log2
@@ -19,9 +20,7 @@ from mla_kernels.triton_common.launch import launch
 
 def fits(kv_cache: torch.Tensor) -> bool:
     """Whether rows and pages start at multiples of 16 bytes, as asynchronous copies want."""
-    size = kv_cache.element_size()
-    steps = kv_cache.data_ptr(), kv_cache.stride(0) * size, kv_cache.stride(1) * size
-    return all(n % 16 == 0 for n in steps) and kv_cache.shape[1] in (16, 32, 64, 128)
+    return rows_aligned(kv_cache) and kv_cache.shape[1] in (16, 32, 64, 128)
 
 
 def launch_few_rows(call: DecodeCall, tile: FewRowsTile, dims: MlaDims, arch: Arch) -> None:
