@@ -36,7 +36,7 @@ def indexer_scores_torch(
         pages = min(pages, -(-max(int(lengths.max()) if T else 0, 0) // block))
     width = pages * block
     scores = q.new_full((T, width), float("-inf"), dtype=torch.float32)
-    if T == 0 or width == 0:
+    if T == 0 or width == 0 or not len(block_table):
         return scores
     q = q.float()
     columns = torch.arange(width, dtype=torch.int32, device=q.device)
