@@ -60,13 +60,15 @@ def decode_errors(impl: str, device: str) -> str:
     import torch
     from mla_kernels import mla_decode
     from mla_kernels.decode.rescale import RESCALES
-    from mla_kernels.testing.cases import decode_case
+    from mla_kernels.testing.cases import decode_case, scales_to_powers_of_two
     from mla_kernels.testing.metrics import SHORT_BAR, measure
 
     worst, count = 0.0, 0
     for dtype in (torch.bfloat16, torch.float16):
         for cache_dtype in (dtype, torch.uint8):
             case = decode_case(_LENGTHS, s_q=2, dtype=dtype, cache_dtype=cache_dtype, device=device)
+            if cache_dtype == torch.uint8:
+                scales_to_powers_of_two(case.kv_cache)
             expected, expected_lse = mla_decode(*case.args, **case.options, impl="reference")
             for rescale in RESCALES:
                 if not _serves(impl, device, dtype, cache_dtype, rescale):
@@ -153,6 +155,7 @@ def sparse_errors(impl: str, device: str) -> str:
     import torch
     from mla_kernels import mla_sparse_attention
     from mla_kernels.cache.torch_impl import encode_rows
+    from mla_kernels.testing.cases import scales_to_powers_of_two
     from mla_kernels.testing.metrics import SHORT_BAR, measure
 
     generator = torch.Generator().manual_seed(0)
@@ -164,10 +167,7 @@ def sparse_errors(impl: str, device: str) -> str:
     for dtype in (torch.bfloat16, torch.uint8):
         cache = encode_rows(rows[:, :512], rows[:, 512:], dtype, None).view(5, 64, -1)
         if dtype == torch.uint8:
-            # The reference rounds code times scale to bf16, some kernels do not (docs/numerics.md):
-            # powers of two leave nothing to round.
-            scales = cache.view(torch.float32)[..., 128:132]
-            scales.copy_(scales.log2().round().exp2())
+            scales_to_powers_of_two(cache)
         for H in heads:
             q = torch.randn(3, H, 576, generator=generator).to(device, torch.bfloat16)
             wanted, _ = mla_sparse_attention(q, cache, slots, scale=0.04, impl="reference")

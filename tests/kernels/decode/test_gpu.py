@@ -9,7 +9,7 @@ from mla_kernels import mla_decode, plan_mla_decode
 from mla_kernels.decode.reference import mla_decode_reference
 from mla_kernels.layouts import MlaDims
 from mla_kernels.testing import metrics
-from mla_kernels.testing.cases import decode_case, random_tokens
+from mla_kernels.testing.cases import decode_case, random_tokens, scales_to_powers_of_two
 from mla_kernels.testing.decoded import assert_decoded
 from mla_kernels.testing.graphs import captured
 from mla_kernels.testing.structured import integer_ramp, uniform_weights
@@ -33,8 +33,7 @@ def unrounded_case(lengths, cache, **options):
     options = CACHES[cache] | options | ({"kv_scale": 2.0**-6} if cache == "fp8" else {})
     case = decode_case(lengths, device="cuda", **options)
     if cache == "fp8_ds_mla":
-        scales = case.kv_cache.view(torch.float32)[..., 128:132]
-        scales.copy_(torch.where(scales < 1e3, scales.log2().ceil().exp2(), scales))  # junk stays
+        scales_to_powers_of_two(case.kv_cache)
     return case
 
 

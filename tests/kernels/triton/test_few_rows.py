@@ -14,7 +14,7 @@ from mla_kernels.decode.triton.few_rows.launcher import fits
 from mla_kernels.decode.triton.few_rows.tiles import choose_few_rows, few_rows_tile
 from mla_kernels.decode.triton.tiles import ctas_per_sm, tile_rows
 from mla_kernels.layouts import Fp8DsMlaLayout, MlaDims
-from mla_kernels.testing.cases import decode_case
+from mla_kernels.testing.cases import decode_case, scales_to_powers_of_two
 from mla_kernels.testing.decoded import assert_decoded
 
 gpu = [
@@ -199,7 +199,6 @@ class TestOnAGpu:
         options = CACHES[cache] | ({"kv_scale": 2.0**-6} if cache == "fp8" else {})
         case = decode_case([900], num_heads=heads, q_std=1.0, k_std=2.0, device="cuda", **options)
         if cache == "fp8_ds_mla":
-            scales = case.kv_cache.view(torch.float32)[..., 128:132]
-            scales.copy_(torch.where(scales < 1e3, scales.log2().ceil().exp2(), scales))
+            scales_to_powers_of_two(case.kv_cache)
         case.q[..., 512:] *= torch.linspace(0, 3, 64, device="cuda").to(case.q.dtype)
         check(case)

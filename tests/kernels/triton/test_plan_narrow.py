@@ -15,7 +15,7 @@ def test_a_narrowed_plan_serves_the_smaller_batch(device, lengths):
     plan = largest.narrow(len(lengths))
     plan.update(case.seq_lens)
     partials = sum(largest.device_plan.acc.shape[:2].numel() * n * 4 for n in (512, 2))
-    assert partials < largest.workspace_bytes < partials + 4096
+    assert partials < largest.workspace_bytes < 1.01 * partials
     assert plan.device_plan.acc.data_ptr() == largest.device_plan.acc.data_ptr()
     expected = mla_decode(*case.args, **case.options, impl="triton")
     out = case.poisoned_out()
