@@ -258,13 +258,9 @@ def main(argv: list[str] | None = None) -> int:
         log = Path(scratch) / "server.log"
         words = sys.argv[1:] if argv is None else argv
         report = Report(args.results, describe(args, config, words))
-        try:
-            with Server("ours", model, server_options(args, model), log) as server:
-                server.wait_ready()
-                minutes, ledger, end = asyncio.run(soak(server, args, scope, report))
-        except RuntimeError:
-            print(log.read_text()[-4000:], file=sys.stderr)
-            raise
+        with Server("ours", model, server_options(args, model), log) as server:
+            server.wait_ready()
+            minutes, ledger, end = asyncio.run(soak(server, args, scope, report))
         wrong = verdict(ledger, end)
         if wrong:
             args.results.mkdir(parents=True, exist_ok=True)

@@ -69,15 +69,14 @@ def _attend_on_cpu(
     tile_tokens: int | None,
     *,
     rescale: str,
-    hidden: int,
     **named: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tiles by the requests' lengths; hidden: newest tokens that the first query does not see."""
+    """Tiles by the requests' lengths."""
     lengths = seq_lens.tolist()
     capacity = block_table.shape[1] * kv_cache.shape[1]
     if lengths and not 0 <= min(lengths) <= max(lengths) <= capacity:
         raise IndexError(f"lengths {lengths} of a block table for {capacity} tokens")
-    named["hidden"] = hidden
+    hidden = named["hidden"]  # newest tokens that the first query does not see
     by_sdpa = rescale == "flash" and q.dtype in FLOAT_DTYPES
     if by_sdpa and (call := one_call(lengths, hidden)):
         return attend_by_sdpa(q, kv_cache, block_table, seq_lens, iter([call]), **named)
@@ -86,14 +85,14 @@ def _attend_on_cpu(
         order = torch.argsort(seq_lens, descending=True, stable=True)
         q, block_table, seq_lens = q[order], block_table[order], seq_lens[order]
         lengths = seq_lens.tolist()
-    of = (q, kv_cache, block_table, seq_lens)
+    batch = (q, kv_cache, block_table, seq_lens)
     if by_sdpa:
-        out, lse = attend_by_sdpa(*of, calls(lengths, hidden), **named)
+        out, lse = attend_by_sdpa(*batch, calls(lengths, hidden), **named)
     else:
         tokens = tile_tokens or TILE_TOKENS * torch.get_num_threads()
         unit = max(FOLD, kv_cache.shape[1])
         tiles = tiles_by_length(lengths, hidden=hidden, unit=unit, tokens=tokens)
-        out, lse = _attend_by_tiles(*of, tiles, rescale=rescale, **named)
+        out, lse = _attend_by_tiles(*batch, tiles, rescale=rescale, **named)
     if order is not None:
         inverse = torch.argsort(order)
         out, lse = out[inverse], lse[inverse]

@@ -2,8 +2,8 @@
 """`rescale="flash"` on a CPU: the operator under torch's `scaled_dot_product_attention`.
 
 It takes keys as they lie in memory, so the rows of requests of like length are gathered first and
-attended to in one call. Where requests are fewer than threads, each is cut into parts, which are
-merged by their lse (FlashDecoding): in fp32, so that nothing is rounded twice.
+attended to in one call. Where requests are much fewer than threads, each is cut into parts, which
+are merged by their lse (FlashDecoding): in fp32, so that nothing is rounded twice.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ import torch
 from mla_kernels.cache.rows import as_words, rows_as_float
 from mla_kernels.decode.torch_gather import gather
 from mla_kernels.decode.torch_scratch import scratch
-from mla_kernels.decode.torch_tiles import Tile
+from mla_kernels.decode.torch_tiles import Tile, tile_of
 
 # Cache rows gathered for one call, unless one request has more: 75 MB in bf16.
 MOST_ROWS = 2**16
@@ -57,11 +57,11 @@ def attend_by_sdpa(
     # mask is one row; the operator prepares the keys for each group.
     groups = s_q if hidden and H >= HEADS_OF_A_GROUP else 1
     queries, words = q.reshape(B, groups, -1, Dk), as_words(kv_cache)
-    sees = seq_lens[:, None]
+    limits = seq_lens[:, None]  # how many tokens a query row sees
     if hidden:
-        sees = sees - hidden + torch.arange(s_q)
-        sees = sees if groups > 1 else sees.repeat_interleave(H, 1)
-    sees = sees.view(B, groups, -1)
+        limits = limits - hidden + torch.arange(s_q)
+        limits = limits if groups > 1 else limits.repeat_interleave(H, 1)
+    limits = limits.view(B, groups, -1)
     out = q.new_empty(*queries.shape[:3], kv_lora_rank)
     lse = q.new_full(queries.shape[:3], -torch.inf, dtype=torch.float32)
     attended = 0  # the rest is empty
@@ -70,7 +70,7 @@ def attend_by_sdpa(
         rows = gather(tile, words, block_table, seq_lens).view(kv_cache.dtype)
         keys = rows_as_float(rows, q.dtype, kv_lora_rank, Dk, kv_scale)
         parts = parts_of(tile, queries.shape[1], queries.shape[2])
-        limit = sees[requests] if tile.whole < tile.stop else None
+        limit = limits[requests] if tile.whole < tile.stop else None
         if parts == 1:
             found, found_lse = _attend(queries[requests], keys, limit, scale)
         else:
@@ -108,10 +108,7 @@ def calls(lengths: list[int], hidden: int) -> Iterator[Tile]:
             if stop > start and is_wasteful(stop + 1 - start, longest, total):
                 break
             stop += 1
-        whole = stop
-        while whole > start and lengths[whole - 1] - hidden < longest:
-            whole -= 1
-        yield Tile(start, stop, whole, 0, longest)
+        yield tile_of(lengths, start, stop, 0, longest, hidden)
         start = stop
 
 
@@ -136,7 +133,7 @@ def _attend(
         # One at a time: the operator makes a copy of the keys for each.
         limits = [None] * groups if limit is None else limit.split(1, 1)
         each = zip(q.split(1, 1), limits, strict=True)
-        outs, lses = zip(*(_attend(a, keys, seen, scale) for a, seen in each), strict=True)
+        outs, lses = zip(*(_attend(a, keys, some, scale) for a, some in each), strict=True)
         return torch.cat(outs, 1), torch.cat(lses, 1)
     mask = None
     if limit is not None:

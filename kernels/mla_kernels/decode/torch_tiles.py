@@ -44,11 +44,16 @@ def tiles_by_length(lengths: list[int], *, hidden: int, unit: int, tokens: int) 
                 break
             units = best_units(lengths[start:stop], first, unit, most)
             end = min(first + units * unit, lengths[start])
-            whole = stop
-            while whole > start and lengths[whole - 1] - hidden < end:
-                whole -= 1
-            yield Tile(start, stop, whole, first, end)
+            yield tile_of(lengths, start, stop, first, end, hidden)
             first = end
+
+
+def tile_of(lengths: list[int], start: int, stop: int, first: int, end: int, hidden: int) -> Tile:
+    """The tile with these bounds of requests whose `lengths` descend."""
+    whole = stop
+    while whole > start and lengths[whole - 1] - hidden < end:
+        whole -= 1
+    return Tile(start, stop, whole, first, end)
 
 
 def best_units(lengths: list[int], first: int, unit: int, most: int) -> int:
