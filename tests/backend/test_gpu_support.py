@@ -14,7 +14,7 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from mla_backend.attention import support
 from mla_backend.attention.backend import MlaBackend
-from mla_backend.attention.kernel import DecodeKernel
+from mla_backend.attention.kernel import DecodeKernel, rescale_on
 from mla_backend.attention.metadata import MlaMetadataBuilder
 from mla_backend.attention.step_plans import StepPlans
 from mla_backend.attention.warmup import batch_sizes, queries
@@ -219,3 +219,20 @@ def test_warm_up_covers_every_specialisation():
     sizes = batch_sizes(1000)
     assert set(range(1, 161)) < set(sizes) and {256, 257, 512, 513, 1000} < set(sizes)
     assert max(sizes) == 1000
+
+
+@pytest.mark.parametrize(
+    ("settings", "on_cpu", "on_gpu"),
+    [
+        ({}, "flash", "pow2"),
+        ({"IMPL": "torch"}, "flash", "pow2"),
+        ({"IMPL": "reference"}, "pow2", "pow2"),
+        ({"RESCALE": "pow2"}, "pow2", "pow2"),
+        ({"RESCALE": "flash"}, "flash", "flash"),
+    ],
+)
+def test_rescale_that_an_engine_takes(monkeypatch, settings, on_cpu, on_gpu):
+    for name, value in settings.items():
+        monkeypatch.setenv(f"MLA_BACKEND_{name}", value)
+    assert rescale_on(torch.device("cpu")) == on_cpu
+    assert rescale_on(torch.device("cuda")) == on_gpu

@@ -82,10 +82,11 @@ def test_quantised_caches_against_their_own_values(dtype, cache_dtype, kv_scale)
     check(case, metrics.SHORT_BAR)
 
 
-def test_kv_scale_may_be_a_tensor():
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1, 1, 1)])
+def test_kv_scale_may_be_a_tensor(shape):
     case = decode_case([77], cache_dtype=torch.float8_e4m3fn, kv_scale=0.02)
     out, _ = mla_decode(*case.args, **case.options)
-    options = {**case.options, "kv_scale": torch.tensor([0.02])}
+    options = {**case.options, "kv_scale": torch.full(shape, 0.02)}
     assert torch.equal(out, mla_decode(*case.args, **options)[0])
 
 

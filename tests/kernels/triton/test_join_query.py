@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from mla_kernels.query import api as query_api
 from mla_kernels.query.api import join_query
 
 
@@ -29,6 +30,8 @@ def test_no_tokens():
         (torch.zeros(2, 512, 4).mT, torch.zeros(2, 4, 64), "q_latent"),
     ],
 )
-def test_parts_that_do_not_fit_are_refused(latent, rope, message):
+@pytest.mark.parametrize("interpreted", [False, True])
+def test_parts_that_do_not_fit_are_refused(monkeypatch, latent, rope, message, interpreted):
+    monkeypatch.setattr(query_api, "INTERPRET", interpreted)
     with pytest.raises(ValueError, match=message):
         join_query(latent, rope)
