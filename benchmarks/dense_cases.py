@@ -84,6 +84,7 @@ SHAPES = [
     # Beyond the published tables: uneven batches, few heads, several new tokens, fp8 caches.
     ragged(128),
     ragged(16),
+    even(128, 8, 1, 4096),
     even(128, 32, 1, 16384),
     even(128, 16, 1, 16384),
     even(32, 16, 1, 65536),

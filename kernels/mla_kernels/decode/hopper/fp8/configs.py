@@ -8,21 +8,23 @@ ADDENDS     sums that a tile's scores are spread over; 4: the groups of fp8_ds_m
 AHEAD       products of the scores under way while the next operands are made
 PENDING     the same for the values
 PLANES      of P^T of a tile: one, or one a group of fp8_ds_mla, times its scale
-EARLY       whether a tile's codes wait in registers for P^T, and its slot is loaded again then
 VALUE_REGS  registers of a value warpgroup's thread
 SCORE_REGS  registers of a scores warpgroup's thread
 """
 
 from typing import Any
 
-_16 = {"N": 16, "SLOTS": 5, "ADDENDS": 2, "AHEAD": 4, "PENDING": 4, "PLANES": 1, "EARLY": False}
+_16 = {"N": 16, "SLOTS": 5, "ADDENDS": 2, "AHEAD": 4, "PENDING": 4, "PLANES": 1}
 _16 |= {"VALUE_REGS": 128, "SCORE_REGS": 128}
-_32 = _16 | {"N": 32, "ADDENDS": 1, "PENDING": 2, "EARLY": True}
-_64 = _32 | {"N": 64, "SLOTS": 3, "AHEAD": 2, "PENDING": 1, "VALUE_REGS": 168, "SCORE_REGS": 88}
-_64 |= {"EARLY": False}
+_32 = _16 | {"N": 32, "PENDING": 2}
+_64 = {"N": 64, "SLOTS": 3, "ADDENDS": 1, "AHEAD": 2, "PENDING": 1, "PLANES": 1}
+_64 |= {"VALUE_REGS": 168, "SCORE_REGS": 88}
 CONFIGS: dict[str, dict[int, dict[str, Any]]] = {
     "fp8": {16: _16, 32: _32, 64: _64},
-    "fp8_ds_mla": {16: _16 | {"SLOTS": 4, "ADDENDS": 4, "PLANES": 4}, 32: _32 | {"SLOTS": 4}},
+    "fp8_ds_mla": {
+        16: _16 | {"SLOTS": 4, "ADDENDS": 4, "PLANES": 4},
+        32: _32 | {"SLOTS": 4, "ADDENDS": 1},
+    },
 }
 
 

@@ -25,10 +25,9 @@ bytes, read twice, and becomes fp16, exactly, in the registers that the tensor c
     empty_out    WG1, WG2      WG0              both have read it
 
 A ring slot is free for its next load when its warpgroup has multiplied it: P^T of a tile exists
-only if its scores are done. With 17 to 32 rows it is free when P^T is there, as the codes of half
-a tile wait for that in registers. P^T has two slots, one for WG0's tiles and one for WG3's. The
-next segment's query is asked for when the last scores of a segment are made, by the warpgroup of
-WG0 and WG3 that has not made them.
+only if its scores are done. P^T has two slots, one for WG0's tiles and one for WG3's. The next
+segment's query is asked for when the last scores of a segment are made, by the warpgroup of WG0 and
+WG3 that has not made them.
 
 fp8_ds_mla: a group of 128 columns of a token has the scale s_g. Keys and values are s_g / max s
 times their codes, in fp16; scores take max s as a factor at the end, and the rope columns, which
@@ -81,7 +80,6 @@ def hopper_fp8_kernel(
     AHEAD: gl.constexpr,
     PENDING: gl.constexpr,
     PLANES: gl.constexpr,
-    EARLY: gl.constexpr,
     FORMAT: gl.constexpr,  # of the cache: "fp8" or "fp8_ds_mla"
     VALUE_REGS: gl.constexpr,
     SCORE_REGS: gl.constexpr,
@@ -98,10 +96,7 @@ def hopper_fp8_kernel(
     if GROUPED:
         rope_ring = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, BLOCK, 64], rows_of(64))
         scale_ring = gl.allocate_shared_memory(gl.float32, [SLOTS, BLOCK, 4], SCALES)
-        if PLANES == 1:
-            ratios = gl.allocate_shared_memory(gl.float16, [2, 4 * BLOCK], VECTOR)
-        else:
-            ratios = gl.allocate_shared_memory(gl.float16, [2, BLOCK, N], rows_of(N))
+        ratios = gl.allocate_shared_memory(gl.float16, [2, 4 * BLOCK], VECTOR)
     else:
         rope_ring = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, BLOCK, 32], rows_of(32))
         scale_ring = rope_ring
@@ -148,14 +143,14 @@ def hopper_fp8_kernel(
                 start, requests, seq_lens,
                 ring_a, rope_ring, scale_ring, full_a, p_ring, factors, moved, ratios,
                 full_p, empty_p, inverse, full_out, empty_out, num_rows,
-                0, ROPE_COL, N, SLOTS, PENDING, GROUPED, PLANES, EARLY, CHUNKED,
+                0, ROPE_COL, N, SLOTS, PENDING, GROUPED, PLANES, CHUNKED,
             )),
             (values_warpgroup, (
                 out, part_acc, kv_desc, rope_desc, scale_desc, table, table_stride,
                 start, requests, seq_lens,
                 ring_b, rope_ring, scale_ring, full_b, p_ring, factors, moved, ratios,
                 full_p, empty_p, inverse, full_out, empty_out, num_rows,
-                128, ROPE_COL, N, SLOTS, PENDING, GROUPED, PLANES, EARLY, CHUNKED,
+                128, ROPE_COL, N, SLOTS, PENDING, GROUPED, PLANES, CHUNKED,
             )),
             (scores_warpgroup, (
                 q_desc, q_rope_desc, kv_scale,

@@ -20,7 +20,6 @@ from mla_kernels.decode.hopper.fp8.operands import accumulator, rows_of
 from mla_kernels.decode.hopper.fp8.products import group_scores, tile_scores
 from mla_kernels.decode.hopper.fp8.query import convert_query, load_query
 from mla_kernels.decode.hopper.fp8.softmax import (
-    along_pairs,
     any_moves,
     load_scale,
     log2,
@@ -30,7 +29,17 @@ from mla_kernels.decode.hopper.fp8.softmax import (
     store_ratios,
     sum_of_groups,
 )
-from mla_kernels.decode.hopper.fp8.sums import at_factors, by_products, no_sums, of_warps
+from mla_kernels.decode.hopper.fp8.sums import (
+    IN_REGISTERS,
+    along_pairs,
+    at_factors,
+    most_of_warps,
+    by_products,
+    no_sums,
+    of_pairs,
+    of_rows,
+    past,
+)
 from mla_kernels.decode.hopper.layouts import BLOCK, SCALES_READ
 from mla_kernels.decode.hopper.stream import next_segment, start_segment
 from mla_kernels.decode.triton.few_rows.operands import LEAST_SCALE
@@ -67,10 +76,6 @@ def scores_warpgroup(
     SCORES: gl.constexpr = accumulator(N)
     HEAD: gl.constexpr = gl.SliceLayout(0, SCORES)
     OTHER: gl.constexpr = 1 - ME
-    if PLANES == 1:
-        whole = p_ring
-    else:
-        whole = ratios  # P^T before the groups' scales
     cache_scale = gl.to_tensor(1.0)
     if LOAD_SCALE:
         cache_scale = gl.load(kv_scale)
@@ -101,10 +106,7 @@ def scores_warpgroup(
         fence_async_shared()
         mbarrier.arrive(ready_q, count=1)
         mbarrier.wait(ready_q, segment & 1)
-        if GROUPED:
-            weight = of_warps(gl.zeros([BLOCK, N], gl.float32, SCORES), False)  # row sums
-        else:
-            weight = no_sums(N)
+        weight = no_sums(N)  # row sums
         # Row r may see keys below `limit`; tiles below `unmasked` need no mask at all.
         unmasked = length // BLOCK
         if CAUSAL:
@@ -170,7 +172,7 @@ def scores_warpgroup(
             moves = any_moves(above, reinterpret(votes, gl.int32, [32, 4], SCALES_READ))
             moved.index(ME).store(gl.full([1], 0, gl.int32, ONE) + moves)
             if moves != 0:
-                most = gl.convert_layout(of_warps(x, True), COLUMNS)
+                most = gl.convert_layout(most_of_warps(x), COLUMNS)
                 most = gl.convert_layout(gl.max(most, 0), ONE, assert_trivial=True)
                 top = integer_reference(most) + GRID_OFFSET
                 now = bases.load(ONE)
@@ -181,22 +183,23 @@ def scores_warpgroup(
             base = bases.load(HEAD)  # again: registers are short
             mbarrier.arrive(decided.index(ME), count=1)
             p = gl.exp2(x - base[None, :])
+            rounded = round_f16(p)
             if PLANES == 1:
-                p_ring.index(ME).store(round_f16(p))
+                p_ring.index(ME).store(rounded)
             else:
+                weight += of_pairs(p * inverse_scale[:, None])
                 planes = reinterpret(p_ring, gl.float16, [2, 4 * BLOCK, N], rows_of(N))
                 store_planes(p, scales, inverse_scale, planes.index(ME))
             fence_async_shared()
             mbarrier.arrive(full_p.index(ME), count=1)
-            if PLANES > 1:
-                whole.index(ME).store(round_f16(p))
-            # From shared memory, as the compiler would put sums from registers before the
-            # hand-over, which the value warpgroups wait for.
-            if GROUPED:
-                p = whole.index(ME).load(SCORES).to(gl.float32) * inverse_scale[:, None]
-                weight += of_warps(p, False)
-            else:
+            # Behind the hand-over, which the value warpgroups wait for.
+            if N > IN_REGISTERS:
                 weight += by_products(p_ring.index(ME))
+            elif PLANES == 1:
+                summed = past(rounded).to(gl.float32)
+                if GROUPED:
+                    summed = summed * inverse_scale[:, None]
+                weight += of_pairs(summed)
 
         after, after_lo, after_hi, after_end = next_segment(plan, request, hi, end)
         before = before + (hi - lo)
@@ -207,10 +210,7 @@ def scores_warpgroup(
             if after <= plan.last:
                 load_query(q_desc, q_rope_desc, after, query, full_q)
             weight = follow(weight, factors.index(OTHER), moved.index(OTHER))
-        if GROUPED:
-            total = gl.convert_layout(gl.sum(weight, 0), ONE)
-        else:
-            total = gl.convert_layout(gl.max(weight, 1), ONE)
+        total = gl.convert_layout(of_rows(weight), ONE)
         if ME == 1:
             sums.store(total)
             mbarrier.arrive(full_sums, count=1)

@@ -95,10 +95,3 @@ def any_moves(above, votes):
     votes.store(gl.permute(gl.reshape(vote, [4, 32]), (1, 0)))
     of_warps = votes.slice(0, 1, dim=0).load(gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0]))
     return gl.max(gl.max(of_warps, 1), 0)
-
-
-@gluon.jit
-def along_pairs(x, L: gl.constexpr):
-    """[N] to broadcast over [4, 8, N]."""
-    x = gl.convert_layout(x, gl.SliceLayout(0, gl.SliceLayout(0, L)), assert_trivial=True)
-    return gl.expand_dims(gl.expand_dims(x, 0), 0)

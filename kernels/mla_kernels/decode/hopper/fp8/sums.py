@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sums and maxima of query rows over a tile's tokens, which lie on the first axis.
 
-With 64 rows a thread has 16 of them, of two tokens each. Three exchanges with a partner, after each
-of which it keeps half of its rows, leave it two, of all the tokens of its warp: 14 shuffles, and 14
-registers fewer where sums are kept from tile to tile.
+Sums, up to 32 rows: a thread adds up its own two tokens of each tile, and threads meet at the end
+of a segment. With more rows this would take 16 registers, which there are not: P^T is multiplied
+with ones.
+
+Maxima of 64 rows: three exchanges with a partner, after each of which a thread keeps half of its 16
+rows, leave it two, of all the tokens of its warp: 14 shuffles.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+from mla_kernels.decode.hopper.fp8.operands import accumulator
 
 
 @gluon.constexpr_function
@@ -44,21 +49,39 @@ THIRD = gl.constexpr(
 
 
 @gluon.jit
-def folded(x, AXIS: gl.constexpr, MOST: gl.constexpr):
-    return gl.max(x, AXIS) if MOST else gl.sum(x, AXIS)
+def most_of_warps(x):
+    """[64, N] -> [4, N]: the largest of each warp's tokens."""
+    x = gl.max(gl.reshape(x, [4, 2, 8, x.shape[1]]), 1)
+    if x.shape[2] == 64:
+        x = gl.convert_layout(gl.reshape(x, [4, 2, 4, 64]), FIRST)
+        x = gl.convert_layout(gl.reshape(gl.max(x, 1), [4, 2, 2, 64]), SECOND)
+        x = gl.convert_layout(gl.max(x, 1), THIRD)
+    return gl.max(x, 1)
 
 
 @gluon.jit
-def of_warps(x, MOST: gl.constexpr):
-    """[64, N] -> [4, N]: the sums over each warp's tokens, or the largest."""
-    x = folded(gl.reshape(x, [4, 2, 8, x.shape[1]]), 1, MOST)
-    if x.shape[2] == 64:
-        x = gl.convert_layout(gl.reshape(x, [4, 2, 4, 64]), FIRST)
-        x = gl.convert_layout(gl.reshape(folded(x, 1, MOST), [4, 2, 2, 64]), SECOND)
-        x = gl.convert_layout(folded(x, 1, MOST), THIRD)
-    return folded(x, 1, MOST)
+def of_pairs(x):
+    """[64, N] -> [4, 8, N]: the sums over the two tokens of each thread."""
+    return gl.sum(gl.reshape(x, [4, 2, 8, x.shape[1]]), 1)
 
 
+@gluon.jit
+def along_pairs(x, L: gl.constexpr):
+    """[N] to broadcast over [4, 8, N]."""
+    x = gl.convert_layout(x, gl.SliceLayout(0, gl.SliceLayout(0, L)), assert_trivial=True)
+    return gl.expand_dims(gl.expand_dims(x, 0), 0)
+
+
+@gluon.jit
+def past(x):
+    """x, 16 bits wide, as something that what came before in program order does not wait for."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2
+    )
+
+
+# Rows whose sums lie in registers, [4, 8, N]; those of more are [N, 4].
+IN_REGISTERS = gl.constexpr(32)
 ROWS_FIRST = gl.constexpr(
     gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8])
 )
@@ -66,9 +89,12 @@ ROWS_FIRST = gl.constexpr(
 
 @gluon.jit
 def no_sums(N: gl.constexpr):
-    zero = gl.zeros([N, 8], gl.float32, ROWS_FIRST)
-    left, _right = gl.split(gl.reshape(zero, [N, 4, 2]))
-    return left
+    if N <= IN_REGISTERS:
+        return of_pairs(gl.zeros([64, N], gl.float32, accumulator(N)))
+    else:
+        zero = gl.zeros([N, 8], gl.float32, ROWS_FIRST)
+        left, _right = gl.split(gl.reshape(zero, [N, 4, 2]))
+        return left
 
 
 @gluon.jit
@@ -85,9 +111,19 @@ def by_products(p):
 
 @gluon.jit
 def at_factors(sums, factors):
-    """[4, N], or [N, 4], times [N] shared."""
+    """Times `factors` [N], shared."""
     L: gl.constexpr = sums.type.layout
-    if sums.shape[0] == 4:
-        return sums * factors.load(gl.SliceLayout(0, L))[None, :]
+    if len(sums.shape) == 3:
+        N: gl.constexpr = sums.shape[2]
+        return sums * along_pairs(factors.load(gl.SliceLayout(0, accumulator(N))), L)
     else:
         return sums * factors.load(gl.SliceLayout(1, L))[:, None]
+
+
+@gluon.jit
+def of_rows(sums):
+    """[N]: of all threads."""
+    if len(sums.shape) == 3:
+        return gl.sum(gl.sum(sums, 1), 0)
+    else:
+        return gl.max(sums, 1)  # the same four times

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from mla_kernels.decode.hopper.fp8.loads import Place, load_half, page_of
 from mla_kernels.decode.hopper.fp8.operands import accumulator
-from mla_kernels.decode.hopper.fp8.products import add_units, add_values, all_value_units
+from mla_kernels.decode.hopper.fp8.products import add_values
 from mla_kernels.decode.hopper.layouts import BLOCK, PASS_64, PASS_64_ROW
 from mla_kernels.decode.hopper.stream import (
     next_segment,
@@ -138,7 +138,7 @@ def values_warpgroup(
     ring, rope_ring, scale_ring, full, p_ring, factors, moved, ratios, full_p, empty_p,
     inverse, full_out, empty_out, num_rows,
     COL: gl.constexpr, ROPE_COL: gl.constexpr, N: gl.constexpr, SLOTS: gl.constexpr,
-    PENDING: gl.constexpr, GROUPED: gl.constexpr, PLANES: gl.constexpr, EARLY: gl.constexpr,
+    PENDING: gl.constexpr, GROUPED: gl.constexpr, PLANES: gl.constexpr,
     CHUNKED: gl.constexpr,
 ):  # fmt: skip
     GROUP: gl.constexpr = COL // 64
@@ -167,45 +167,22 @@ def values_warpgroup(
         slot = gl.load(requests + request * 4 + 0)
         splits = gl.load(requests + request * 4 + 1)
         for n in range(lo, hi):
-            if EARLY:
-                mbarrier.wait(full.index(i), phase)
-                left = gl.minimum(length, hi * BLOCK) - n * BLOCK
-                if left < BLOCK:  # scores of these rows are masked, whatever they are
-                    clear_rows_past(ring.index(i), left)
-                units = all_value_units(ring.index(i), N)
-                mbarrier.wait(full_p.index(ip), pp)  # and so the keys have been read
-                c = load_half(
-                    c, page, plan, kv_desc, rope_desc, scale_desc,
-                    ring, rope_ring, scale_ring, full, i, COL, ROPE_COL, GROUPED,
-                )  # fmt: skip
-                page = page_of(plan, c)
-                o_a, o_b, o_c, o_d = rescale(
-                    o_a, o_b, o_c, o_d, factors.index(ip), moved.index(ip), N
-                )
-                o_a, o_b, o_c, o_d = add_units(
-                    o_a, o_b, o_c, o_d, units, p_ring,
-                    ratios, ip, GROUP, N, PENDING, GROUPED, PLANES,
-                )  # fmt: skip
-                mbarrier.arrive(empty_p.index(ip), count=1)
-            else:
-                page = page_of(plan, c)
-                mbarrier.wait(full_p.index(ip), pp)
-                o_a, o_b, o_c, o_d = rescale(
-                    o_a, o_b, o_c, o_d, factors.index(ip), moved.index(ip), N
-                )
-                mbarrier.wait(full.index(i), phase)
-                left = gl.minimum(length, hi * BLOCK) - n * BLOCK
-                if left < BLOCK:
-                    clear_rows_past(ring.index(i), left)
-                o_a, o_b, o_c, o_d = add_values(
-                    o_a, o_b, o_c, o_d, ring.index(i), p_ring,
-                    ratios, ip, GROUP, N, PENDING, GROUPED, PLANES,
-                )  # fmt: skip
-                mbarrier.arrive(empty_p.index(ip), count=1)
-                c = load_half(
-                    c, page, plan, kv_desc, rope_desc, scale_desc,
-                    ring, rope_ring, scale_ring, full, i, COL, ROPE_COL, GROUPED,
-                )  # fmt: skip
+            page = page_of(plan, c)
+            mbarrier.wait(full_p.index(ip), pp)
+            o_a, o_b, o_c, o_d = rescale(o_a, o_b, o_c, o_d, factors.index(ip), moved.index(ip), N)
+            mbarrier.wait(full.index(i), phase)
+            left = gl.minimum(length, hi * BLOCK) - n * BLOCK
+            if left < BLOCK:
+                clear_rows_past(ring.index(i), left)
+            o_a, o_b, o_c, o_d = add_values(
+                o_a, o_b, o_c, o_d, ring.index(i), p_ring,
+                ratios, ip, GROUP, N, PENDING, GROUPED, PLANES,
+            )  # fmt: skip
+            mbarrier.arrive(empty_p.index(ip), count=1)
+            c = load_half(
+                c, page, plan, kv_desc, rope_desc, scale_desc,
+                ring, rope_ring, scale_ring, full, i, COL, ROPE_COL, GROUPED,
+            )  # fmt: skip
             i, phase = ring_next(i, phase, SLOTS)
             ip, pp = ring_next(ip, pp, 2)
 
