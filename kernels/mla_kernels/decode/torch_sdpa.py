@@ -17,10 +17,8 @@ from mla_kernels.decode.torch_tiles import Tile, tile_of
 
 # Cache rows gathered for one call, unless one request has more: 75 MB in bf16.
 MOST_ROWS = 2**16
-# Padding of requests to the longest of a call: a share of their tokens, and some for what a call
-# costs besides.
-MOST_PADDING = 0.25
-FREE_PADDING = 256
+# What a request may be shorter than the longest of its call, which costs what a call costs besides.
+MOST_PADDING = 128
 # Tokens of a part, and parts of a request, at least: two threads gain nothing by two parts in fp32.
 LEAST_PART = 1024
 LEAST_PARTS = 3
@@ -82,32 +80,40 @@ def attend_by_sdpa(
     return out.view(B, s_q, H, kv_lora_rank), lse.view(B, s_q, H)
 
 
-def is_wasteful(requests: int, longest: int, tokens: int) -> bool:
-    """Whether these should not share a call: too much padding, or too many rows."""
-    padded = requests * longest
-    return padded - tokens > MOST_PADDING * tokens + FREE_PADDING or padded > MOST_ROWS
+def at_once(longest: int) -> int:
+    """How many requests threads attend to side by side, each to one."""
+    return min(torch.get_num_threads(), max(MOST_ROWS // longest, 1))
 
 
 def one_call(lengths: list[int], hidden: int) -> Tile | None:
     """All requests as they come, where that is one call; then nothing needs to be sorted."""
-    longest = max(lengths, default=0)
-    if longest == 0 or is_wasteful(len(lengths), longest, sum(lengths)):
+    longest, stop = max(lengths, default=0), len(lengths)
+    if longest == 0 or (stop > 1 and stop * longest > MOST_ROWS):
         return None
-    stop = len(lengths)
+    least = longest / 2 if stop <= at_once(longest) else longest - MOST_PADDING
+    if min(lengths) < least:
+        return None
     whole = stop if hidden == 0 and min(lengths) == longest else 0
     return Tile(0, stop, whole, 0, longest)
 
 
 def calls(lengths: list[int], hidden: int) -> Iterator[Tile]:
-    """Tiles of whole requests, `lengths` in descending order; empty ones are in none."""
-    start = 0
-    while start < len(lengths) and lengths[start] > 0:
-        longest, total, stop = lengths[start], 0, start
-        while stop < len(lengths) and lengths[stop] > 0:
-            total += lengths[stop]
-            if stop > start and is_wasteful(stop + 1 - start, longest, total):
+    """Tiles of whole requests, `lengths` in descending order; empty ones are in none.
+
+    A call takes rounds of a request a thread. In a round others may be down to half as long: alone
+    they would leave threads idle.
+    """
+    count, start = len(lengths) - lengths.count(0), 0
+    while start < count:
+        longest, stop = lengths[start], start
+        threads = at_once(longest)
+        while stop < count and longest - lengths[stop] <= MOST_PADDING:
+            last = min(stop + threads, count)
+            if stop > start and (last - start) * longest > MOST_ROWS:
                 break
             stop += 1
+            while stop < last and 2 * lengths[stop] >= longest:
+                stop += 1
         yield tile_of(lengths, start, stop, 0, longest, hidden)
         start = stop
 

@@ -71,12 +71,14 @@ def test_a_nan_in_a_query_shows_in_its_row_alone(monkeypatch):
         assert torch.equal(out.isnan(), lse.isnan()[..., None].expand_as(out))
 
 
+@pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("hidden", [0, 3])
 @pytest.mark.parametrize(
     "lengths",
     [[], [0, 0], [1], [5000], [280] * 300, [900, 300], list(range(1024, 0, -31)), [2**17, 7, 0]],
 )
-def test_calls_hold_every_request_once_and_little_padding(lengths, hidden):
+def test_calls_hold_every_request_once_and_little_padding(monkeypatch, lengths, hidden, threads):
+    monkeypatch.setattr(torch_sdpa.torch, "get_num_threads", lambda: threads)
     tiles = list(torch_sdpa.calls(lengths, hidden))
     edges = [0, *(t.stop for t in tiles)]
     assert [t.start for t in tiles] == edges[:-1] and edges[-1] == sum(n > 0 for n in lengths)
@@ -84,8 +86,18 @@ def test_calls_hold_every_request_once_and_little_padding(lengths, hidden):
         own = lengths[t.start : t.stop]
         assert (t.first, t.end) == (0, own[0])
         assert [n - hidden >= t.end for n in own] == [i < t.whole for i in range(t.start, t.stop)]
-        padded = len(own) * own[0]
-        assert len(own) == 1 or padded <= min(1.25 * sum(own) + 256, torch_sdpa.MOST_ROWS)
+        assert len(own) == 1 or len(own) * own[0] <= torch_sdpa.MOST_ROWS
+        assert 2 * own[-1] >= own[0] or own[0] - own[-1] <= torch_sdpa.MOST_PADDING
+        last_round = own[(len(own) - 1) // threads * threads]
+        assert own[0] - last_round <= torch_sdpa.MOST_PADDING
+
+
+def test_requests_of_other_lengths_are_attended_to_side_by_side(monkeypatch):
+    lengths = [3560, 3080, 2600, 2120, 900, 300]
+    for threads, stops in ((1, [1, 2, 3, 4, 5, 6]), (2, [2, 4, 5, 6]), (4, [4, 5, 6])):
+        monkeypatch.setattr(torch_sdpa.torch, "get_num_threads", lambda: threads)  # noqa: B023
+        assert [t.stop for t in torch_sdpa.calls(lengths, 0)] == stops
+        assert (torch_sdpa.one_call([600, 900], 0) is None) == (threads == 1)
 
 
 def test_requests_of_one_length_share_a_call():
