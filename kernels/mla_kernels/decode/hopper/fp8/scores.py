@@ -36,9 +36,9 @@ from mla_kernels.decode.hopper.fp8.sums import (
     by_products,
     most_of_warps,
     no_sums,
+    not_hoisted,
     of_pairs,
     of_rows,
-    past,
 )
 from mla_kernels.decode.hopper.layouts import BLOCK, SCALES_READ
 from mla_kernels.decode.hopper.stream import next_segment, start_segment
@@ -196,7 +196,7 @@ def scores_warpgroup(
             if N > IN_REGISTERS:
                 weight += by_products(p_ring.index(ME))
             elif PLANES == 1:
-                summed = past(rounded).to(gl.float32)
+                summed = not_hoisted(rounded).to(gl.float32)
                 if GROUPED:
                     summed = summed * inverse_scale[:, None]
                 weight += of_pairs(summed)

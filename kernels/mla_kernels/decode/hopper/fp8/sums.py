@@ -73,8 +73,8 @@ def along_pairs(x, L: gl.constexpr):
 
 
 @gluon.jit
-def past(x):
-    """x, 16 bits wide, as something that what came before in program order does not wait for."""
+def not_hoisted(x):
+    """x, 16 bits wide. What is computed from this stays behind what precedes it in the program."""
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2
     )
