@@ -55,6 +55,8 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MlaMetadata]):
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.UNIFORM
     reorder_batch_threshold: int
+    # Of the step at hand, whose query lengths then need not be looked at.
+    _one_token_each = False
 
     def __init__(
         self,
@@ -156,6 +158,8 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MlaMetadata]):
                 tokens=tokens,
             )
 
+        if self._one_token_each:
+            return launch(block_table_tensor, seq_lens_device, T)
         query_lens = np.diff(query_start_loc_cpu.numpy())
         new = query_lens[query_lens > 0]  # none is a padded request of a graph
         if len(new) == 0 or (new.min() == new.max() and T <= B * self._most_s_q):
@@ -188,6 +192,7 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MlaMetadata]):
         if self._step_check is not None:
             self._step_check(common)
             STATS.checked_steps += 1
+        self._one_token_each = common.max_query_len == 1
         longest = self.reorder_batch_threshold
         self.reorder_batch_threshold = self._decode_threshold(common)
         try:

@@ -218,3 +218,21 @@ def test_the_threshold_is_that_of_one_step(monkeypatch):
     with pytest.raises(RuntimeError):
         builder.build(0, common([1, 200], [50, 1000]))
     assert seen == [128, 2, 2] and builder.reorder_batch_threshold == 128
+
+
+def test_one_token_each_is_known_of_one_step(monkeypatch):
+    """So that a step after it is looked at again."""
+    from mla_backend.attention import metadata
+
+    builder = object.__new__(MlaMetadataBuilder)
+    builder._most_s_q, builder._extend_tokens, builder._step_check = 2, 128, None
+    builder.reorder_batch_threshold, seen = 128, []
+
+    def build(self, prefix, step, fast):
+        seen.append(self._one_token_each)
+        return SimpleNamespace(prefill=None)
+
+    monkeypatch.setattr(metadata.MLACommonMetadataBuilder, "build", build)
+    for new in ([1, 1], [2, 1], [1, 0], [1, 60]):
+        builder.build(0, common(new, [50, 1000]))
+    assert seen == [True, False, True, False]

@@ -75,6 +75,7 @@ def build_decode(impl, table, seq_lens, query_lens, longest_piece=1, tokens=None
     starts = torch.tensor([0, *query_lens]).cumsum(0).int()
     builder = make_builder(impl)
     builder._longest_piece, builder._on_cpu = longest_piece, on_cpu
+    builder._one_token_each = max(query_lens) == 1
     return builder._build_decode(
         block_table_tensor=table,
         seq_lens_device=seq_lens,

@@ -102,6 +102,27 @@ def test_decode(impl, cache, heads, s_q, form, deterministic, replays):
         assert torch.equal(got, want) and torch.equal(lse, want_lse)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("requests", [4, 2])
+def test_update_of_a_plan(deterministic, requests, replays):
+    """Of a whole plan and of a narrowed one: as a plan that is made for these lengths."""
+    lengths = [case.seq_lens[:requests] for case in cases(16, 1, "bf16")]
+    shape = {"num_heads": 16, "s_q": 1, "deterministic": deterministic, "max_seq_len": 4096}
+    plan = plan_mla_decode(torch.zeros(4, dtype=torch.int32, device="cuda"), **shape)
+    plan = plan.narrow(requests)
+    for i, seq_lens in enumerate(lengths):
+        plan.update(seq_lens)
+        assert len(replays) == i
+        got, want = plan.device_plan, plan_mla_decode(seq_lens, **shape).device_plan
+        assert torch.equal(got.parts[:, :6], want.parts[:, :6])  # two columns are never written
+        assert torch.equal(got.requests, want.requests)
+        assert torch.equal(got.outgrown, want.outgrown)
+    for wrong, words in ((lengths[0].long(), "int32"), (lengths[0][:1], "seq_lens of shape")):
+        with pytest.raises(ValueError, match=words):
+            plan.update(wrong)
+    assert len(replays) == len(lengths) - 1
+
+
 @pytest.mark.parametrize(("heads", "s_q"), [(128, 1), (16, 4)])
 @pytest.mark.parametrize("by_head", [False, True])
 def test_rows_of_tokens(impl, heads, s_q, by_head, replays):

@@ -111,6 +111,19 @@ def test_decode(tokens):
 
 
 @pytest.mark.skipif(not INTERPRET, reason="device plans on a CPU need the interpreter")
+def test_update_of_a_plan():
+    lengths = torch.tensor([70, 5, 3], dtype=torch.int32)
+    plan = plan_mla_decode(lengths, num_heads=4, s_q=1, impl="triton")
+    keys = Keys()
+    object.__setattr__(plan, "updates", keys)
+    changes = [("seq_lens", x) for x in [*other_forms(lengths), lengths.repeat(2)[::2]]]
+    check(plan.update, keys, {"seq_lens": lengths}, changes)
+    plan.update(lengths)
+    written = plan.device_plan.updated
+    assert [id(x) for x in keys.operands] == [id(x) for x in (lengths, *written)]
+
+
+@pytest.mark.skipif(not INTERPRET, reason="device plans on a CPU need the interpreter")
 def test_both_scales_of_fp8_are_operands():
     """Else a replay would read another layer's."""
     case = decode_case([70, 5], num_heads=4, cache_dtype=torch.float8_e4m3fn, kv_scale=0.5)
@@ -128,6 +141,7 @@ def test_another_plan_has_other_recordings():
     plan = plan_mla_decode(lengths, num_heads=4, s_q=1)
     assert plan.recordings is not plan.narrow(1).recordings
     assert plan.recordings is not plan_mla_decode(lengths, num_heads=4, s_q=1).recordings
+    assert plan.updates is not plan.narrow(1).updates
 
 
 def test_a_device_plan_names_all_its_tensors():

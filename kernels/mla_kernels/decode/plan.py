@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from mla_kernels import checks
 from mla_kernels.decode.choice import choose_decode_impl
 from mla_kernels.decode.rescale import RESCALES
 from mla_kernels.layouts import BLOCK_SIZE, MlaDims
-from mla_kernels.triton_common.record import Recordings
+from mla_kernels.triton_common.record import Recordings, kind
 
 if TYPE_CHECKING:
     from mla_kernels.decode.triton.plan import DevicePlan
@@ -26,7 +27,8 @@ _CACHE_DTYPES = (*checks.FLOAT_DTYPES, torch.float8_e4m3fn, torch.uint8)
 @dataclass(frozen=True)
 class MlaDecodePlan:
     """What the layers of one step share. `device_plan` is None where no kernel needs one (CPU);
-    `recordings` are of the calls of `mla_decode` that were given this plan."""
+    `recordings` are of the calls of `mla_decode` that were given this plan, `updates` of its own.
+    """
 
     num_requests: int
     s_q: int
@@ -38,18 +40,26 @@ class MlaDecodePlan:
     recordings: Recordings = field(
         default_factory=Recordings, init=False, repr=False, compare=False
     )
+    updates: Recordings = field(default_factory=Recordings, init=False, repr=False, compare=False)
 
     def update(self, seq_lens: torch.Tensor) -> None:
         """Plan for new lengths [num_requests] int32 in place: one small kernel, no allocation, no
         sync. May be captured in a CUDA graph, or run before the replay of one that uses the plan.
         ValueError for lengths of another batch size, dtype or device.
         """
+        key = kind(seq_lens)
+        replay = self.updates.find(key)
+        if replay is not None and self.device_plan is not None:
+            replay((seq_lens, *self.device_plan.updated))
+            return
         checks.check_shape("seq_lens", seq_lens, (self.num_requests,))
         checks.check_dtype("seq_lens", seq_lens, (torch.int32,))
         checks.check_last_contiguous("seq_lens", seq_lens)
         if self.device_plan is not None:
             checks.check_device("seq_lens", seq_lens, self.device)
-            self.device_plan.update(seq_lens)
+            operands = seq_lens, *self.device_plan.updated
+            launch = functools.partial(self.device_plan.update, seq_lens)
+            self.updates.record(key, operands, launch)
 
     @property
     def workspace_bytes(self) -> int:

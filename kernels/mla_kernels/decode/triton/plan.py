@@ -40,7 +40,7 @@ class DevicePlan:
     parts     [num_parts, 8] int32, requests [B, 4] int32: plan_kernel.py
     acc       [slots, rows, kv_lora_rank] fp32, sums [slots, rows, 2] fp32: the partials (O; l, k)
               of split requests
-    buffers   all of these
+    buffers   all of these; `updated` those that `update` writes
     """
 
     rows: int
@@ -59,6 +59,10 @@ class DevicePlan:
         tensors = {id(x): x for x in vars(self).values() if isinstance(x, torch.Tensor)}
         object.__setattr__(self, "buffers", tuple(tensors.values()))
 
+    @property
+    def updated(self) -> tuple[torch.Tensor, ...]:
+        return self.parts, self.requests, self.outgrown
+
     def update(self, seq_lens: torch.Tensor) -> None:
         """Plan for new lengths in place: one small kernel, no allocation, no sync."""
         num_parts, row_tiles = self.outgrown.shape
@@ -66,9 +70,7 @@ class DevicePlan:
             plan_kernel,
             (1,),
             seq_lens,
-            self.parts,
-            self.requests,
-            self.outgrown,
+            *self.updated,
             seq_lens.shape[0],
             TILE=PLAN_TILE,
             PARTS=num_parts,
