@@ -68,7 +68,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     steps = parser.add_argument_group("--mode steps")
     steps.add_argument("--batches", nargs="+", type=int)
     steps.add_argument("--contexts", nargs="+", type=int)
-    steps.add_argument("--steps", type=int, default=200, help="of a round; each case has three")
+    steps.add_argument("--steps", type=int, default=100, help="of a round; each case has six")
     steps.add_argument("--case-seconds", type=float, default=10, help="at most, of a round")
     steps.add_argument(
         "--layers-of-large", type=int, default=1, help="of engines for cases of too large a cache"
