@@ -236,7 +236,8 @@ def test_the_builder_checks_every_step(monkeypatch):
 
     step = make_step(LENS, NEW)
     step["slot_mapping"][0] += 1
-    common = SimpleNamespace(block_table_tensor=step.pop("block_table"), **step)
+    table = step.pop("block_table")
+    common = SimpleNamespace(block_table_tensor=table, max_query_len=max(NEW), **step)
     builder = object.__new__(metadata.MlaMetadataBuilder)
     layer = SimpleNamespace(kv_cache=torch.zeros(BLOCKS, BLOCK, 576))
     builder._step_check = StepCheck(layer, BLOCK)
