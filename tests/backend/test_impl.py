@@ -70,17 +70,21 @@ def make_builder(impl):
     return builder
 
 
-def build_decode(impl, table, seq_lens, query_lens, longest_piece=1, tokens=None, on_cpu=True):
-    """A step's decode metadata, as vLLM asks for it; tokens: with those that pad it."""
+def build_decode(
+    impl, table, seq_lens, query_lens, longest_piece=1, tokens=None, on_cpu=True, one_each=None
+):
+    """A step's decode metadata, as vLLM asks for it; tokens: with those that pad it; one_each: what
+    vLLM says of the step, where a request may have had more tokens."""
     starts = torch.tensor([0, *query_lens]).cumsum(0).int()
     builder = make_builder(impl)
     builder._longest_piece, builder._on_cpu = longest_piece, on_cpu
-    builder._one_token_each = max(query_lens) == 1
+    one_each = max(query_lens) == 1 if one_each is None else one_each
+    builder._one_token_each = one_each
     return builder._build_decode(
         block_table_tensor=table,
         seq_lens_device=seq_lens,
         max_seq_len=int(seq_lens.max()),
-        query_start_loc_cpu=starts,
+        query_start_loc_cpu=None if one_each else starts,  # nobody looks
         query_start_loc_device=starts,
         num_decode_tokens=sum(query_lens) if tokens is None else tokens,
         dcp_tot_seq_lens_device=None,
@@ -277,8 +281,10 @@ def test_launches_of_a_gpu_have_a_plan_each(vllm_config, query_lens, pieces):
 @pytest.mark.parametrize(
     "query_lens, tokens", [([1, 1, 0, 0], 4), ([2, 2, 0], 6), ([1, 0], 2), ([0, 0], 2), ([0, 0], 8)]
 )
-def test_requests_that_pad_a_graph(vllm_config, query_lens, tokens):
-    """They have no new token, and the step as many tokens as if they had: one launch."""
+@pytest.mark.parametrize("one_each", [None, False])
+def test_requests_that_pad_a_graph(vllm_config, query_lens, tokens, one_each):
+    """They have no new token, and the step as many tokens as if they had: one launch. So it is
+    where vLLM knows of the most new tokens of a request only that they are at most so many."""
     impl = make_impl(512, torch.float32)
     cache, table, seq_lens, written = make_cache([70, 200], 512, impl, "auto", torch.float32, None)
     new = [n for n in query_lens if n]
@@ -286,7 +292,7 @@ def test_requests_that_pad_a_graph(vllm_config, query_lens, tokens):
     tables[: len(new)] = table[: len(new)]
     lengths = torch.zeros(len(query_lens), dtype=torch.int32)
     lengths[: len(new)] = seq_lens[: len(new)]
-    decode = build_decode(impl, tables, lengths, query_lens, tokens=tokens)
+    decode = build_decode(impl, tables, lengths, query_lens, tokens=tokens, one_each=one_each)
     assert decode.rest is None and decode.tokens == tokens
     q = torch.randn(tokens, H, 576, generator=torch.Generator().manual_seed(2))
     metadata, layer = types.SimpleNamespace(decode=decode), types.SimpleNamespace(_k_scale=None)

@@ -7,9 +7,12 @@ import types
 
 import pytest
 import torch
+from mla_kernels import plan_mla_decode
+from mla_kernels.decode.triton import plan
 from mla_kernels.triton_common import direct, record
 from mla_kernels.triton_common import launch as module
 from mla_kernels.triton_common.record import Recordings, kind, rows_kind
+from mla_kernels.triton_common.runtime import INTERPRET
 from triton.runtime.jit import JITFunction
 
 STREAM = 4711
@@ -366,3 +369,24 @@ def test_kinds():
 
 def test_what_cannot_be_a_key_is_not_found():
     assert Recordings().find((kind([1]),)) is None
+
+
+@pytest.mark.skipif(not INTERPRET, reason="device plans on a CPU need the interpreter")
+def test_an_update_of_a_plan_is_replayed_on_its_own_buffers(form, monkeypatch):
+    """The plan of fewer requests has its own too."""
+    whole = plan_mla_decode(torch.zeros(3, dtype=torch.int32), num_heads=4, s_q=1, impl="triton")
+    compiled = Compiled()
+    kernel = Kernel(compiled)
+    kernel.signature = inspect.signature(plan.plan_kernel.fn)
+    monkeypatch.setattr(plan, "plan_kernel", kernel)
+    for requests in (3, 2):
+        some = whole.narrow(requests)
+        compiled.direct.clear()
+        for replays in range(3):
+            seq_lens = torch.zeros(requests, dtype=torch.int32)
+            some.update(seq_lens)
+            assert len(compiled.direct) == replays  # the first is recorded
+        buffers = seq_lens, *some.device_plan.updated
+        grid, _, values = compiled.direct[-1]
+        assert grid == (1, 1, 1)
+        assert values[:5] == (*(x.data_ptr() for x in buffers), requests)

@@ -111,7 +111,8 @@ class Stand:
         self.gauges = {}
         self.vllm_app = make_vllm_app(self.events)
         self.gate = Gate(limit)
-        info = Info(self.engine, self.gate, ["demo"], lambda: self.gauges, "0.32.0")
+        ask = self.engine.collective_rpc
+        info = Info(self.engine, self.gate, ["demo"], lambda: self.gauges, ask, "0.32.0")
         args = Namespace(root_path=root_path, mla_max_body_mib=body_mib)
         self.watchdog = Watchdog(self.engine, hang_timeout)
         self.app = build_root_app(

@@ -3,6 +3,7 @@
 
 import pytest
 
+MARK = b"\xef\xbb\xbf"  # of UTF-8
 JSON = {"content-type": "Application/JSON; charset=utf-8"}
 
 
@@ -14,7 +15,9 @@ def in_pieces(body):
     return pieces()
 
 
-@pytest.mark.parametrize("body", [b"[]", b'"a"', b"3", b"null", b" \n[{}]", b"\xff\xfe"])
+@pytest.mark.parametrize(
+    "body", [b"[]", b'"a"', b"3", b"null", b" \n[{}]", b"\xff\xfe", MARK + b"[]"]
+)
 @pytest.mark.parametrize("whole", [True, False])
 def test_no_object(stand, openai_error, body, whole):
     s = stand()
@@ -30,6 +33,8 @@ def test_no_object(stand, openai_error, body, whole):
     [
         (b'{"a": [1]}', JSON),
         (b' \r\n\t{"a": [1]}', JSON),
+        (MARK + b' {"a": [1]}', JSON),
+        (MARK, JSON),
         (b"{", JSON),  # vLLM's to refuse
         (b"", JSON),
         (b"   ", JSON),

@@ -47,18 +47,20 @@ class MlaDecodePlan:
         sync. May be captured in a CUDA graph, or run before the replay of one that uses the plan.
         ValueError for lengths of another batch size, dtype or device.
         """
-        key = kind(seq_lens)
-        replay = self.updates.find(key)
-        if replay is not None and self.device_plan is not None:
-            replay((seq_lens, *self.device_plan.updated))
-            return
+        device_plan, key = self.device_plan, None
+        if device_plan is not None:
+            key = kind(seq_lens)
+            replay = self.updates.find(key)
+            if replay is not None:
+                replay((seq_lens, *device_plan.updated))
+                return
         checks.check_shape("seq_lens", seq_lens, (self.num_requests,))
         checks.check_dtype("seq_lens", seq_lens, (torch.int32,))
         checks.check_last_contiguous("seq_lens", seq_lens)
-        if self.device_plan is not None:
+        if device_plan is not None:
             checks.check_device("seq_lens", seq_lens, self.device)
-            operands = seq_lens, *self.device_plan.updated
-            launch = functools.partial(self.device_plan.update, seq_lens)
+            operands = seq_lens, *device_plan.updated
+            launch = functools.partial(device_plan.update, seq_lens)
             self.updates.record(key, operands, launch)
 
     @property

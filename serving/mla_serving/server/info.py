@@ -3,7 +3,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from mla_kernels.layouts import Fp8DsMlaLayout, MlaDims
@@ -22,6 +22,7 @@ class Info:
         gate: the server's own count of requests.
         served: names under which the model is served.
         gauges: vLLM's gauges by name, one value per engine (`vllm_api.engine_gauges`).
+        ask: asks every worker of every engine (`vllm_api.ask_workers`).
         vllm_version: of the running vLLM.
     """
 
@@ -31,12 +32,14 @@ class Info:
         gate: Gate,
         served: list[str],
         gauges: Callable[[], dict[str, list[float]]],
+        ask: Callable[[str], Awaitable[list[dict[str, Any]]]],
         vllm_version: str,
     ) -> None:
         self._engine = engine
         self._gate = gate
         self._served = served
         self._gauges = gauges
+        self._ask = ask
         self._vllm_version = vllm_version
         self._workers: list[dict[str, Any]] | None = None
 
@@ -71,12 +74,11 @@ class Info:
 
     async def _ask_workers(self) -> list[dict[str, Any]] | None:
         """Each worker's own account of what it computed with; the last one known when one is busy
-        for long. With data parallelism vLLM asks the first engine's only. None where another worker
-        extension than ours is in use."""
+        for long. None where another worker extension than ours is in use."""
         if self._engine.errored:
             return self._workers
-        call = self._engine.collective_rpc("mla_backend_stats")
         with contextlib.suppress(Exception):  # the rest of the answer is good without them
+            call = self._ask("mla_backend_stats")
             self._workers = await asyncio.wait_for(call, _WORKER_TIMEOUT_SECONDS)
         return self._workers
 

@@ -6,6 +6,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mla_serving.server.errors import error_response
 
+# Windows programs begin a text with the mark of UTF-8, which a parser of JSON may skip (RFC 8259).
+_MARK = b"\xef\xbb\xbf"
 _JSON_SPACE = b" \t\r\n"
 
 
@@ -19,11 +21,12 @@ class JsonObject:
         if scope["type"] != "http" or not _is_json(Headers(scope=scope)):
             return await self.app(scope, receive, send)
         messages: list[Message] = []
-        start = b""
-        while not start:
+        seen = start = b""
+        while not start or _MARK.startswith(seen):
             message = await receive()
             messages.append(message)
-            start = message.get("body", b"").lstrip(_JSON_SPACE)
+            seen += message.get("body", b"")
+            start = seen.removeprefix(_MARK).lstrip(_JSON_SPACE)
             if not message.get("more_body"):
                 break
         if start and not start.startswith(b"{"):

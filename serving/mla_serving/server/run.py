@@ -8,6 +8,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from functools import partial
 
 from pydantic import ValidationError
 
@@ -85,7 +86,8 @@ async def _serve(args: Namespace, sock: socket.socket, progress: Progress) -> in
         await vllm_api.init_app_state(engine, vllm_app.state, args, tasks)
         gate = Gate(args.mla_max_requests)
         names = args.served_model_name or [args.model]
-        info = Info(engine, gate, names, vllm_api.engine_gauges, vllm_api.VLLM_VERSION)
+        ask = partial(vllm_api.ask_workers, engine)
+        info = Info(engine, gate, names, vllm_api.engine_gauges, ask, vllm_api.VLLM_VERSION)
         keys = vllm_api.api_keys(args)
         watchdog = Watchdog(engine, args.mla_hang_timeout)
         watching = asyncio.create_task(watchdog.run())

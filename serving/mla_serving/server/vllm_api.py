@@ -14,6 +14,7 @@
 Importing this module imports vLLM: seconds.
 """
 
+import asyncio
 import importlib
 from argparse import Namespace
 from typing import Any
@@ -68,6 +69,7 @@ __all__ = [
     "SSLCertRefresher",
     "SamplingParams",
     "api_keys",
+    "ask_workers",
     "build_app",
     "build_async_engine_client",
     "engine_gauges",
@@ -139,3 +141,18 @@ def engine_gauges() -> dict[str, list[float]]:
         ):
             gauges.setdefault(metric.name, []).append(metric.value)
     return gauges
+
+
+async def ask_workers(engine: Any, method: str) -> list[dict[str, Any]]:
+    """What `method` of each worker says, with the number of its engine (data-parallel rank).
+
+    vLLM's own collective_rpc asks all engines and returns the answers of the first alone.
+    """
+    core = engine.engine_core
+    calls = [
+        core._call_utility_async("collective_rpc", method, None, (), None, engine=identity)
+        for identity in core.core_engines
+    ]
+    numbers = [int.from_bytes(identity, "little") for identity in core.core_engines]
+    answers = zip(numbers, await asyncio.gather(*calls), strict=True)
+    return [{"engine": number, **worker} for number, workers in answers for worker in workers]
