@@ -65,9 +65,9 @@ ENV_VARS: dict[str, EnvVar] = {
             "MLA_BACKEND_RESCALE",
             "auto",
             _choice("auto", "pow2", "amla", "flash"),
-            "Softmax rescaling of the decode kernel: power-of-two grid, the AMLA paper's integer "
+            "Softmax rescaling of decode attention: power-of-two grid, the AMLA paper's integer "
             "add, or the usual multiply. `auto`: `pow2`, and on a CPU `flash`, which torch has an "
-            "operator for.",
+            "operator for. Sparse attention has no others than these two.",
         ),
         EnvVar(
             "MLA_BACKEND_FP8_QUERY",

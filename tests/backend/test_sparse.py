@@ -309,11 +309,38 @@ def test_layer_options_are_refused(monkeypatch, name, value):
         make_impl(monkeypatch, **{name: value})
 
 
-@pytest.mark.parametrize("rescale", ["amla", "flash"])
-def test_other_rescales_are_refused(monkeypatch, rescale):
+def choose_kernel(device, cache=torch.bfloat16, heads=16):
+    """The kernels of an engine in bf16, and what is told of them."""
+    from mla_kernels.layouts import MlaDims
+
+    from mla_backend.attention.sparse.kernel import SparseKernel
+    from mla_backend.stats import STATS
+
+    return SparseKernel.choose(device, MlaDims(), torch.bfloat16, cache, heads), STATS.sparse
+
+
+@pytest.mark.parametrize("rescale, on_cpu", [("amla", True), ("amla", False), ("flash", False)])
+def test_other_rescales_are_refused(monkeypatch, h200, rescale, on_cpu):
+    device = torch.device("cpu") if on_cpu else h200
     monkeypatch.setenv("MLA_BACKEND_RESCALE", rescale)
     with pytest.raises(ValueError, match=f"MLA_BACKEND_RESCALE={rescale} with a sparse model"):
-        make_impl(monkeypatch)
+        choose_kernel(device)
+
+
+@pytest.mark.parametrize(
+    "env, rescale",
+    [
+        ({}, "flash"),
+        ({"MLA_BACKEND_IMPL": "torch"}, "flash"),
+        ({"MLA_BACKEND_IMPL": "reference"}, "pow2"),
+        ({"MLA_BACKEND_RESCALE": "pow2"}, "pow2"),
+    ],
+)
+def test_rescale_of_an_engine_on_a_cpu(monkeypatch, env, rescale):
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    chosen, stats = choose_kernel(torch.device("cpu"))
+    assert chosen.rescale == stats["rescale"] == rescale
 
 
 @pytest.fixture
@@ -342,17 +369,13 @@ def h200(monkeypatch):
     ],
 )
 def test_kernel_of_an_engine(monkeypatch, h200, heads, cache, env, kernel, indexer, why):
-    from mla_kernels.layouts import MlaDims
-
-    from mla_backend.attention.sparse.kernel import SparseKernel
-    from mla_backend.stats import STATS
-
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    chosen = SparseKernel.choose(h200, MlaDims(), torch.bfloat16, cache, heads)
+    chosen, stats = choose_kernel(h200, cache, heads)
     assert (chosen.attention, chosen.indexer) == (kernel, indexer)
+    assert chosen.rescale == "pow2"
     assert chosen.deterministic is ("VLLM_BATCH_INVARIANT" in env)
-    assert STATS.sparse["impl"] == kernel and why in STATS.sparse["reason"]
+    assert stats["impl"] == kernel and why in stats["reason"]
 
 
 def test_batch_invariant_layers_cut_rows_alike(monkeypatch):
@@ -566,3 +589,47 @@ def test_scales_that_the_indexer_cannot_read_are_refused(fused_model, monkeypatc
         else:
             compat.route_fused_indexer(lambda *args: None, lambda name: True)
     assert (fused_model.sparse_attn_indexer is stock) is mx_scales
+
+
+@pytest.mark.parametrize("equal_runs", [True, False])
+def test_tokens_that_may_choose_all_are_not_scored(monkeypatch, equal_runs):
+    """On a CPU; the others are, and all choose as the op does."""
+    from mla_kernels import indexer_topk
+
+    from mla_backend.attention.sparse import indexer_layer
+
+    k, query_lens, seq_lens = 16, [2, 2, 2, 2], [17, 16, 70, 1]
+    if not equal_runs:
+        query_lens = [1, 3, 2, 1]
+    T = sum(query_lens)
+    rows = build_rows(query_lens, seq_lens)
+    assert (rows.request_ids is None) is equal_runs
+    g = torch.Generator().manual_seed(0)
+    q = torch.randn(T + 1, 4, 128, generator=g).to(torch.float8_e4m3fn)  # a row of padding
+    cache = torch.randn(24, BLOCK, 128, generator=g).bfloat16()
+    weights = torch.randn(T + 1, 4, generator=g)
+    want = indexer_topk(
+        *(q[:T], cache, weights[:T], rows.block_table, rows.seq_lens, k),
+        request_ids=rows.request_ids,
+        lengths=rows.lengths,
+    )
+    scored = []
+
+    def record(q, *args, **options):
+        scored.append(len(q))
+        return indexer_topk(q, *args, **options)
+
+    monkeypatch.setattr(indexer_layer, "indexer_topk", record)
+    chosen = torch.full((T + 3, k), -9, dtype=torch.int32)
+    layer = indexer_layer.IndexerLayer(4, torch.bfloat16, "fp32", "torch", None, chosen)
+    layer.run(q, None, weights, chosen, cache, rows, None)
+    assert torch.equal(chosen[:T], want) and (chosen[T:] == -9).all()
+    assert scored == [int((rows.lengths > k).sum())]
+    scored.clear()
+    few = build_rows([3, 1], [k, 4])
+    layer.run(q, None, weights, chosen, cache, few, None)
+    assert chosen[:4].tolist() == [[*range(n), *[-1] * (k - n)] for n in few.lengths.tolist()]
+    assert scored == []
+    many = build_rows([2, 2], [70, 80])
+    layer.run(q, None, weights, chosen, cache, many, None)
+    assert scored == [4]

@@ -15,8 +15,9 @@ from mla_kernels.decode.torch_gather import gather
 from mla_kernels.decode.torch_scratch import scratch
 from mla_kernels.decode.torch_tiles import Tile, tile_of
 
-# Cache rows gathered for one call, unless one request has more: 75 MB in bf16.
-MOST_ROWS = 2**16
+# Cache rows gathered for one call, unless one request has more: 75 MB in fp32, memory that is kept
+# for the next call (torch_scratch.py). Beyond what is kept a row took 2.4 times as long.
+MOST_ROWS = 2**15
 # What a request may be shorter than the longest of its call, which costs what a call costs besides.
 MOST_PADDING = 128
 # Tokens of a part, and parts of a request, at least: two threads gain nothing by two parts in fp32.
@@ -55,10 +56,9 @@ def attend_by_sdpa(
     # mask is one row; the operator prepares the keys for each group.
     groups = s_q if hidden and H >= HEADS_OF_A_GROUP else 1
     queries, words = q.reshape(B, groups, -1, Dk), as_words(kv_cache)
-    limits = seq_lens[:, None]  # how many tokens a query row sees
+    limits = seq_lens[:, None]  # how many tokens a query sees
     if hidden:
         limits = limits - hidden + torch.arange(s_q)
-        limits = limits if groups > 1 else limits.repeat_interleave(H, 1)
     limits = limits.view(B, groups, -1)
     out = q.new_empty(*queries.shape[:3], kv_lora_rank)
     lse = q.new_full(queries.shape[:3], -torch.inf, dtype=torch.float32)
@@ -67,12 +67,8 @@ def attend_by_sdpa(
         requests = slice(tile.start, tile.stop)
         rows = gather(tile, words, block_table, seq_lens).view(kv_cache.dtype)
         keys = rows_as_float(rows, q.dtype, kv_lora_rank, Dk, kv_scale)
-        parts = parts_of(tile, queries.shape[1], queries.shape[2])
         limit = limits[requests] if tile.whole < tile.stop else None
-        if parts == 1:
-            found, found_lse = _attend(queries[requests], keys, limit, scale)
-        else:
-            found, found_lse = _attend_in_parts(queries[requests], keys, limit, scale, parts)
+        found, found_lse = attend_in_call(queries[requests], keys, limit, scale)
         out[requests] = found[..., :kv_lora_rank]
         lse[requests] = found_lse
         attended = tile.stop
@@ -118,22 +114,33 @@ def calls(lengths: list[int], hidden: int) -> Iterator[Tile]:
         start = stop
 
 
-def parts_of(tile: Tile, groups: int, rows: int) -> int:
-    """Into how many parts each request of a call is cut, of so many groups of query rows: what the
+def attend_in_call(
+    q: torch.Tensor, keys: torch.Tensor, limit: torch.Tensor | None, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out [b, G, R, Dk], lse [b, G, R] of q [b, G, R, Dk] and keys [b, N, Dk], which are as wide as
+    the values here because the operator wants them so.
+
+    limit  [b, G, n]: how many of the keys the rows of each of n equal parts see; None: all
+    """
+    parts = parts_of(q.shape, keys.shape[1])
+    if parts == 1:
+        return _attend(q, keys, limit, scale)
+    return _attend_in_parts(q, keys, limit, scale, parts)
+
+
+def parts_of(queries: torch.Size, tokens: int) -> int:
+    """Into how many parts each request of a call is cut, of queries [b, G, R, Dk]: what the
     operator, which shares out requests and rows, leaves idle."""
-    shared = (tile.stop - tile.start) * groups * -(-rows // ROWS_OF_A_THREAD)
-    parts = min(torch.get_num_threads() // shared, tile.end // LEAST_PART)
+    b, groups, rows, _ = queries
+    shared = b * groups * -(-rows // ROWS_OF_A_THREAD)
+    parts = min(torch.get_num_threads() // shared, tokens // LEAST_PART)
     return parts if parts >= LEAST_PARTS else 1
 
 
 def _attend(
     q: torch.Tensor, keys: torch.Tensor, limit: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out [b, G, R, Dk], lse [b, G, R] of q [b, G, R, Dk] and keys [b, N, Dk], which are as wide as
-    the values here because the operator wants them so.
-
-    limit  [b, G, R or 1]: how many of the keys a row sees; None: all
-    """
+    """`attend_in_call` in one."""
     b, groups = q.shape[:2]
     if groups > 1 and b * groups * keys.shape[1] > MOST_ROWS:
         # One at a time: the operator makes a copy of the keys for each.
@@ -145,12 +152,14 @@ def _attend(
     if limit is not None:
         unseen = torch.arange(keys.shape[1]) >= limit[..., None]
         mask = torch.zeros(unseen.shape, dtype=torch.float32).masked_fill_(unseen, -torch.inf)
+        if limit.shape[2] > 1:
+            mask = mask.repeat_interleave(q.shape[2] // limit.shape[2], 2)
     keys = keys[:, None].expand(-1, q.shape[1], -1, -1)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, keys, keys, 0.0, False, attn_mask=mask, scale=scale
     )
     if limit is not None:  # of a row that sees nothing the operator's lse is 0
-        nothing = limit <= 0
+        nothing = (limit <= 0).repeat_interleave(q.shape[2] // limit.shape[2], 2)
         lse = lse.masked_fill(nothing, -torch.inf)
         if nothing.any():  # of a NaN in its query the operator's output is NaN
             out = out.masked_fill(nothing[..., None], 0.0)
@@ -168,7 +177,7 @@ def _attend_in_parts(
     padded[:, N:].zero_()
     if limit is None:
         limit = torch.full((b, 1, 1), N)
-    in_part = limit[:, None] - width * torch.arange(parts)[:, None, None]  # [b, parts, G, R or 1]
+    in_part = limit[:, None] - width * torch.arange(parts)[:, None, None]  # [b, parts, G, n]
     out, lse = _attend(
         q.float()[:, None].expand(b, parts, G, R, D).flatten(0, 1),
         padded.view(b * parts, width, D),

@@ -3,10 +3,12 @@
 
 import torch
 
+from mla_kernels import checks
 from mla_kernels.dispatch import Choice, choose_impl
 from mla_kernels.layouts import MlaDims
 
 AVAILABLE = ("hopper", "triton", "torch", "reference")
+RESCALES = ("pow2", "flash")
 # (kv_lora_rank, Dk) that the portable kernel takes, in bf16 and fp16; "auto" takes torch for all
 # else.
 TRITON_DIMS = ((512, 576), (256, 320), (512, 544), (256, 288))
@@ -36,17 +38,24 @@ def choose_sparse_impl(
     contiguous: bool = True,
     aligned: bool = True,
     few: bool = False,
+    rescale: str = "pow2",
 ) -> Choice:
     """The implementation behind `mla_sparse_attention(impl=...)` for such a batch, with the reason.
 
     contiguous  q is
     aligned     every cache row starts at a multiple of 16 bytes
     few         so few rows that the portable kernel is faster (`is_few`): "auto" takes no other
+    rescale     "flash" is torch's own operator, and that of a CPU
 
-    ValueError if `impl` is named and cannot serve it.
+    ValueError if `impl` is named and cannot serve it, or for a rescale that nothing here has.
     """
+    checks.check_choice("rescale", rescale, RESCALES)
     hopper_refusal = None
     available: tuple[str, ...] = AVAILABLE
+    if rescale == "flash":
+        if device.type != "cpu":
+            raise ValueError(f"Expected rescale 'pow2' on {device.type}, got 'flash'")
+        available = ("torch", "reference")
     if device.type == "cuda":
         from mla_kernels.sparse.hopper.support import refusal
 

@@ -147,6 +147,7 @@ class SparseMlaImpl(CacheWrites, MLAAttentionImpl[SparseMetadata]):
             kv_lora_rank=self.kv_lora_rank,
             kv_scale=self._kv_scale(layer._k_scale),
             lengths=lengths,
+            rescale=self.kernel.rescale,
             deterministic=self.kernel.deterministic,
             impl=self.kernel.attention,
             workspace=self._workspace,

@@ -57,7 +57,10 @@ class IndexerLayer:
             )
         own = topk_indices[:T]
         if self.shard is None:
-            self._choose(q, k_cache, weights, rows, own)
+            if own.device.type == "cpu":
+                self._choose_on_cpu(q, k_cache, weights, rows, own)
+            else:
+                self._choose(q, k_cache, weights, rows, own)
             return
         shape = T, 2, own.shape[1]
         candidates = torch.empty(shape, dtype=torch.int32, device=own.device)
@@ -90,6 +93,32 @@ class IndexerLayer:
             workspace=self.workspace,
             impl=self.impl,
         )
+
+    def _choose_on_cpu(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        weights: torch.Tensor,
+        rows: TokenRows,
+        chosen: torch.Tensor,
+    ) -> None:
+        """As `_choose`. A token that sees no more than it may choose reads all of them, and nothing
+        is scored for it: lengths cost no wait here."""
+        T, k = chosen.shape
+        everything = torch.arange(k, dtype=torch.int32)
+        chosen.copy_(torch.where(everything < rows.lengths[:, None], everything, -1))
+        scored = (rows.lengths > k).nonzero().squeeze(1)
+        if len(scored) == T:
+            self._choose(q, k_cache, weights, rows, chosen)
+        elif len(scored):
+            ids = rows.request_ids
+            if ids is None:
+                B = len(rows.seq_lens)
+                ids = torch.arange(B, dtype=torch.int32).repeat_interleave(T // B)
+            some = TokenRows(rows.block_table, rows.seq_lens, ids[scored], rows.lengths[scored])
+            own = chosen.new_empty(len(scored), k)
+            self._choose(q[scored], k_cache, weights[scored], some, own)
+            chosen[scored] = own
 
 
 # By the name of the indexer's cache, which is how an op and a metadata builder find their layer.

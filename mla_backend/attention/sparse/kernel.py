@@ -7,12 +7,13 @@ from dataclasses import dataclass
 import torch
 from mla_kernels import indexer_topk_workspace, mla_sparse_workspace
 from mla_kernels.layouts import MlaDims
-from mla_kernels.sparse.choice import choose_sparse_impl, is_few
+from mla_kernels.sparse.choice import RESCALES, choose_sparse_impl, is_few
 from vllm import envs as vllm_envs
 from vllm.logger import init_logger
 
 from mla_backend import envs
 from mla_backend.attention.choice import choose
+from mla_backend.attention.kernel import rescale_on
 from mla_backend.start_up import RefusalError
 from mla_backend.stats import STATS
 
@@ -26,6 +27,7 @@ class SparseKernel:
 
     attention: str
     indexer: str
+    rescale: str
     deterministic: bool  # vLLM's batch-invariant mode
 
     @classmethod
@@ -42,13 +44,13 @@ class SparseKernel:
         num_heads are those of this rank, under DCP those that the ranks of a group gather. As for
         dense layers the choice is the same for all steps, so that all tokens of a request are
         rounded alike. ValueError if what is asked for cannot run here, or for an
-        MLA_BACKEND_RESCALE that the sparse kernels do not have.
+        MLA_BACKEND_RESCALE that sparse attention does not have on this device.
         """
-        rescale = envs.get("MLA_BACKEND_RESCALE")
-        if rescale not in ("auto", "pow2"):
+        rescale = rescale_on(device)
+        if rescale not in (RESCALES if device.type == "cpu" else ("pow2",)):
             raise RefusalError(
                 f"MLA_BACKEND_RESCALE={rescale} with a sparse model, whose attention rescales by "
-                "powers of two only. Mend: unset MLA_BACKEND_RESCALE"
+                "powers of two (on a CPU also as flash). Mend: unset MLA_BACKEND_RESCALE"
             )
         asked = envs.get("MLA_BACKEND_IMPL")
         deterministic, indexer = bool(vllm_envs.VLLM_BATCH_INVARIANT), asked
@@ -59,13 +61,14 @@ class SparseKernel:
             dtype=dtype,
             kv_cache_dtype=kv_cache_dtype,
             few=is_few(None, num_heads, kv_cache_dtype) and not deterministic,
+            rescale=rescale,
         )
-        STATS.sparse = {"impl": choice.impl, "reason": choice.reason}
+        STATS.sparse = {"impl": choice.impl, "reason": choice.reason, "rescale": rescale}
         logger.info_once("Sparse attention by %s: %s.", choice.impl, choice.reason)
         if device.type == "cuda" and (asked == "hopper" or (deterministic and asked == "auto")):
             # The portable kernels serve steps that the Hopper one does not, and round otherwise.
             indexer = "triton" if deterministic else "auto"
-        return cls(choice.impl, indexer, deterministic)
+        return cls(choice.impl, indexer, rescale, deterministic)
 
 
 # Made while the model is built, so that vLLM counts them when it sizes the KV cache; every layer

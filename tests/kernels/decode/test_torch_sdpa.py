@@ -101,7 +101,9 @@ def test_requests_of_other_lengths_are_attended_to_side_by_side(monkeypatch):
 
 
 def test_requests_of_one_length_share_a_call():
-    assert len(list(torch_sdpa.calls([280] * 200, 0))) == 1
+    most = torch_sdpa.MOST_ROWS // 280
+    for requests, number in ((most, 1), (most + 1, 2)):
+        assert len(list(torch_sdpa.calls([280] * requests, 0))) == number
 
 
 @pytest.mark.parametrize("lengths", [[3, 300, 290, 0, 301], [280] * 3, [64], [0], [900, 3, 900]])

@@ -121,6 +121,7 @@ def test_what_a_batch_says_of_itself(monkeypatch, kind):
             "contiguous": kind != "strided",
             "aligned": True,
             "few": kind == "strided",
+            "rescale": "pow2",
         }
     ]
 

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sparse attention and the Lightning Indexer on a CPU, where stock vLLM has neither.
+
+    python benchmarks/sparse_cpu.py [--threads 1 2] [--heads 16]
+
+One layer's share of a step: `mla_sparse_attention` with both rescales over shuffled blocks, beside
+dense attention (`mla_decode`, as an engine on a CPU calls it) to all tokens of the same requests,
+and `indexer_topk` with 64 heads over fp8 keys. In an engine tokens that see no more than the
+indexer may choose are not scored. Results are checked against the reference first. Times in
+milliseconds, the least of alternating repetitions. Writes sparse.json and sparse.md to results/cpu
+beside this file.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from decode_cpu import DK, DV, SCALE, least_ms, paged
+from machine import describe_machine
+from mla_kernels import (
+    indexer_topk,
+    mla_decode,
+    mla_sparse_attention,
+    positions_to_slots,
+    write_indexer_cache,
+)
+from mla_kernels.testing.metrics import MIRROR_BAR, SHORT_BAR, measure
+
+BLOCK, INDEX_HEADS, INDEX_DIM = 64, 64, 128
+# Requests, their tokens (each, the new ones included), new tokens of each, index_topk.
+CASES = [
+    (1, 300, 1, 2048),
+    (8, 300, 1, 2048),
+    (32, 300, 1, 2048),
+    (1, 8000, 1, 2048),
+    (8, 4000, 1, 2048),
+    (8, 300, 2, 2048),
+    (1, 256, 256, 2048),
+    (1, 1024, 1024, 2048),
+    (1, 2560, 512, 2048),
+    (1, 2560, 512, 512),
+]
+Row = dict[str, Any]
+
+
+def chosen_of(lengths: torch.Tensor, k: int) -> torch.Tensor:
+    """Positions [T, k] as an indexer chooses them: all of a short row, any k of a longer one."""
+    chosen = torch.full((len(lengths), k), -1, dtype=torch.int32)
+    for row, n in zip(chosen, lengths.tolist(), strict=True):
+        row[: min(n, k)] = torch.arange(n) if n <= k else torch.randperm(n)[:k].sort().values
+    return chosen
+
+
+def check(out: torch.Tensor, want: torch.Tensor, case: str) -> None:
+    bar = MIRROR_BAR if out.dtype == torch.float32 else SHORT_BAR
+    if failures := bar.failures(measure(out, want)):
+        raise RuntimeError(f"{case} differs from the reference: {failures}")
+
+
+def measure_case(
+    case: tuple[int, int, int, int], heads: int, dtype: torch.dtype, repetitions: int
+) -> dict[str, float]:
+    """Times of one case, after the check."""
+    requests, tokens, new, k = case
+    T = requests * new
+    cache, table = paged([tokens] * requests, BLOCK, dtype)
+    seq_lens = torch.full((requests,), tokens, dtype=torch.int32)
+    lengths = (tokens - new + 1 + torch.arange(new)).repeat(requests).int()
+    slots = positions_to_slots(chosen_of(lengths, k), table)
+    q = torch.randn(T, heads, DK).to(dtype)
+    options: dict[str, Any] = {"scale": SCALE, "kv_lora_rank": DV}
+    few = slice(0, T, max(T // 16, 1))  # the reference takes long
+    want = mla_sparse_attention(q[few], cache, slots[few], impl="reference", **options)[0]
+    calls = {}
+    for rescale in ("flash", "pow2"):
+        calls[rescale] = lambda rescale=rescale: mla_sparse_attention(
+            q, cache, slots, rescale=rescale, **options
+        )
+        check(calls[rescale]()[0][few], want, f"{case} {rescale}")
+    if new <= 8:
+        queries = q.view(requests, new, heads, DK)
+        calls["dense"] = lambda: mla_decode(
+            queries, cache, table, seq_lens, rescale="flash", **options
+        )
+    keys = torch.zeros(len(cache), BLOCK, INDEX_DIM + 4, dtype=torch.uint8)
+    every = torch.arange(len(cache) * BLOCK)
+    write_indexer_cache(torch.randn(len(every), INDEX_DIM).bfloat16(), keys, every)
+    index_q = torch.randn(T, INDEX_HEADS, INDEX_DIM).to(torch.float8_e4m3fn)
+    weights = torch.randn(T, INDEX_HEADS)
+    calls["indexer"] = lambda: indexer_topk(
+        index_q, keys, weights, table, seq_lens, k, lengths=lengths
+    )
+    return least_ms(calls, repetitions)
+
+
+def markdown(report: Row) -> str:
+    machine = report["machine"]
+    lines = [
+        "# Sparse attention on a CPU",
+        "",
+        f"Written by `{report['command']}`. {machine['cpu']}, torch {machine['torch']}, commit "
+        f"{machine['commit']}. {report['heads']} heads; ms a layer. `flash` is what an engine on "
+        "a CPU takes; dense attention reads all tokens, and takes up to 8 new ones of a request.",
+        "",
+        "| threads | dtype | requests | tokens | new | top-k | flash | pow2 | pow2 / flash | dense "
+        "| indexer |",
+        "|--:|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for r in report["rows"]:
+        dense = f"{r['dense']:.2f}" if "dense" in r else "-"
+        lines.append(
+            f"| {r['threads']} | {r['dtype']} | {r['requests']} | {r['tokens']} | {r['new']} "
+            f"| {r['topk']} | {r['flash']:.2f} | {r['pow2']:.2f} | {r['pow2'] / r['flash']:.2f} "
+            f"| {dense} | {r['indexer']:.2f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--repetitions", type=int, default=5)
+    default = Path(__file__).parent / "results" / "cpu"
+    parser.add_argument("--results", type=Path, default=default)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    rows = []
+    for threads in args.threads:
+        torch.set_num_threads(threads)
+        for dtype in (torch.bfloat16, torch.float32):
+            for case in CASES:
+                times = measure_case(case, args.heads, dtype, args.repetitions)
+                key = {"threads": threads, "dtype": str(dtype).removeprefix("torch.")}
+                key |= dict(zip(("requests", "tokens", "new", "topk"), case, strict=True))
+                rows.append({**key, **times})
+                print(rows[-1], flush=True)
+    command = " ".join(["python", "benchmarks/sparse_cpu.py", *sys.argv[1:]])
+    machine = describe_machine()
+    report = {"command": command, "machine": machine, "heads": args.heads, "rows": rows}
+    args.results.mkdir(parents=True, exist_ok=True)
+    (args.results / "sparse.json").write_text(json.dumps(report, indent=1) + "\n")
+    (args.results / "sparse.md").write_text(markdown(report))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
