@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """JSON bodies that are no object are refused before vLLM sees them; all else arrives unchanged."""
 
+import time
+
 import pytest
 
 MARK = b"\xef\xbb\xbf"  # of UTF-8
@@ -47,6 +49,17 @@ def test_the_rest_arrives_unchanged(stand, body, headers, whole):
     content = body if whole else in_pieces(body)
     answer = stand().request("POST", "/v1/echo", content=content, headers=headers)
     assert answer.json() == {"bytes": len(body), "sum": sum(body)}
+
+
+def test_much_space_takes_no_longer_than_its_length(stand):
+    async def pieces():
+        for _ in range(4096):
+            yield b" " * 1024
+        yield b"[]"
+
+    start = time.perf_counter()
+    assert stand().request("POST", "/v1/echo", content=pieces(), headers=JSON).status_code == 400
+    assert time.perf_counter() - start < 10  # 0.1 s; looking at all of it each time took minutes
 
 
 def test_a_stream_still_sees_its_client_leave(stand):

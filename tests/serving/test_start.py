@@ -81,7 +81,7 @@ def test_an_engine_that_dies_in_the_first_answer(monkeypatch):
     vllm_api.build_app = lambda *args: app
     vllm_api.init_app_state = nothing
     vllm_api.api_keys = lambda args: []
-    vllm_api.engine_gauges = dict
+    vllm_api.engine_gauges, vllm_api.ask_workers = dict, nothing
     http = ModuleType("http")
     http.make_server = lambda *args: SimpleNamespace(should_exit=False)
     stand_in(monkeypatch, vllm_api=vllm_api, http=http)

@@ -23,6 +23,8 @@ MOST_PADDING = 128
 # Tokens of a part, and parts of a request, at least: two threads gain nothing by two parts in fp32.
 LEAST_PART = 1024
 LEAST_PARTS = 3
+# With fewer keys the operator takes a NaN among a query's scores for none: out and lse are 0.
+LEAST_KEYS_FOR_NAN = 16
 # Query rows of a group that the operator gives to one thread.
 ROWS_OF_A_THREAD = 32
 # With as many heads the keys are prepared for each new token of a request: a mask of one row each.
@@ -158,6 +160,10 @@ def _attend(
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, keys, keys, 0.0, False, attn_mask=mask, scale=scale
     )
+    if keys.shape[2] < LEAST_KEYS_FOR_NAN:
+        unknown = ~q.isfinite().all(-1)
+        out = out.masked_fill(unknown[..., None], torch.nan)
+        lse = lse.masked_fill(unknown, torch.nan)
     if limit is not None:  # of a row that sees nothing the operator's lse is 0
         nothing = (limit <= 0).repeat_interleave(q.shape[2] // limit.shape[2], 2)
         lse = lse.masked_fill(nothing, -torch.inf)

@@ -31,6 +31,7 @@ class Run:
     length: int
 
 
+@torch.no_grad()
 def sparse_attention_by_sdpa(
     q: torch.Tensor,
     kv_cache: torch.Tensor,

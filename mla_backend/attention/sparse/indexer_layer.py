@@ -57,7 +57,7 @@ class IndexerLayer:
             )
         own = topk_indices[:T]
         if self.shard is None:
-            if own.device.type == "cpu":
+            if own.device.type == "cpu" and self.impl in ("auto", "torch"):
                 self._choose_on_cpu(q, k_cache, weights, rows, own)
             else:
                 self._choose(q, k_cache, weights, rows, own)
@@ -102,21 +102,19 @@ class IndexerLayer:
         rows: TokenRows,
         chosen: torch.Tensor,
     ) -> None:
-        """As `_choose`. A token that sees no more than it may choose reads all of them, and nothing
-        is scored for it: lengths cost no wait here."""
-        T, k = chosen.shape
-        everything = torch.arange(k, dtype=torch.int32)
+        """As `_choose`. A token that sees no more than it may choose reads all of them: in a
+        prompt, or where all tokens do, nothing is scored for it. Lengths cost no wait here."""
+        scored = (rows.lengths > chosen.shape[1]).nonzero().squeeze(1)
+        ids = rows.request_ids
+        if len(scored) and (ids is None or len(scored) == len(chosen)):
+            self._choose(q, k_cache, weights, rows, chosen)  # requests of equal runs in one product
+            return
+        everything = torch.arange(chosen.shape[1], dtype=torch.int32)
         chosen.copy_(torch.where(everything < rows.lengths[:, None], everything, -1))
-        scored = (rows.lengths > k).nonzero().squeeze(1)
-        if len(scored) == T:
-            self._choose(q, k_cache, weights, rows, chosen)
-        elif len(scored):
-            ids = rows.request_ids
-            if ids is None:
-                B = len(rows.seq_lens)
-                ids = torch.arange(B, dtype=torch.int32).repeat_interleave(T // B)
-            some = TokenRows(rows.block_table, rows.seq_lens, ids[scored], rows.lengths[scored])
-            own = chosen.new_empty(len(scored), k)
+        if ids is not None and len(scored):
+            lengths = rows.lengths[scored]
+            some = TokenRows(rows.block_table, rows.seq_lens, ids[scored], lengths)
+            own = chosen.new_empty(len(scored), chosen.shape[1])
             self._choose(q[scored], k_cache, weights[scored], some, own)
             chosen[scored] = own
 

@@ -25,6 +25,7 @@ class JsonObject:
         while not start or _MARK.startswith(seen):
             message = await receive()
             messages.append(message)
+            seen = seen if _MARK.startswith(seen) else b" "  # it was space, of which one is enough
             seen += message.get("body", b"")
             start = seen.removeprefix(_MARK).lstrip(_JSON_SPACE)
             if not message.get("more_body"):

@@ -84,6 +84,19 @@ def test_a_nan_is_for_the_tokens_that_see_it(lengths):
     torch.testing.assert_close(out[~sees].float(), clean[0][~sees].float(), atol=4e-3, rtol=0)
 
 
+@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 40])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_nan_in_a_query_shows_in_its_row_alone(length, dtype):
+    """With any number of keys: of fewer than 16 torch's operator loses it."""
+    q, kv, slots, options = sparse_case([length, length], K=length, dtype=dtype)
+    clean = flash(q, kv, slots, options)
+    q[1, 3, 7] = torch.nan
+    out, lse = flash(q, kv, slots, options)
+    assert bool(out[1, 3].isnan().all()) and bool(lse[1, 3].isnan())
+    out[1, 3], lse[1, 3] = clean[0][1, 3], clean[1][1, 3]
+    assert torch.equal(out, clean[0]) and torch.equal(lse, clean[1])
+
+
 @pytest.mark.parametrize("threads", [1, 2, 4])
 @pytest.mark.parametrize("make", [sparse_case, prompt_case])
 def test_deterministic_tokens_do_not_know_of_each_other(make, threads):
@@ -97,6 +110,14 @@ def test_deterministic_tokens_do_not_know_of_each_other(make, threads):
             assert torch.equal(out[t], one[0]) and torch.equal(lse[t], one_lse[0])
     finally:
         torch.set_num_threads(before)
+
+
+def test_queries_that_want_gradients():
+    q, kv, slots, options = sparse_case()
+    want = flash(q, kv, slots, options)
+    got = mla_sparse_attention(q.requires_grad_(), kv, slots, rescale="flash", **options)
+    assert not got[0].requires_grad and not got[1].requires_grad
+    assert all(map(torch.equal, got, want))
 
 
 def test_a_prompt_is_a_few_products(monkeypatch):
