@@ -5,8 +5,8 @@
 
 One layer's share of a step: `mla_sparse_attention` with both rescales over shuffled blocks, beside
 dense attention (`mla_decode`, as an engine on a CPU calls it) to all tokens of the same requests,
-and `indexer_topk` with 64 heads over fp8 keys. In an engine tokens that see no more than the
-indexer may choose are not scored. Results are checked against the reference first. Times in
+and `indexer_topk` with 64 heads over fp8 keys. An engine does not call it where no token sees more
+than it may choose. Results are checked against the reference first. Times in
 milliseconds, the least of alternating repetitions. Writes sparse.json and sparse.md to results/cpu
 beside this file.
 """
