@@ -23,7 +23,7 @@ MOST_PADDING = 128
 # Tokens of a part, and parts of a request, at least: two threads gain nothing by two parts in fp32.
 LEAST_PART = 1024
 LEAST_PARTS = 3
-# With fewer keys the operator takes a NaN among a query's scores for none: out and lse are 0.
+# With fewer keys the operator takes scores that are all NaN for none: out and lse are 0.
 LEAST_KEYS_FOR_NAN = 16
 # Query rows of a group that the operator gives to one thread.
 ROWS_OF_A_THREAD = 32
@@ -161,7 +161,10 @@ def _attend(
         q, keys, keys, 0.0, False, attn_mask=mask, scale=scale
     )
     if keys.shape[2] < LEAST_KEYS_FOR_NAN:
-        unknown = ~q.isfinite().all(-1)
+        scores = q.float() @ keys.float().mT
+        if mask is not None:
+            scores.masked_fill_(mask == -torch.inf, 0.0)
+        unknown = scores.isnan().any(-1)
         out = out.masked_fill(unknown[..., None], torch.nan)
         lse = lse.masked_fill(unknown, torch.nan)
     if limit is not None:  # of a row that sees nothing the operator's lse is 0

@@ -60,11 +60,12 @@ def test_requests_in_parts(monkeypatch, lengths, options):
     assert_decoded(case, out, lse, causal=causal)
 
 
-def test_a_nan_in_a_query_shows_in_its_row_alone(monkeypatch):
+@pytest.mark.parametrize("lengths", [[70, 300], [1, 9], [15, 15], [3, 16]])
+def test_a_nan_in_a_query_shows_in_its_row_alone(monkeypatch, lengths):
     for threads in (1, 4):
         monkeypatch.setattr(torch_sdpa, "LEAST_PART", 40)
         monkeypatch.setattr(torch_sdpa.torch, "get_num_threads", lambda: threads)  # noqa: B023
-        case = decode_case([70, 300], num_heads=4)
+        case = decode_case(lengths, num_heads=4)
         case.q[0, 0, 1, 3] = torch.nan
         out, lse = decode(case)
         assert lse.isnan().nonzero().tolist() == [[0, 0, 1]]

@@ -84,6 +84,17 @@ def test_a_nan_is_for_the_tokens_that_see_it(lengths):
     torch.testing.assert_close(out[~sees].float(), clean[0][~sees].float(), atol=4e-3, rtol=0)
 
 
+@pytest.mark.parametrize("column", [5, 570])
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_a_nan_in_the_only_key_of_a_token_shows(column, tokens):
+    """Torch's operator loses it; in the rope part of a key it is in no value."""
+    q, kv, slots, options = prompt_case([1, 2][:tokens])
+    slot = int(slots[0, 0])
+    kv[slot // kv.shape[1], slot % kv.shape[1], column] = torch.nan
+    out, lse = flash(q, kv, slots, options)
+    assert bool(out.isnan().all()) and bool(lse.isnan().all())
+
+
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 40])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_nan_in_a_query_shows_in_its_row_alone(length, dtype):
