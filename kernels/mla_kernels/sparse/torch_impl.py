@@ -10,6 +10,7 @@ import torch
 
 from mla_kernels.cache.rows import as_words, rows_as_float
 from mla_kernels.decode.rescale import finish, pow2_step, scale_to_log2, start
+from mla_kernels.sparse.slots import apply_sink, used_slots
 
 # Rows gathered at a time: a few MB of keys, which stay in a CPU's cache.
 TILE_ROWS = 2048
@@ -34,9 +35,7 @@ def mla_sparse_attention_torch(
     T, H, Dk = q.shape
     block_size = kv_cache.shape[1]
     on_cpu = q.device.type == "cpu"
-    used = (slots >= 0) & (slots < kv_cache.shape[0] * block_size)
-    if lengths is not None:
-        used &= torch.arange(slots.shape[1], device=q.device) < lengths[:, None]
+    used = used_slots(slots, kv_cache.shape[0] * block_size, lengths)
     slots = torch.where(used, slots, 0).long()
     if kv_cache.shape[0] == 0:  # there is no row 0 to stand in for none
         slots, used = slots[:, :0], used[:, :0]
@@ -71,7 +70,5 @@ def mla_sparse_attention_torch(
                 torch.maximum(top, qk.amax(-1) * scale, out=top)
             pow2_step(state[part], qk, keys[..., :kv_lora_rank], scale_log2, q.dtype, first == 0)
     out, lse = finish(state, "pow2", q.dtype)
-    if sink is not None:
-        factor = torch.sigmoid(lse - sink).masked_fill(lse == -torch.inf, 0.0)
-        out *= factor[..., None]
+    apply_sink(out, lse, sink)
     return out, lse

@@ -16,6 +16,7 @@ import torch
 from mla_kernels.cache.rows import as_words, rows_as_float
 from mla_kernels.decode.torch_scratch import scratch
 from mla_kernels.decode.torch_sdpa import attend_in_call, calls
+from mla_kernels.sparse.slots import apply_sink, used_slots
 
 # Query rows that share keys in a call; their mask is a row for each.
 MOST_QUERY_ROWS = 512
@@ -83,8 +84,7 @@ def sparse_attention_by_sdpa(
     every = runs_of(slots, counts, 1 if deterministic else max(MOST_QUERY_ROWS // H, 1))
     for some in ([run] for run in every) if deterministic else together(every):
         attend(some)
-    if sink is not None:
-        out *= torch.sigmoid(lse - sink).masked_fill(lse == -torch.inf, 0.0)[..., None]
+    apply_sink(out, lse, sink)
     return out, lse
 
 
@@ -93,9 +93,7 @@ def used_first(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """slots [T, most of a token] with those of use in front, in their order, and -1 behind; how
     many these are, [T]."""
-    used = (slots >= 0) & (slots < num_rows)
-    if lengths is not None:
-        used &= torch.arange(slots.shape[1]) < lengths[:, None]
+    used = used_slots(slots, num_rows, lengths)
     counts = used.sum(1)
     front = torch.arange(int(counts.max()) if counts.numel() else 0) < counts[:, None]
     width = front.shape[1]
