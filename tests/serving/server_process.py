@@ -49,6 +49,18 @@ class ServerProcess:
             time.sleep(0.2)
         raise TimeoutError(f"the server is not ready: {self.log.read_text()[-4000:]}")
 
+    def __enter__(self):
+        """Once it is ready."""
+        try:
+            self.wait_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *raised):
+        self.stop()
+
     def client(self, **kwargs):
         headers = {"Authorization": f"Bearer {self.key}"}
         return httpx.Client(base_url=self.url, headers=headers, timeout=120, **kwargs)

@@ -26,19 +26,15 @@ COMPLETION = {**GREEDY, "prompt": "import os\nimport sys\n"}
 
 @pytest.fixture(scope="module")
 def server(demo_checkpoint, tmp_path_factory):
-    server = ServerProcess(
+    with ServerProcess(
         str(demo_checkpoint("v3")),
         *("--served-model-name", MODEL, "--dtype", "float32", "--enforce-eager"),
         *("--max-model-len", str(CONTEXT), "--kv-cache-memory-bytes", "256M"),
         *("--mla-hang-timeout", str(HANG_SECONDS)),
         key=KEY,
         log=tmp_path_factory.mktemp("server") / "log",
-    )
-    try:
-        server.wait_ready()
+    ) as server:
         yield server
-    finally:
-        server.stop()
 
 
 @pytest.fixture(scope="module")

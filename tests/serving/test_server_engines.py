@@ -16,7 +16,7 @@ HANG_SECONDS = 2
 
 @pytest.fixture(scope="module")
 def server(demo_checkpoint, tmp_path_factory):
-    server = ServerProcess(
+    with ServerProcess(
         str(demo_checkpoint("v3")),
         *("--served-model-name", "demo", "--dtype", "float32", "--enforce-eager"),
         *("--max-model-len", "512", "--kv-cache-memory-bytes", "64M"),
@@ -26,12 +26,8 @@ def server(demo_checkpoint, tmp_path_factory):
         *("--load-format", "dummy"),
         key="test-key",
         log=tmp_path_factory.mktemp("server") / "log",
-    )
-    try:
-        server.wait_ready()
+    ) as server:
         yield server
-    finally:
-        server.stop()
 
 
 def workers(client):

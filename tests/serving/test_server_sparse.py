@@ -19,12 +19,8 @@ def client(demo_checkpoint, tmp_path_factory):
         key="test-key",
         log=tmp_path_factory.mktemp("server") / "log",
     )
-    try:
-        server.wait_ready()
-        with server.client() as client:
-            yield client
-    finally:
-        server.stop()
+    with server, server.client() as client:
+        yield client
 
 
 def attention(client):
