@@ -378,8 +378,8 @@ def test_kernel_of_an_engine(monkeypatch, h200, heads, cache, env, kernel, index
     assert stats["impl"] == kernel and why in stats["reason"]
 
 
-def test_batch_invariant_layers_cut_rows_alike(monkeypatch):
-    """The kernel is told so with every call."""
+def test_what_a_layer_tells_its_kernel_with_every_call(monkeypatch):
+    """How it rescales, and in batch-invariant mode that it shall cut rows alike."""
     from vllm import envs as vllm_envs
 
     from mla_backend.attention.sparse import impl as module
@@ -387,7 +387,7 @@ def test_batch_invariant_layers_cut_rows_alike(monkeypatch):
     told, attend = [], module.mla_sparse_attention
 
     def record(*args, **options):
-        told.append(options["deterministic"])
+        told.append((options["rescale"], options["deterministic"]))
         return attend(*args, **options)
 
     monkeypatch.setattr(module, "mla_sparse_attention", record)
@@ -397,7 +397,9 @@ def test_batch_invariant_layers_cut_rows_alike(monkeypatch):
         monkeypatch.setattr(vllm_envs, "VLLM_BATCH_INVARIANT", mode)
         step = types.SimpleNamespace(rows=build_rows([1], [1]))
         make_impl(monkeypatch).forward_mqa(torch.zeros(1, H, RANK + ROPE), cache, step, layer)
-    assert told == [False, True]
+    monkeypatch.setenv("MLA_BACKEND_RESCALE", "pow2")
+    make_impl(monkeypatch).forward_mqa(torch.zeros(1, H, RANK + ROPE), cache, step, layer)
+    assert told == [("flash", False), ("flash", True), ("pow2", True)]
 
 
 def test_the_top_k_buffer_of_a_layer(monkeypatch):

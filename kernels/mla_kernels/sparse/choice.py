@@ -53,8 +53,11 @@ def choose_sparse_impl(
     hopper_refusal = None
     available: tuple[str, ...] = AVAILABLE
     if rescale == "flash":
-        if device.type != "cpu":
-            raise ValueError(f"Expected rescale 'pow2' on {device.type}, got 'flash'")
+        if device.type != "cpu" or impl in ("hopper", "triton"):
+            raise ValueError(
+                f"Expected rescale 'pow2' with impl {impl!r} on {device.type}, got 'flash', which "
+                "is for torch on a CPU"
+            )
         available = ("torch", "reference")
     if device.type == "cuda":
         from mla_kernels.sparse.hopper.support import refusal

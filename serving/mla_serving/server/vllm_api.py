@@ -11,6 +11,9 @@
 | validate_api_server_args | openai.api_server | launchers.launcher | common.cli_args |
 | SSLCertRefresher | serve.utils.ssl | launchers.utils.ssl | as 0.32 |
 
+`ask_workers` uses what is private to vLLM's engine client, `_call_utility_async` and `core_engines`
+(seen alike in 0.26, 0.29 and 0.32); without them /mla/info knows of no worker.
+
 Importing this module imports vLLM: seconds.
 """
 
