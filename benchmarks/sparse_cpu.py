@@ -6,9 +6,9 @@
 One layer's share of a step: `mla_sparse_attention` with both rescales over shuffled blocks, beside
 dense attention (`mla_decode`, as an engine on a CPU calls it) to all tokens of the same requests,
 and `indexer_topk` with 64 heads over fp8 keys. An engine does not call it where no token sees more
-than it may choose. Results are checked against the reference first. Times in
-milliseconds, the least of alternating repetitions. Writes sparse.json and sparse.md to results/cpu
-beside this file.
+than it may choose. Results of some tokens, and the indexer's scores, are checked against the
+reference first. Times in milliseconds, the least of alternating repetitions. Writes sparse.json and
+sparse.md to results/cpu beside this file.
 """
 
 import argparse
@@ -21,6 +21,8 @@ import torch
 from decode_cpu import DK, DV, SCALE, least_ms, paged
 from machine import describe_machine
 from mla_kernels import (
+    exact_topk,
+    indexer_scores,
     indexer_topk,
     mla_decode,
     mla_sparse_attention,
@@ -60,6 +62,22 @@ def check(out: torch.Tensor, want: torch.Tensor, case: str) -> None:
         raise RuntimeError(f"{case} differs from the reference: {failures}")
 
 
+def check_indexer(chosen: torch.Tensor, few: slice, *batch: torch.Tensor) -> None:
+    """The scores of some rows by the reference, and that these rows chose the largest."""
+    q, keys, weights, table, seq_lens, lengths = batch
+    ids = torch.arange(len(q), dtype=torch.int32) // (len(q) // len(seq_lens))
+    lengths = lengths[few].contiguous()
+    rows: dict[str, Any] = {"request_ids": ids[few].contiguous(), "lengths": lengths}
+    scores, want = (
+        indexer_scores(q[few], keys, weights[few], table, seq_lens, impl=impl, **rows)
+        for impl in ("torch", "reference")
+    )
+    torch.testing.assert_close(scores, want, rtol=1e-5, atol=1e-4)
+    largest = exact_topk(scores, chosen.shape[1], lengths=lengths, impl="reference")
+    if not torch.equal(chosen[few], largest):
+        raise RuntimeError("the indexer's choice differs from that of its own scores")
+
+
 def measure_case(
     case: tuple[int, int, int, int], heads: int, dtype: torch.dtype, repetitions: int
 ) -> dict[str, float]:
@@ -85,6 +103,9 @@ def measure_case(
         calls["dense"] = lambda: mla_decode(
             queries, cache, table, seq_lens, rescale="flash", **options
         )
+        first = (queries[:1], cache, table[:1], seq_lens[:1])
+        want = mla_decode(*first, impl="reference", **options)[0]
+        check(calls["dense"]()[0][:1].flatten(0, 1), want.flatten(0, 1), f"{case} dense")
     keys = torch.zeros(len(cache), BLOCK, INDEX_DIM + 4, dtype=torch.uint8)
     every = torch.arange(len(cache) * BLOCK)
     write_indexer_cache(torch.randn(len(every), INDEX_DIM).bfloat16(), keys, every)
@@ -93,6 +114,7 @@ def measure_case(
     calls["indexer"] = lambda: indexer_topk(
         index_q, keys, weights, table, seq_lens, k, lengths=lengths
     )
+    check_indexer(calls["indexer"](), few, index_q, keys, weights, table, seq_lens, lengths)
     return least_ms(calls, repetitions)
 
 
