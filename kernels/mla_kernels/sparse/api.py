@@ -61,7 +61,7 @@ def mla_sparse_attention(
     sink       [H] fp32: a logit that takes part in the softmax and has no value; out is scaled by
                exp(lse) / (exp(lse) + exp(sink)), lse is returned as without it
     rescale    "pow2" (numerics.py), or "flash", on a CPU alone: torch's own operator, which also
-               takes the tokens of a prompt together, 1.3 to 6 times as fast
+               takes the tokens of a prompt together, 1.1 to 6 times as fast
     impl       "auto", "hopper", "triton", "torch", "reference"
     deterministic  the bits of a token's result do not depend on the other tokens of the call; few
                tokens take longer, as they are not cut to fill the device
