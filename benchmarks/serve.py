@@ -34,6 +34,7 @@ from serve_cases import (
     SPARSE_CONTEXTS,
     SPARSE_MODEL,
     Shape,
+    depths_of,
 )
 
 Row = dict[str, Any]
@@ -56,7 +57,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--compile", action="store_true", help="with torch.compile (slower start); else graphs only"
     )
     parser.add_argument("--heads", nargs="+", type=int, help="serve: the first")
-    parser.add_argument("--layers", type=int, default=6, help="dense, of DeepSeek-V3's width")
+    parser.add_argument(
+        "--layers",
+        nargs="+",
+        type=int,
+        help="dense, of DeepSeek-V3's width (default: by heads, DEPTHS in serve_cases.py); serve: "
+        "the most; steps: of several the most that a case's cache has room for",
+    )
     parser.add_argument("--as-is", action="store_true", help="the model's own layers and heads")
     parser.add_argument(
         "--cache-gib", type=float, default=19, help="KV cache of each engine, at most"
@@ -70,9 +77,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     steps.add_argument("--contexts", nargs="+", type=int)
     steps.add_argument("--steps", type=int, default=100, help="of a round; each case has six")
     steps.add_argument("--case-seconds", type=float, default=10, help="at most, of a round")
-    steps.add_argument(
-        "--layers-of-large", type=int, default=1, help="of engines for cases of too large a cache"
-    )
     serve = parser.add_argument_group("--mode serve")
     serve.add_argument(
         "--reduced", action="store_true", help="few telling loads (serve_cases.py), for short runs"
@@ -97,6 +101,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     args.backends = args.backends or list(SPARSE_BACKENDS if sparse else dense)
     args.model = args.model or (SPARSE_MODEL if sparse else MODEL)
     args.heads = args.heads or ([128] if sparse else [128, 16])
+    if args.mode == "serve":
+        args.layers = depths_of(args.heads[0], args.layers)[:1]
     if sparse:
         args.batches = args.batches or list(SPARSE_BATCHES)
         args.contexts = args.contexts or list(SPARSE_CONTEXTS)

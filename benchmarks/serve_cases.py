@@ -18,6 +18,10 @@ RELEASED_HEADS = 128
 SPARSE_MODEL = MODEL.with_name("deepseek-v3.2-5-layers")
 SPARSE_BACKENDS = (OURS, "FLASHMLA_SPARSE")
 SPARSE_BATCHES, SPARSE_CONTEXTS = (1, 8, 32, 128), (8192, 32768)
+# Layers of an engine by heads, the deepest first, for caches that are too large for more of them.
+# A released model has 61, whose steps are longer than the host needs for one; layers of few heads
+# are short, so that it takes as many as four engines on one GPU have room for.
+DEPTHS = {128: (6, 1), 16: (30, 8, 2)}
 
 # (requests, tokens of each). A run that is short of time has done the first ones.
 STEPS = (
@@ -87,6 +91,11 @@ def loads(
         else:
             result += [Load(shape, rate=rate) for rate in rates]
     return sorted(result, key=lambda load: load.shape.input_len * (load.concurrency or OPEN_AFTER))
+
+
+def depths_of(heads: int, asked: list[int] | None) -> list[int]:
+    """Layers of engines of so many heads, the deepest first: those asked for, or DEPTHS."""
+    return sorted(asked or DEPTHS.get(heads, DEPTHS[RELEASED_HEADS]), reverse=True)
 
 
 def engine_of(backend: str) -> tuple[str, dict[str, str]]:

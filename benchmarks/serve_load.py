@@ -37,7 +37,7 @@ def server_options(args: argparse.Namespace, asked: list[Load], tokenizer: Path)
     options += ["--gpu-memory-utilization", f"{0.9 / share:.3f}"]
     if args.together:  # what is left of the GPU changes while the others start
         options += ["--kv-cache-memory-bytes", str(int(args.cache_gib * 2**30))]
-    overrides = {} if args.as_is else dense_overrides(args.layers, args.heads[0])
+    overrides = {} if args.as_is else dense_overrides(args.layers[0], args.heads[0])
     if tokenizer != args.model:
         # For a token that the tokenizer lacks, vLLM would decode the whole prompt again.
         overrides["vocab_size"] = FAMILIES["v3"]["vocab_size"]

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from load import METRICS, STATISTICS
-from serve_cases import FEWEST, FP8_QUERY, LABELS, OURS, Shape
+from serve_cases import FEWEST, FP8_QUERY, LABELS, OURS, RELEASED_HEADS, Shape
 
 Row = dict[str, Any]
 STEMS = {"serve": "serving", "steps": "engine_steps"}
 SPARSE_STEMS = {"serve": "sparse_serving", "steps": "sparse_steps"}
+FEW_LAYERS = 16  # below, a step takes no longer than its host needs with many clients
 MEANS = {"step_ms": "Whole steps", "gpu_ms": "GPU", "attention_ms": "Attention"}
 COLOURS = {
     OURS: "tab:red",
@@ -42,6 +43,8 @@ class Report:
         stem = (SPARSE_STEMS if sparse else STEMS)[self.mode]
         if self.settings.get("as_is"):
             stem += f"_{self.settings['model']}"
+        elif self.mode == "serve" and self.settings["heads"][0] < RELEASED_HEADS:
+            stem += f"_{self.settings['heads'][0]}_heads"
         quantised = self.settings.get("kv_cache_dtype", "auto")
         return stem if quantised == "auto" else f"{stem}_{quantised}"
 
@@ -88,14 +91,14 @@ def steps_lines(report: Report) -> list[str]:
     settings = report.settings
     sparse = settings.get("family") == "v3.2"
     model = settings["model"] if settings["as_is"] else (
-        f"{settings['layers']} dense layers of DeepSeek-V3's width, 128 heads, or 16 with an "
+        "dense layers of DeepSeek-V3's width, as many as a heading says, 128 heads, or 16 with an "
         "eighth of the MLP as on one of 8 tensor-parallel GPUs"
     )  # fmt: skip
     if sparse and not settings["as_is"]:
         few = "; fewer than 128 heads with their share of the MLP, as on a tensor-parallel GPU"
         model = (
-            f"{settings['layers']} layers of DeepSeek-V3.2 without experts, each with its indexer "
-            f"(2048 tokens are read), KV cache dtype {settings['kv_cache_dtype']}"
+            "layers of DeepSeek-V3.2 without experts, as many as a heading says, each with its "
+            f"indexer (2048 tokens are read), KV cache dtype {settings['kv_cache_dtype']}"
             f"{few if min(settings['heads']) < 128 else ''}"
         )
     quantised = settings.get("kv_cache_dtype", "auto")
@@ -120,7 +123,8 @@ def steps_lines(report: Report) -> list[str]:
             "",
         ]
     for heads in dict.fromkeys(row["heads"] for row in report.rows if "batch" in row):
-        lines += [f"## {heads} heads", ""] if not settings["as_is"] else []
+        depth = deepest(report, heads)
+        lines += [f"## {heads} heads, {depth} layers", ""] if not settings["as_is"] else []
         lines += _steps_table(report, heads)
     return lines + _disturbed(report)
 
@@ -137,6 +141,12 @@ def _disturbed(report: Report) -> list[str]:
         return []
     line = "Cases whose rounds differ by more than 10%, which is the host's doing: "
     return [f"{line}{', '.join(said)}.", ""]
+
+
+def deepest(report: Report, heads: int) -> int:
+    """Layers of most cases; those of a large cache have fewer."""
+    layers = [row.get("layers", 0) for row in report.rows if row.get("heads") == heads]
+    return max(layers, default=0)
 
 
 def step_groups(report: Report, heads: int) -> dict[tuple[int, int], dict[str, Row]]:
@@ -161,9 +171,9 @@ def _steps_table(report: Report, heads: int) -> list[str]:
     head += ["best peer / ours: step", "GPU", "attn", "attention in our step"]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for (batch, context), rows in groups.items():
-        layers = {row.get("layers", report.settings["layers"]) for row in rows.values()}
-        fewer = layers != {report.settings["layers"]} and not report.settings["as_is"]
-        cells = [f"{batch} x {context}" + f" ({min(layers)} layers)" * fewer]
+        layers = min(row.get("layers", 0) for row in rows.values())
+        fewer = layers < deepest(report, heads) and not report.settings["as_is"]
+        cells = [f"{batch} x {context}" + f" ({layers} layer{'s' * (layers > 1)})" * fewer]
         for name in names:
             row = rows.get(name, {})
             cells.append(
@@ -177,11 +187,15 @@ def _steps_table(report: Report, heads: int) -> list[str]:
         for key, what in MEANS.items():
             found = [value for rows in groups.values() if (value := ratio(rows, key, ours))]
             if found:
-                mean = math.exp(sum(map(math.log, found)) / len(found))
                 won = sum(value >= 1 for value in found)
-                line = f"{what}, best peer / {words}: geometric mean {mean:.3f}"
+                line = f"{what}, best peer / {words}: geometric mean {mean_of(found):.3f}"
                 lines += ["", f"{line}, at least as fast in {won} of {len(found)} cases."]
     return [*lines, ""]
+
+
+def mean_of(ratios: list[float]) -> float:
+    """The geometric mean."""
+    return math.exp(sum(map(math.log, ratios)) / len(ratios))
 
 
 def _number(value: float | None, digits: int) -> str:
@@ -191,9 +205,14 @@ def _number(value: float | None, digits: int) -> str:
 def serve_lines(report: Report) -> list[str]:
     settings = report.settings
     model = f"the shapes in configs/models/{settings['model']}"
+    layers = settings["layers"]
+    layers = layers[0] if isinstance(layers, list) else layers  # a number in older results
     if not settings["as_is"]:
         heads = settings["heads"][0]
-        model = f"{settings['layers']} dense layers of DeepSeek-V3's width, {heads} heads"
+        model = f"{layers} dense layers of DeepSeek-V3's width, {heads} heads"
+        if heads < RELEASED_HEADS:
+            ranks = RELEASED_HEADS // heads
+            model += f" and 1 / {ranks} of the MLP, as on one of {ranks} tensor-parallel GPUs"
     together = (
         "all servers hold their share of the GPU's memory from the start and are loaded one at a "
         "time, so while one is measured the others do nothing; "
@@ -213,7 +232,8 @@ def serve_lines(report: Report) -> list[str]:
         f"Closed loops: {settings['rounds']} requests a client, {FEWEST} in all at least. "
         f"Open loops: {settings['open_requests']} requests, Poisson arrivals. "
         f"Goodput: requests a second within {settings['slo']}, in milliseconds. "
-        f"Prefill is vLLM's own in every row.{'' if settings['as_is'] else few_layers}",
+        "Prefill is vLLM's own in every row."
+        f"{few_layers if not settings['as_is'] and layers < FEW_LAYERS else ''}",
         *(["", "A reduced list of loads, for want of time on the machine."] * settings["reduced"]),
         "",
         "| backend | same greedy tokens as the first | ready after s |",
@@ -249,6 +269,7 @@ def _serve_ratios(report: Report) -> list[str]:
     peers = [name for name in report.backends if name not in LABELS]
     if not any(OURS in rows and len(rows) > 1 for rows in groups.values()):
         return []
+    best = []
     lines = [
         "Ours beside each peer: our output tokens a second over its, its median ITL over ours. "
         "Above 1, ours is better.",
@@ -258,14 +279,19 @@ def _serve_ratios(report: Report) -> list[str]:
     ]
     for (shape, kind, size), rows in sorted(groups.items()):
         cells = [str(shape), f"{size:g} clients" if kind == "closed" else f"{size:g} a second"]
+        speeds: list[float] = []
         for peer in peers:
             if OURS not in rows or peer not in rows:
                 cells.append("")
                 continue
             speed = rows[OURS]["output_tok_s"] / rows[peer]["output_tok_s"]
+            speeds.append(speed)
             cells.append(f"{speed:.2f}, {rows[peer]['itl_p50'] / rows[OURS]['itl_p50']:.2f}")
+        best += [min(speeds)] if speeds else []
         lines.append("| " + " | ".join(cells) + " |")
-    return lines
+    won = sum(speed >= 1 for speed in best)
+    line = f"Output tokens a second, ours over the best peer's: geometric mean {mean_of(best):.3f}"
+    return [*lines, "", f"{line}, at least as many in {won} of {len(best)} loads."]
 
 
 def serve_rows(report: Report) -> list[Row]:

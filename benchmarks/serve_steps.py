@@ -2,8 +2,8 @@
 """`serve.py --mode steps`: for each head count, one engine per backend, and all cases on them.
 
 All engines of all head counts import vLLM together, then wait: only those that are measured have
-memory of the GPU. Cases whose cache is too large for four engines of the depth asked for run on
-engines of fewer layers.
+memory of the GPU. Cases whose cache is too large for four deep engines run on engines of fewer
+layers.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from serve_cases import FP8_CACHES, dense_overrides, engine_of, step_cases
+from serve_cases import FP8_CACHES, dense_overrides, depths_of, engine_of, step_cases
 from step_driver import ROUNDS, Engine, measure
 
 Row = dict[str, Any]
@@ -71,8 +71,8 @@ def token_bytes(args: argparse.Namespace, layers: int) -> int:
     return int(layers * (row + index))
 
 
-def depths(args: argparse.Namespace, cases: list[Case]) -> dict[int, list[Case]]:
-    """{layers: cases that engines of so many layers run}. ValueError if one fits neither."""
+def depths(args: argparse.Namespace, heads: int, cases: list[Case]) -> dict[int, list[Case]]:
+    """{layers: cases that engines of so many layers run}. ValueError if one fits none."""
 
     def fits(case: Case, layers: int) -> bool:
         need = case[0] * (case[1] + growth(args)) * token_bytes(args, layers)
@@ -80,7 +80,7 @@ def depths(args: argparse.Namespace, cases: list[Case]) -> dict[int, list[Case]]
 
     found: dict[int, list[Case]] = {}
     for case in cases:
-        fitting = [n for n in (args.layers, args.layers_of_large) if fits(case, n)]
+        fitting = [layers for layers in depths_of(heads, args.layers) if fits(case, layers)]
         if not fitting:
             raise ValueError(f"{case} does not fit a cache of {args.cache_gib:g} GiB")
         found.setdefault(fitting[0], []).append(case)
@@ -93,9 +93,10 @@ def run(args: argparse.Namespace, save: Callable[[Row], None]) -> None:
     cases = step_cases(args.batches, args.contexts)
     groups = [
         (heads, layers, chosen)
-        for layers, chosen in depths(args, cases).items()
         for heads in (args.heads[:1] if args.as_is else args.heads)
+        for layers, chosen in depths(args, heads, cases).items()
     ]
+    groups.sort(key=lambda group: -len(group[2]))  # a run short of time has done most cases
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         engines: dict[tuple[int, int], list[Engine]] = {}
         for heads, layers, chosen in groups:

@@ -178,16 +178,27 @@ def test_large_caches_go_to_shallow_engines():
     from serve import parse_arguments
     from serve_steps import depths, engine_options
 
-    words = "--mode steps --batches 8 128 --contexts 1024 65536 --steps 100 --cache-gib 19"
+    words = "--mode steps --batches 8 128 --contexts 1024 65536 --steps 60 --cache-gib 19"
     args = parse_arguments(words.split())
-    cases = [(8, 1024), (128, 1024), (8, 65536), (128, 65536)]
-    assert depths(args, cases) == {6: cases[:3], 1: cases[3:]}
-    options = engine_options(args, 16, 1, cases[3:])
+    cases = [(8, 1024), (128, 1024), (8, 65536), (128, 16384), (128, 65536)]
+    assert depths(args, 128, cases) == {6: cases[:4], 1: cases[4:]}
+    assert depths(args, 16, cases) == {30: cases[:3], 8: cases[3:4], 2: cases[4:]}
+    options = engine_options(args, 16, 1, cases[4:])
     assert options["hf_overrides"]["num_hidden_layers"] == 1
     assert 9 * 2**30 < options["kv_cache_memory_bytes"] < 10 * 2**30
+    args.layers = [2, 12]
+    assert depths(args, 16, cases) == {12: cases[:3], 2: cases[3:]}
     args.cache_gib = 1
     with pytest.raises(ValueError, match=r"\(128, 65536\) does not fit a cache of 1 GiB"):
-        depths(args, cases[3:])
+        depths(args, 16, cases[4:])
+
+
+def test_a_server_has_the_layers_of_its_heads():
+    from serve import parse_arguments
+
+    assert parse_arguments([]).layers == [6]
+    assert parse_arguments(["--heads", "16"]).layers == [30]
+    assert parse_arguments(["--heads", "16", "--layers", "4"]).layers == [4]
 
 
 def step_row(backend, batch, ms, attention):
@@ -218,7 +229,7 @@ def test_report_of_steps(tmp_path):
     assert "| 1.25 | 1.25 | 1.50 | 50% |" in page  # FLASHMLA over ours, not TRITON_MLA
     assert "| 0.50 | 0.50 | 0.50 | 20% |" in page
     assert "geometric mean 0.791, at least as fast in 1 of 2 cases" in page
-    assert "| 1 x 16384 (2 layers) | 2.000" in page
+    assert "| 1 x 16384 (2 layers) | 2.000" in page and "## 128 heads, 6 layers" in page
     assert "the host's doing: mla-backend 1 of 2, FLASHMLA 1 of 2, TRITON_MLA 0 of 1." in page
     assert "* heads 128 batch 8 context 65536 backend CUSTOM: no time" in page
     assert (tmp_path / "engine_steps.png").stat().st_size > 1000
@@ -333,6 +344,7 @@ def test_report_of_serving(tmp_path):
     assert "| 8/8 | 0.5 a second | mla-backend | 99 | 1.50 |" in page
     assert "| 8/8 | 4 clients |  |  |" in page
     assert "| 8/8 | 0.5 a second |  | 1.50, 1.25 |" in page
+    assert "best peer's: geometric mean 1.500, at least as many in 1 of 1 loads." in page
     assert "* backend FLASHMLA: FLASHMLA did not start" in page
     assert (tmp_path / "serving.png").exists()
 
