@@ -297,11 +297,12 @@ def test_a_measured_case_is_found_again(v3):
     assert fp8.attention.nearest == "b128_h16_q1_k4096_fp8_ds_mla"
 
 
-def test_rates_are_those_of_the_committed_results():
+@pytest.mark.parametrize("gpu", ["h200", "h100"])
+def test_rates_are_those_of_the_committed_results(gpu):
     """Up to a quarter: the plan need not follow every new measurement, but a faster kernel."""
-    results = json.loads((ROOT / "benchmarks/results/h200/dense_decode.json").read_text())
-    theirs = rates.table(results)["h200"]
-    ours = rates.load("h200")
+    results = json.loads((ROOT / f"benchmarks/results/{gpu}/dense_decode.json").read_text())
+    theirs = rates.table(results)[gpu]
+    ours = rates.load(gpu)
     assert ours.source == theirs["source"] and (ROOT / ours.source).exists()
     assert ours.read_gbps == pytest.approx(theirs["read_gbps"], rel=0.1)
     assert ours.gemm_tflops == pytest.approx(theirs["gemm_tflops"], rel=0.1)
@@ -310,6 +311,13 @@ def test_rates_are_those_of_the_committed_results():
         assert case.us == pytest.approx(measured[case.name], rel=0.25), (
             f"{case.name}: run python -m mla_serving.plan.rates {ours.source}"
         )
+
+
+def test_gpus_are_known_by_the_names_of_their_drivers():
+    names = ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA H20", "NVIDIA GeForce RTX 4090")
+    assert [rates.known_name(name) for name in names] == ["h100", "h200", "h20", "rtx4090"]
+    with pytest.raises(ValueError, match=r"Expected a GPU of .*h200.*, got 'Tesla T4'"):
+        rates.known_name("Tesla T4")
 
 
 @pytest.mark.parametrize(

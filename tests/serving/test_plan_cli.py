@@ -35,10 +35,10 @@ def test_text(capsys):
     assert status == 0
     assert "5,760 bytes a token: 5 layers x 1152, bfloat16" in out
     assert "as b96_h128_q1_k4096" in out
-    status, out, _ = run(capsys, *V3, "--gpus", "1", "--gpu", "h100", "--batch", "999999")
+    status, out, _ = run(capsys, *V3, "--gpus", "1", "--gpu", "b200", "--batch", "9999999")
     assert status == 1
-    assert "fewer than the 999999 asked for" in out
-    assert "nothing was measured on h100" in out
+    assert "fewer than the 9999999 asked for" in out
+    assert "nothing was measured on b200" in out
     status, out, _ = run(capsys, *V32, "--gpus", "8")
     assert status == 0 and ", no time of our kernels (no rates of sparse attention here" in out
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """GPUs by name: their memory, and the rates that were measured on them.
 
-`rates.json` is the part of benchmarks/results/h200/dense_decode.json that the plan reads;
-`python -m mla_serving.plan.rates FILE` makes it of such a file and prints it.
+`rates.json` is the part of benchmarks/results/*/dense_decode.json that the plan reads;
+`python -m mla_serving.plan.rates FILE ...` makes it of such files and prints it.
 """
 
 import json
@@ -25,7 +25,7 @@ MEMORY_MIB = {
     "l40s": 46068,
     "rtx4090": 24564,
 }
-_SOURCE = "benchmarks/results/h200/dense_decode.json"
+_SOURCE = "benchmarks/results/{gpu}/dense_decode.json"
 _CASE = re.compile(r"b(\d+)_h(\d+)_q1_k(\d+)(?:_(fp8|fp8_ds_mla))?")
 _OURS = re.compile(r"mla_kernels/(hopper|triton)/pow2")
 
@@ -75,8 +75,18 @@ def load(gpu: str) -> Rates | None:
     return Rates(gpu=gpu, cases=cases, **entry)
 
 
+def known_name(driver_name: str) -> str:
+    """The name here of a GPU that the driver calls, say, "NVIDIA H100 80GB HBM3". ValueError for
+    one that MEMORY_MIB lacks."""
+    for gpu in sorted(MEMORY_MIB, key=len, reverse=True):  # h200 before h20
+        if gpu in driver_name.lower().replace(" ", ""):
+            return gpu
+    raise ValueError(f"Expected a GPU of {', '.join(MEMORY_MIB)}, got {driver_name!r}")
+
+
 def table(report: dict[str, Any]) -> dict[str, Any]:
-    """`rates.json` of the results of benchmarks/dense_decode.py: our faster kernel of each case."""
+    """What `rates.json` has of one GPU, by its name, from the results of
+    benchmarks/dense_decode.py: our faster kernel of each case."""
     best: dict[str, dict[str, Any]] = {}
     for row in report["rows"]:
         match = _CASE.fullmatch(row["case"])
@@ -95,9 +105,10 @@ def table(report: dict[str, Any]) -> dict[str, Any]:
             "floor_us": row["floor_us"],
         }
     machine = report["machine"]
+    gpu = known_name(machine["gpu"])
     return {
-        "h200": {
-            "source": _SOURCE,
+        gpu: {
+            "source": _SOURCE.format(gpu=gpu),
             "read_gbps": machine["read_gbps"],
             "gemm_tflops": machine["bf16_gemm_tflops"],
             "cases": list(best.values()),
@@ -106,4 +117,7 @@ def table(report: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(table(json.loads(Path(sys.argv[1]).read_text())), indent=1))
+    tables: dict[str, Any] = {}
+    for name in sys.argv[1:]:
+        tables |= table(json.loads(Path(name).read_text()))
+    print(json.dumps(tables, indent=1))
