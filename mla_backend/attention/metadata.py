@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from mla_kernels import MlaDecodePlan
+from vllm.config import CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonDecodeMetadata,
@@ -48,6 +49,16 @@ class MlaMetadata(MLACommonMetadata[MlaDecodeMetadata]):
     prefill_tiles: list[PrefillTile] | None = None
 
 
+def microbatched_graphs(vllm_config: Any) -> list[int]:
+    """Tokens of the CUDA graphs of whole decode steps that vLLM captures in microbatches (DBO)."""
+    parallel, compilation = vllm_config.parallel_config, vllm_config.compilation_config
+    mode = compilation.cudagraph_mode
+    if not parallel.use_ubatching or mode is None or mode.decode_mode() != CUDAGraphMode.FULL:
+        return []
+    sizes = compilation.cudagraph_capture_sizes or []
+    return [size for size in sizes if size >= parallel.dbo_decode_token_threshold]
+
+
 class MlaMetadataBuilder(MLACommonMetadataBuilder[MlaMetadata]):
     """Builds `MlaMetadata`, once per step."""
 
@@ -75,6 +86,11 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MlaMetadata]):
             self._most_s_q,
             dcp=self.dcp_world_size,
             drafts=speculative.num_speculative_tokens if speculative is not None else 0,
+        )
+        support.refuse_microbatches(
+            self._most_s_q,
+            vllm_config.parallel_config.num_ubatches,
+            microbatched_graphs(vllm_config),
         )
         self._on_cpu = self.device.type == "cpu"
         if self._on_cpu:

@@ -5,7 +5,7 @@
 name the value, what is allowed and the mend.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mla_backend import compat, envs
@@ -124,6 +124,23 @@ def refuse_step_shape(heads: int, query_len: int, *, dcp: int = 1, drafts: int =
         raise RefusalError(
             f"{query_len - 1} speculative tokens; the decode kernels take {MAX_QUERY_LEN} query "
             f"tokens a request, so at most {MAX_QUERY_LEN - 1}. Mend: lower num_speculative_tokens"
+        )
+
+
+def refuse_microbatches(query_len: int, microbatches: int, graph_sizes: Sequence[int]) -> None:
+    """ValueError for a CUDA graph of whole steps whose tokens, `query_len` of each request, vLLM
+    cuts into `microbatches` (--enable-dbo) in the middle of a request.
+
+    vLLM computes the lengths of such requests into new memory in every step, and a replay reads
+    those of its capture.
+    """
+    cut = [size for size in graph_sizes if (size // microbatches) % query_len]
+    if cut:
+        raise RefusalError(
+            f"--enable-dbo with {query_len - 1} speculative tokens and CUDA graphs of "
+            f"{', '.join(map(str, cut))} tokens, whose {microbatches} parts would cut a request of "
+            f"{query_len}. Mend: cudagraph_capture_sizes of multiples of "
+            f"{microbatches * query_len} in --compilation-config, or cudagraph_mode PIECEWISE"
         )
 
 

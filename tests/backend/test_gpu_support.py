@@ -2,12 +2,15 @@
 """What the dense backend says of a GPU, asked on any machine."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from mla_kernels.decode.api import MAX_HEADS, MAX_S_Q
 from mla_kernels.dispatch import Choice
 from mla_kernels.layouts import MlaDims
+from vllm.config import CUDAGraphMode
+from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.selector import AttentionSelectorConfig
@@ -15,7 +18,7 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 from mla_backend.attention import support
 from mla_backend.attention.backend import MlaBackend
 from mla_backend.attention.kernel import DecodeKernel, rescale_on
-from mla_backend.attention.metadata import MlaMetadataBuilder
+from mla_backend.attention.metadata import MlaMetadataBuilder, microbatched_graphs
 from mla_backend.attention.step_plans import StepPlans
 from mla_backend.attention.warmup import batch_sizes, queries
 from mla_backend.stats import STATS
@@ -211,6 +214,54 @@ def test_drafts_under_context_parallelism_are_refused():
     support.refuse_step_shape(128, 1, dcp=2)
     with pytest.raises(ValueError, match="3 speculative tokens with decode context parallelism"):
         support.refuse_step_shape(128, 1, dcp=2, drafts=3)
+
+
+def test_graphs_whose_microbatches_would_cut_a_request_are_refused():
+    support.refuse_microbatches(3, 2, [36, 48, 300])
+    support.refuse_microbatches(1, 2, [33])
+    support.refuse_microbatches(4, 1, [36])  # no microbatches
+    with pytest.raises(
+        ValueError,
+        match=r"--enable-dbo with 2 speculative tokens and CUDA graphs of 33, 51 tokens, whose 2 "
+        r"parts .* of 3\. Mend: cudagraph_capture_sizes of multiples of 6 .*PIECEWISE",
+    ):
+        support.refuse_microbatches(3, 2, [33, 36, 51])
+
+
+def microbatched(mode, **parallel):
+    """What of vLLM's configuration says how it cuts steps."""
+    parallel = {
+        "use_ubatching": True,
+        "num_ubatches": 2,
+        "dbo_decode_token_threshold": 32,
+        **parallel,
+    }
+    compilation = {"cudagraph_mode": mode, "cudagraph_capture_sizes": [8, 32, 40]}
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(**parallel),
+        compilation_config=SimpleNamespace(**compilation),
+        speculative_config=SimpleNamespace(num_speculative_tokens=2),
+    )
+
+
+def test_graphs_that_are_captured_in_microbatches():
+    def graphs(*args, **parallel):
+        return microbatched_graphs(microbatched(*args, **parallel))
+
+    assert graphs(CUDAGraphMode.FULL_DECODE_ONLY) == [32, 40]
+    assert graphs(CUDAGraphMode.FULL_AND_PIECEWISE, dbo_decode_token_threshold=0) == [8, 32, 40]
+    assert graphs(CUDAGraphMode.FULL_DECODE_ONLY, use_ubatching=False) == []
+    assert graphs(CUDAGraphMode.PIECEWISE) == graphs(CUDAGraphMode.NONE) == graphs(None) == []
+
+
+def test_an_engine_whose_microbatches_would_cut_a_request_does_not_start(monkeypatch):
+    def common(self, *args):
+        self.num_heads, self.dcp_world_size, self.reorder_batch_threshold = 16, 1, 3
+
+    monkeypatch.setattr(MLACommonMetadataBuilder, "__init__", common)
+    config = microbatched(CUDAGraphMode.FULL_DECODE_ONLY)
+    with pytest.raises(ValueError, match="CUDA graphs of 32, 40 tokens"):
+        MlaMetadataBuilder(None, ["layer"], config, torch.device("cpu"))
 
 
 def test_warm_up_covers_every_specialisation():
