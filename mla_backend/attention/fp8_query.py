@@ -19,8 +19,12 @@ CAPABILITY = (9, 0)
 KV_CACHE_DTYPES = ("fp8", "fp8_e4m3")
 DTYPE = "bfloat16"
 HEAD_SIZE = 576
+CACHE = "float8_e4m3fn"  # what these are to the kernels
 IMPLS = ("auto", "hopper")
 RESCALES = ("auto", "pow2")
+# Query rows of a request (heads times new tokens) from which they are faster, 1.1 to 1.5 times
+# (benchmarks/results/h200/dense_decode.md).
+PAYING_ROWS = 32
 
 
 def asked() -> bool:
@@ -40,6 +44,18 @@ def lacking(capability: Sequence[int] | None, impl: str, rescale: str) -> list[s
     if rescale not in RESCALES:
         found.append(f"MLA_BACKEND_RESCALE of {' or '.join(RESCALES)}, not {rescale}")
     return found
+
+
+def hint(impl: str, kv_cache_dtype: str, query_dtype: str, rows: int) -> str:
+    """For the log of an engine that could decode faster with them, dtypes as torch names them;
+    "" for any other."""
+    could = impl == "hopper" and kv_cache_dtype == CACHE and query_dtype == DTYPE
+    if not could or rows < PAYING_ROWS:
+        return ""
+    return (
+        f"This fp8 cache is read with queries of {DTYPE}. {VARIABLE}=1 decodes faster: it rounds "
+        "them to fp8, as vLLM's FLASHMLA does."
+    )
 
 
 def reasons(config: dict[str, Any]) -> list[str]:

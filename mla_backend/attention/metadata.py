@@ -19,7 +19,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
 from vllm.v1.attention.backend import AttentionCGSupport
 
 from mla_backend import compat, envs
-from mla_backend.attention import extends, support
+from mla_backend.attention import extends, fp8_query, support
 from mla_backend.attention.prefill import PrefillTile, plan_prefill
 from mla_backend.attention.step_check import StepCheck
 from mla_backend.attention.step_plans import StepPlans
@@ -96,6 +96,7 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MlaMetadata]):
         if self._on_cpu:
             compat.skip_chunked_context_metadata()
         layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
+        kernel = layer.impl.decode_kernel
         self._step_check: StepCheck | None = None
         if envs.get("MLA_BACKEND_CHECK"):
             self._step_check = StepCheck(
@@ -108,17 +109,17 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MlaMetadata]):
         max_blocks = compat.block_table_width(vllm_config, support.BLOCK_SIZE)
         self._extend_tokens, self._longest_piece = 0, 1
         if self.dcp_world_size == 1:
-            self._extend_tokens = extends.longest_extend(layer.impl.decode_kernel, heads)
+            self._extend_tokens = extends.longest_extend(kernel, heads)
         max_rows = 0
         if self._extend_tokens > self._most_s_q:
             # vLLM then hands over requests of up to so many new tokens, of any mix of lengths.
             self.query_len_support = QueryLenSupport.VARLEN  # type: ignore[misc]
             self.reorder_batch_threshold = self._extend_tokens
             max_rows = extends.most_rows(max_requests, self._most_s_q)
-            self._longest_piece = extends.longest_piece(layer.impl.decode_kernel, heads)
+            self._longest_piece = extends.longest_piece(kernel, heads)
             self._rows = extends.ExtendRows(max_rows, max_blocks, self.device)
         self._plans = StepPlans(
-            layer.impl.decode_kernel,
+            kernel,
             heads,
             max_requests,
             vllm_config.model_config.max_model_len,
@@ -127,16 +128,21 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MlaMetadata]):
         )
         most_s_q = max(self._most_s_q, self._longest_piece)
         self._plans.reserve(most_s_q)
-        if layer.impl.decode_kernel.impl in support.GPU_IMPLS:
+        if kernel.impl in support.GPU_IMPLS:
+            dtypes = kernel.kv_cache_dtype, kernel.query_dtype
+            cache_dtype, query_dtype = (str(dtype).removeprefix("torch.") for dtype in dtypes)
             logger.info_once(
                 "mla-backend decodes with %s (queries: %s), up to %d requests of 1 to %d new "
                 "tokens, %d MiB of workspace.",
-                layer.impl.decode_kernel.impl,
-                str(layer.impl.decode_kernel.query_dtype).removeprefix("torch."),
+                kernel.impl,
+                query_dtype,
                 max_requests,
                 most_s_q,
                 self._plans.workspace_bytes >> 20,
             )
+            rows = heads * self._most_s_q
+            if hint := fp8_query.hint(kernel.impl, cache_dtype, query_dtype, rows):
+                logger.info_once(hint)
             warm_up(
                 layer,
                 self._plans,

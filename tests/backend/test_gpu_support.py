@@ -88,6 +88,15 @@ def test_fp8_queries_are_refused_where_they_cannot_be_had(
     assert reasons(device, **{"kv_cache_dtype": "fp8"} | changes) == []
 
 
+def test_an_engine_that_fp8_queries_would_speed_up_says_so():
+    from mla_backend.attention.fp8_query import hint
+
+    would = ("hopper", "float8_e4m3fn", "bfloat16", 128)
+    assert "MLA_BACKEND_FP8_QUERY=1 decodes faster" in hint(*would)
+    for place, other in enumerate(("triton", "bfloat16", "float8_e4m3fn", 16)):
+        assert hint(*would[:place], other, *would[place + 1 :]) == ""
+
+
 def test_fp8_queries_of_a_sparse_layer_are_refused(fp8_query):
     from mla_backend.attention.sparse.backend import SparseMlaBackend
 
