@@ -2,7 +2,7 @@
 """The dense decode results as JSON, a Markdown table and a roofline plot."""
 
 import json
-import math
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,7 @@ def markdown(report: dict[str, Any]) -> str:
         if best_peer and hopper:
             wins.append(best_peer / hopper)
     if wins:
-        mean = math.exp(sum(map(math.log, wins)) / len(wins))
+        mean = statistics.geometric_mean(wins)
         won = sum(w >= 1 for w in wins)
         lines += ["", f"Hopper kernel against the better peer: geometric mean {mean:.3f}, at least "
                   f"as fast in {won} of {len(wins)} cases."]  # fmt: skip
@@ -120,7 +120,7 @@ def fp8_queries(cases: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
         if ratio:
             wins.append(peer["us"] / mine["us"])
     if wins:
-        mean = math.exp(sum(map(math.log, wins)) / len(wins))
+        mean = statistics.geometric_mean(wins)
         won = sum(win >= 1 for win in wins)
         lines += ["", f"Geometric mean {mean:.3f}, at least as fast in {won} of {len(wins)} cases."]
     return lines

@@ -98,6 +98,11 @@ def depths_of(heads: int, asked: list[int] | None) -> list[int]:
     return sorted(asked or DEPTHS.get(heads, DEPTHS[RELEASED_HEADS]), reverse=True)
 
 
+def label(backend: str) -> str:
+    """A backend's name on a page."""
+    return LABELS.get(backend, backend)
+
+
 def engine_of(backend: str) -> tuple[str, dict[str, str]]:
     """vLLM's name of a backend that is compared, and its environment."""
     if backend in (OURS, FP8_QUERY):

@@ -2,8 +2,8 @@
 """The sparse results as JSON and as one Markdown page with those of the indexer and top-k."""
 
 import json
-import math
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,7 @@ def attention_table(cases: Cases) -> list[str]:
         cells += [mine.get("tflops", ""), mine.get("gbps", "")]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     if ratios:
-        mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+        mean = statistics.geometric_mean(ratios)
         won = sum(r >= 1 for r in ratios)
         lines += ["", f"Geometric mean {mean:.2f}; at least as fast in {won} of {len(ratios)}."]
     return lines

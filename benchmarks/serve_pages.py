@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads of servers: the tables and the plot of `serve.py --mode serve`."""
+
+import statistics
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from load import METRICS, STATISTICS
+from serve_cases import FEWEST, FP8_QUERY, LABELS, OURS, RELEASED_HEADS, Shape, label
+from step_pages import number
+
+if TYPE_CHECKING:
+    from serve_report import Report
+
+Row = dict[str, Any]
+FEW_LAYERS = 16  # below, a step takes no longer than its host needs with many clients
+COLOURS = {
+    OURS: "tab:red",
+    FP8_QUERY: "tab:orange",
+    "FLASHMLA": "tab:blue",
+    "FLASH_ATTN_MLA": "tab:green",
+}
+
+
+def serve_lines(report: "Report") -> list[str]:
+    settings = report.settings
+    model = f"the shapes in configs/models/{settings['model']}"
+    layers = settings["layers"]
+    layers = layers[0] if isinstance(layers, list) else layers  # a number in older results
+    if not settings["as_is"]:
+        heads = settings["heads"][0]
+        model = f"{layers} dense layers of DeepSeek-V3's width, {heads} heads"
+        if heads < RELEASED_HEADS:
+            ranks = RELEASED_HEADS // heads
+            model += f" and 1 / {ranks} of the MLP, as on one of {ranks} tensor-parallel GPUs"
+    together = (
+        "all servers hold their share of the GPU's memory from the start and are loaded one at a "
+        "time, so while one is measured the others do nothing; "
+    )
+    few_layers = (
+        " So few layers make steps of a few milliseconds: with many clients the HTTP server and "
+        "the load generator, which are Python, take as long as the GPU."
+    )
+    lines = [
+        f"Random weights of {model}; the vocabulary is the tokenizer's, the demo models' of 2048 "
+        f"where {settings['model']} has none. {settings['dtype']}, "
+        f"{'torch.compile' if settings['compile'] else 'no torch.compile'}, "
+        f"{'no CUDA graphs' if settings['eager'] else 'CUDA graphs of decode steps'}, no prefix "
+        "caching; vLLM's server with the same options for every backend, "
+        f"{together if settings['together'] else ''}loaded by `vllm bench serve` with random "
+        "prompts, the same for every backend, at temperature 1. "
+        f"Closed loops: {settings['rounds']} requests a client, {FEWEST} in all at least. "
+        f"Open loops: {settings['open_requests']} requests, Poisson arrivals. "
+        f"Goodput: requests a second within {settings['slo']}, in milliseconds. "
+        "Prefill is vLLM's own in every row."
+        f"{few_layers if not settings['as_is'] and layers < FEW_LAYERS else ''}",
+        *(["", "A reduced list of loads, for want of time on the machine."] * settings["reduced"]),
+        "",
+        "| backend | same greedy tokens as the first | ready after s |",
+        "|---|--:|--:|",
+    ]
+    for row in report.rows:
+        if "start_s" in row:
+            same = f"{row['same_tokens_as_first']:.1%}"
+            lines.append(f"| {label(row['backend'])} | {same} | {row['start_s']:.0f} |")
+    lines.append("")
+    for row in report.rows:
+        if "gpu_memory_gib" in row:
+            gib = f"{row['gpu_memory_gib']:.1f} GiB"
+            lines += [f"* GPU memory of {label(row['backend'])} at the end: {gib}"]
+    heads = [f"{m.upper()} {s}" for m in METRICS for s in STATISTICS]
+    lines += ["", "| shape | load | backend | output tok/s | goodput | " + " | ".join(heads) + " |"]
+    lines.append("|---|---|---|--:|--:|" + "--:|" * len(heads))
+    for row in sorted(serve_rows(report), key=load_key):
+        _, kind, size = load_key(row)
+        load = f"{size:g} clients" if kind == "closed" else f"{size:g} a second"
+        cells = [row["shape"], load, label(row["backend"]), f"{row['output_tok_s']:.0f}"]
+        cells.append(number(row.get("goodput_s"), 2))
+        cells += [f"{row[f'{m}_{s}']:.1f}" for m in METRICS for s in STATISTICS]
+        lines.append("| " + " | ".join(cells) + " |")
+    return [*lines, "", "Times in milliseconds.", "", *_serve_ratios(report)]
+
+
+def _serve_ratios(report: "Report") -> list[str]:
+    """Ours over each peer, load by load."""
+    groups: dict[tuple[Shape, str, float], dict[str, Row]] = {}
+    for row in serve_rows(report):
+        groups.setdefault(load_key(row), {})[row["backend"]] = row
+    peers = [name for name in report.backends if name not in LABELS]
+    if not any(OURS in rows and len(rows) > 1 for rows in groups.values()):
+        return []
+    best = []
+    lines = [
+        "Ours beside each peer: our output tokens a second over its, its median ITL over ours. "
+        "Above 1, ours is better.",
+        "",
+        "| shape | load | " + " | ".join(f"{label(p)}: tok/s, ITL" for p in peers) + " |",
+        "|---|---|" + "--:|" * len(peers),
+    ]
+    for (shape, kind, size), rows in sorted(groups.items()):
+        cells = [str(shape), f"{size:g} clients" if kind == "closed" else f"{size:g} a second"]
+        speeds: list[float] = []
+        for peer in peers:
+            if OURS not in rows or peer not in rows:
+                cells.append("")
+                continue
+            speed = rows[OURS]["output_tok_s"] / rows[peer]["output_tok_s"]
+            speeds.append(speed)
+            cells.append(f"{speed:.2f}, {rows[peer]['itl_p50'] / rows[OURS]['itl_p50']:.2f}")
+        best += [min(speeds)] if speeds else []
+        lines.append("| " + " | ".join(cells) + " |")
+    won = sum(speed >= 1 for speed in best)
+    mean = statistics.geometric_mean(best)
+    line = f"Output tokens a second, ours over the best peer's: geometric mean {mean:.3f}"
+    return [*lines, "", f"{line}, at least as many in {won} of {len(best)} loads."]
+
+
+def serve_rows(report: "Report") -> list[Row]:
+    return [row for row in report.rows if "output_tok_s" in row]
+
+
+def load_key(row: Row) -> tuple[Shape, str, float]:
+    return Shape.parse(row["shape"]), row["loop"], row.get("concurrency") or row.get("rate") or 0
+
+
+def plot_serve(report: "Report", path: Path) -> None:
+    """Throughput of the GPU against tokens a second that one user sees, a panel per shape."""
+    import matplotlib.pyplot as plt
+
+    rows = [row for row in serve_rows(report) if row["loop"] == "closed"]
+    shapes = list(dict.fromkeys(row["shape"] for row in rows))
+    figure, panels = plt.subplots(
+        1, max(len(shapes), 1), figsize=(5 * max(len(shapes), 1), 4), squeeze=False
+    )
+    for axes, shape in zip(panels[0], shapes, strict=False):
+        for backend in report.backends:
+            line = [r for r in rows if r["shape"] == shape and r["backend"] == backend]
+            line.sort(key=lambda row: row["concurrency"])
+            users = [1e3 / row["tpot_p50"] for row in line]
+            colour = COLOURS.get(backend, "tab:gray")
+            axes.plot(users, [r["output_tok_s"] for r in line], marker="o", color=colour,
+                      label=label(backend))  # fmt: skip
+        axes.set(title=shape, xlabel="tokens a second and user", ylabel="output tokens a second")
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
