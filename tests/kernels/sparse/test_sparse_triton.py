@@ -9,6 +9,7 @@ from mla_kernels import mla_sparse_attention, mla_sparse_workspace
 from mla_kernels.arch import ARCHS
 from mla_kernels.decode.triton.launcher import DIMS
 from mla_kernels.decode.triton.plan import arch_of
+from mla_kernels.decode.triton.specs import ALIGNMENTS
 from mla_kernels.layouts import MlaDims
 from mla_kernels.sparse.api import TRITON_DIMS
 from mla_kernels.sparse.call import SparseCall
@@ -132,6 +133,21 @@ def test_dtypes_dims_and_block_sizes(device, dtype, block_size, dims):
 @pytest.mark.parametrize("dims", [MlaDims(256, 32), MlaDims(256, 64), MlaDims(512, 32)])
 def test_other_rows_in_every_format(device, cache, heads, dims):
     check(*sparse_case((90, 33), 70, heads=heads, cache=cache, dims=dims, device=device))
+
+
+@pytest.mark.parametrize("cache", FORMATS)
+@pytest.mark.parametrize("heads", [16, 72])
+@pytest.mark.parametrize("options", [{}, {"dims": MlaDims(256, 64)}, {"dtype": torch.float16}])
+def test_rows_that_start_anywhere(device, unaligned, cache, heads, options):
+    case = sparse_case((90, 0, 17), 70, heads=heads, cache=cache, device=device, **options)
+    q, kv, slots, known = case
+    results = []
+    for align in ALIGNMENTS["float" if cache == "bf16" else cache]:
+        placed = unaligned(kv, align)
+        results.append(attend(q, placed, slots, known))
+        assert torch.equal(results[-1][0], results[0][0])
+    check(q, placed, slots, known)
+    check(q, placed, slots, known, deterministic=True)
 
 
 @pytest.mark.parametrize("cache", FORMATS)

@@ -13,11 +13,13 @@ from mla_kernels.decode.triton import launcher
 from mla_kernels.decode.triton import plan as device_plans
 from mla_kernels.decode.triton.plan import build_plan
 from mla_kernels.decode.triton.plan_kernel import PLAN_TILE
+from mla_kernels.decode.triton.specs import ALIGNMENTS
 from mla_kernels.decode.triton.tiles import choose_tile, tile_rows
 from mla_kernels.layouts import MlaDims
 from mla_kernels.testing.cases import decode_case, random_tokens
 from mla_kernels.testing.decoded import assert_decoded
 from mla_kernels.testing.structured import integer_ramp, uniform_weights
+from mla_kernels.triton_common.alignment import row_alignment
 
 LENGTHS = [0, 1, 63, 64, 65, 200, 0, 130]
 RESCALES = ["pow2", "amla", "flash"]
@@ -252,28 +254,68 @@ def test_fp8_new_tokens_see_no_later_ones(device):
 
 
 @pytest.mark.parametrize("heads", [16, 32, 64])
-@pytest.mark.parametrize("row", [576, 577])
-def test_a_cache_whose_rows_start_anywhere(device, heads, row):
-    """The L2 prefetch and asynchronous copies want multiples of 16 bytes."""
-    case = decode_case([100, 65, 1000], num_heads=heads, device=device)
-    want = decode(case, 3)
-    pages = len(case.kv_cache)
-    flat = torch.full((pages * 64 * row + 1,), torch.nan, dtype=case.q.dtype, device=device)
-    odd = flat[1:].view(pages, 64, row)[..., :576].copy_(case.kv_cache)
-    case.kv_cache = odd
-    check(case, 3)
-    if device == "cpu":  # a GPU has other kernels where they are aligned
-        assert torch.equal(decode(case, 3)[0], want[0])
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_cache_whose_rows_start_anywhere(device, unaligned, cache, heads):
+    """Triton, asynchronous copies and the L2 prefetch want multiples of 16 bytes."""
+    case = decode_case([100, 65, 1000], num_heads=heads, device=device, **CACHES[cache])
+    whole, results = case.kv_cache, []
+    for align in ALIGNMENTS["float" if cache == "bf16" else cache]:
+        case.kv_cache = unaligned(whole, align)
+        results.append(decode(case, 3))
+        assert torch.equal(results[-1][0], results[0][0])
+    assert_decoded(case, *results[0])
 
 
-def test_without_asynchronous_copies_wgmma_takes_the_rope_part_from_registers():
-    """In shared memory it would have the place of P (kv_tile.in_registers); more stages are no
-    help, as what is not copied asynchronously has one place whatever they are."""
-    for arch, dims in itertools.product(ARCHS.values(), launcher.DIMS):
-        for rows, rescale in itertools.product((16, 32, 64), RESCALES):
-            tile = launcher.unaligned(choose_tile(rows, dims, "float", arch, rescale))
+@pytest.mark.parametrize("heads", [6, 32])
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ({"dims": MlaDims(256, 32)}, {}),
+        ({"dtype": torch.float16}, {}),
+        ({"s_q": 2}, {}),
+        ({"block_size": 16}, {"deterministic": True}),
+        ({}, {"rescale": "amla"}),
+        ({}, {"rescale": "flash"}),
+    ],
+)
+def test_other_modes_with_rows_that_start_anywhere(device, unaligned, cache, heads, shape, options):
+    case = decode_case(LENGTHS, num_heads=heads, q_std=0.5, device=device, **shape, **CACHES[cache])
+    case.kv_cache = unaligned(case.kv_cache, ALIGNMENTS["float" if cache == "bf16" else cache][0])
+    check(case, 3, **options)
+
+
+def test_rows_that_start_anywhere_are_not_prefetched_and_not_on_the_m_side_of_wgmma():
+    """Without asynchronous copies K's rope part has the place of P (kv_tile.in_registers)."""
+    for arch, dims, rows in itertools.product(ARCHS.values(), launcher.DIMS, (16, 32, 64)):
+        for kv_format, rescale in itertools.product(ALIGNMENTS, RESCALES):
+            tile = choose_tile(rows, dims, kv_format, arch, rescale, aligned=False)
             assert tile.prefetch == 0
-            assert tile.stages == 1 or tile.order == "rows"
+            assert tile.order == "rows"
+            assert tile.rows >= tile_rows(rows, arch)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "first", "page", "row", "align"),
+    [
+        (torch.bfloat16, 0, 64 * 576, 576, 16),
+        (torch.bfloat16, 0, 64 * 584, 584, 16),
+        (torch.bfloat16, 0, 64 * 576 + 16, 576, 16),
+        (torch.bfloat16, 0, 64 * 576 + 8, 576, 8),  # 16 bytes, but Triton counts elements
+        (torch.bfloat16, 0, 64 * 580, 580, 8),
+        (torch.bfloat16, 2, 64 * 576, 576, 4),
+        (torch.bfloat16, 0, 64 * 576 + 1, 576, 2),
+        (torch.bfloat16, 0, 64 * 577, 577, 2),
+        (torch.float8_e4m3fn, 0, 64 * 576, 576, 16),
+        (torch.float8_e4m3fn, 0, 64 * 577, 577, 1),
+        (torch.float8_e4m3fn, 0, 64 * 576 + 8, 576, 8),
+        (torch.uint8, 4, 64 * 656, 656, 4),
+        (torch.uint8, 0, 64 * 392, 392, 8),  # fp8_ds_mla of 256 + 64
+    ],
+)
+def test_what_divides_the_start_of_every_row(dtype, first, page, row, align):
+    memory = torch.empty(2 * page + first, dtype=dtype)
+    assert row_alignment(memory.as_strided((2, 64, row), (page, row, 1), first)) == align
 
 
 @pytest.mark.parametrize("arch", ARCHS.values(), ids=lambda arch: arch.name)

@@ -69,6 +69,7 @@ def mla_decode_kernel(
     GROUP: tl.constexpr,
     SCALE_OFFSET: tl.constexpr,
     ROPE_OFFSET: tl.constexpr,
+    ALIGN: tl.constexpr,
     LOAD_SCALE: tl.constexpr,
     CAUSAL: tl.constexpr,
     RESCALE: tl.constexpr,
@@ -147,8 +148,8 @@ def mla_decode_kernel(
             acc, k, l = attend(
                 q, q_rope, q_ptr, row_scale, kv_ptr, kv_scale_view_ptr, kv_rope_view_ptr, table,
                 page_stride, cache_scale, tile, stop, length, limit, k, refresh, num_heads,
-                BM, BN, DV, DR, PAGE, ROW, FORMAT, GROUP, SCALE_OFFSET, ROPE_OFFSET, CAUSAL,
-                RESCALE, REFERENCE,
+                BM, BN, DV, DR, PAGE, ROW, FORMAT, GROUP, SCALE_OFFSET, ROPE_OFFSET, ALIGN,
+                CAUSAL, RESCALE, REFERENCE,
                 LAZY_BRANCH, ORDER, DTYPE, FP16_DOTS, HW_FP8, WGMMA, WARPS, STAGES, CARRY, PREFETCH,
                 INTERPRET,
             )  # fmt: skip

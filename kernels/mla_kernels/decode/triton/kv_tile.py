@@ -6,12 +6,13 @@ FORMAT "float": rows in q's dtype. "fp8": e4m3 bytes. "fp8_ds_mla": e4m3 latent,
 bf16 rope, and kv_ptr, scale_ptr and rope_ptr are uint8, fp32 and bf16 views of one cache. Without
 scales, `scale` is 0.
 
-page_stride and ROW (a row's stride) are in elements of kv_ptr.
+page_stride and ROW (a row's stride) are in elements of kv_ptr. ALIGN: alignment.row_alignment.
 """
 
 import triton
 import triton.language as tl
 
+from mla_kernels.triton_common.alignment import row_pointers
 from mla_kernels.triton_common.dequantize import e4m3_to_f16, scaled_e4m3
 from mla_kernels.triton_common.fp8 import e4m3_to_f32
 from mla_kernels.triton_common.rounding import round_to
@@ -63,6 +64,7 @@ def load_rows(
     GROUP: tl.constexpr,
     SCALE_OFFSET: tl.constexpr,
     ROPE_OFFSET: tl.constexpr,
+    ALIGN: tl.constexpr,
 ):
     """(latent, rope, scale) as they lie in the cache, at the offsets that tile_rows gave.
 
@@ -76,15 +78,16 @@ def load_rows(
     if FORMAT == "fp8_ds_mla":
         group = tl.arange(0, DV // GROUP)[None, :, None] * GROUP
         byte = at[:, :, None] + (group + tl.arange(0, GROUP)[None, None, :])
-        latent = tl.load(kv_ptr + start + byte, mask=ok[:, :, None], other=0)
+        latent = tl.load(row_pointers(kv_ptr, start, ALIGN) + byte, mask=ok[:, :, None], other=0)
         scale_at = at // 4 + SCALE_OFFSET // 4 + tl.arange(0, DV // GROUP)[None, :]
-        scale = tl.load(scale_ptr + start // 4 + scale_at, mask=ok, other=0)
+        scale = tl.load(row_pointers(scale_ptr, start // 4, ALIGN) + scale_at, mask=ok, other=0)
         rope_at = at // 2 + ROPE_OFFSET // 2 + dr
-        rope = tl.load(rope_ptr + start // 2 + rope_at, mask=ok, other=0)
+        rope = tl.load(row_pointers(rope_ptr, start // 2, ALIGN) + rope_at, mask=ok, other=0)
     else:
-        latent = tl.load(kv_ptr + start + (at + dv), mask=ok, other=0)
+        first = row_pointers(kv_ptr, start, ALIGN)
+        latent = tl.load(first + (at + dv), mask=ok, other=0)
         scale = 0.0
-        rope = tl.load(kv_ptr + start + (at + (DV + dr)), mask=ok, other=0)
+        rope = tl.load(first + (at + (DV + dr)), mask=ok, other=0)
     return latent, rope, scale
 
 

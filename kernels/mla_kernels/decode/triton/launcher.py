@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launching the decode and merge kernels. Arguments are checked by `mla_kernels.decode.api`."""
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 import triton
 
 from mla_kernels.arch import Arch
-from mla_kernels.checks import rows_aligned
 from mla_kernels.decode.call import DecodeCall, scale_argument
 from mla_kernels.decode.plan import MlaDecodePlan
 from mla_kernels.decode.query import joined
@@ -25,6 +23,7 @@ from mla_kernels.decode.triton.merge import launch_merge
 from mla_kernels.decode.triton.plan import arch_of, build_plan, parts_for
 from mla_kernels.decode.triton.tiles import Tile, choose_tile, tile_rows
 from mla_kernels.layouts import Fp8DsMlaLayout, MlaDims
+from mla_kernels.triton_common.alignment import row_alignment
 from mla_kernels.triton_common.formats import cache_format
 from mla_kernels.triton_common.launch import launch
 from mla_kernels.triton_common.runtime import INTERPRET
@@ -81,7 +80,8 @@ def mla_decode_triton(
     elif few_rows is not None:
         launch_few_rows(call, few_rows, dims, arch)
     else:
-        tile = choose_tile(s_q * H, dims, kv_format, arch, rescale, kv_cache.shape[1])
+        aligned = row_alignment(kv_cache) == 16
+        tile = choose_tile(s_q * H, dims, kv_format, arch, rescale, kv_cache.shape[1], aligned)
         launch_decode(call, tile, dims, arch)
     launch_merge(device_plan, out, lse, arch)
 
@@ -111,12 +111,9 @@ def launch_decode(call: DecodeCall, tile: Tile, dims: MlaDims, arch: Arch) -> No
     """One program a row tile and part of the plan."""
     q, kv_cache = joined(call.q), call.kv_cache
     kv_format = cache_format(kv_cache.dtype)
-    if not rows_aligned(kv_cache):
-        tile = unaligned(tile)
-    kv, scale_view, rope_view = kv_cache, kv_cache, kv_cache
-    if kv_format == "fp8":
-        kv = kv_cache.view(torch.uint8)
-    elif kv_format == "fp8_ds_mla":
+    kv = kv_cache.view(torch.uint8) if kv_format == "fp8" else kv_cache
+    scale_view, rope_view = kv, kv
+    if kv_format == "fp8_ds_mla":
         scale_view, rope_view = kv_cache.view(torch.float32), kv_cache.view(torch.bfloat16)
     launch(
         mla_decode_kernel,
@@ -135,7 +132,7 @@ def launch_decode(call: DecodeCall, tile: Tile, dims: MlaDims, arch: Arch) -> No
         q.stride(2),
         kv_cache.stride(0),
         *call.sizes(),
-        **kernel_constants(dims, kv_format, kv_cache.shape[1], kv_cache.stride(1)),
+        **kernel_constants(dims, kv_format, *cache_sizes(kv_cache)),
         **tile_constants(tile, arch, call.rescale, kv_format, q.dtype, kv_cache.shape[1]),
         **call.modes(),
         LOAD_SCALE=isinstance(call.kv_scale, torch.Tensor),
@@ -143,7 +140,14 @@ def launch_decode(call: DecodeCall, tile: Tile, dims: MlaDims, arch: Arch) -> No
     )
 
 
-def kernel_constants(dims: MlaDims, kv_format: str, page: int, row: int) -> dict[str, Any]:
+def cache_sizes(kv_cache: torch.Tensor) -> tuple[int, int, int]:
+    """Tokens of a page, stride and alignment of rows, as kernel_constants takes them."""
+    return kv_cache.shape[1], kv_cache.stride(1), row_alignment(kv_cache)
+
+
+def kernel_constants(
+    dims: MlaDims, kv_format: str, page: int, row: int, align: int
+) -> dict[str, Any]:
     """Compile-time arguments that the cache decides."""
     layout = Fp8DsMlaLayout(dims)
     return {
@@ -155,6 +159,7 @@ def kernel_constants(dims: MlaDims, kv_format: str, page: int, row: int) -> dict
         "GROUP": layout.group_size,
         "SCALE_OFFSET": layout.scale_offset,
         "ROPE_OFFSET": layout.rope_offset,
+        "ALIGN": align,
     }
 
 
@@ -194,10 +199,3 @@ def tile_options(tile: Tile) -> dict[str, int]:
         "num_stages": tile.stages,
         "maxnreg": tile.max_registers,
     }
-
-
-def unaligned(tile: Tile) -> Tile:
-    """The tile for a cache whose rows start anywhere, where the L2 prefetch and asynchronous copies
-    want multiples of 16 bytes. Without copies, stages would not keep K's rope part from the place
-    of P, which wgmma cannot stand (kv_tile.in_registers)."""
-    return replace(tile, prefetch=0, stages=1 if tile.order == "tokens" else tile.stages)

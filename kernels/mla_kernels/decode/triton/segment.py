@@ -48,6 +48,7 @@ def attend(
     GROUP: tl.constexpr,
     SCALE_OFFSET: tl.constexpr,
     ROPE_OFFSET: tl.constexpr,
+    ALIGN: tl.constexpr,
     CAUSAL: tl.constexpr,
     RESCALE: tl.constexpr,
     REFERENCE: tl.constexpr,
@@ -87,7 +88,7 @@ def attend(
         start, rows = tile_rows(table, tile, length, page_stride, BN, PAGE, ROW)
         raw, raw_rope, scale = load_rows(
             kv_ptr, kv_scale_view_ptr, kv_rope_view_ptr, start, rows, length - tile * BN,
-            FORMAT, BN, DV, DR, GROUP, SCALE_OFFSET, ROPE_OFFSET,
+            FORMAT, BN, DV, DR, GROUP, SCALE_OFFSET, ROPE_OFFSET, ALIGN,
         )  # fmt: skip
         latent = latent_operand(
             raw, scale, kv_scale, DTYPE, FORMAT, FP16_DOTS, BN, DV, GROUP, HW_FP8, PIN
@@ -106,7 +107,7 @@ def attend(
             start, rows = tile_rows(table, i, length, page_stride, BN, PAGE, ROW)
             raw, raw_rope, scale = load_rows(
                 kv_ptr, kv_scale_view_ptr, kv_rope_view_ptr, start, rows, length - i * BN,
-                FORMAT, BN, DV, DR, GROUP, SCALE_OFFSET, ROPE_OFFSET,
+                FORMAT, BN, DV, DR, GROUP, SCALE_OFFSET, ROPE_OFFSET, ALIGN,
             )  # fmt: skip
             latent = latent_operand(
                 raw, scale, kv_scale, DTYPE, FORMAT, FP16_DOTS, BN, DV, GROUP, HW_FP8, PIN
@@ -118,7 +119,7 @@ def attend(
             raw, raw_rope, scale = load_rows(
                 kv_ptr, kv_scale_view_ptr, kv_rope_view_ptr, start, rows,
                 length - following * BN,
-                FORMAT, BN, DV, DR, GROUP, SCALE_OFFSET, ROPE_OFFSET,
+                FORMAT, BN, DV, DR, GROUP, SCALE_OFFSET, ROPE_OFFSET, ALIGN,
             )  # fmt: skip
             following = tl.minimum(i + 2, stop - 1)
             start, rows = tile_rows(table, following, length, page_stride, BN, PAGE, ROW)

@@ -59,9 +59,13 @@ def choose_tile(
     arch: Arch,
     rescale: str = "pow2",
     block_size: int = BLOCK_SIZE,
+    aligned: bool = True,
 ) -> Tile:
-    """The tile for `rows` query rows; it has at least tile_rows(rows, arch) rows."""
+    """The tile for `rows` query rows; it has at least tile_rows(rows, arch) rows. `aligned`: cache
+    rows start at multiples of 16 bytes."""
     m = tile_rows(rows, arch)
+    if not aligned:
+        return _unaligned_tile(m, kv_format, arch)
     if arch.tensor_core == "wgmma":
         return _hopper_tile(m, dims, kv_format, rescale, block_size)
     if arch.tensor_core == "mfma":
@@ -74,6 +78,16 @@ def choose_tile(
     if m == 32:
         return Tile(32, 32, warps=8, stages=5 if large else 4)
     return Tile(16, 32, warps=8, stages=7 if large else 4)
+
+
+def _unaligned_tile(m: int, kv_format: str, arch: Arch) -> Tile:
+    """Rows that start anywhere come to registers a few bytes at a time, where more tokens than
+    these spill. No L2 prefetch, which wants multiples of 16 bytes. No tokens on wgmma's M side:
+    without asynchronous copies K's rope part and P, both operands of wgmma, would share a place
+    (kv_tile.in_registers), while P of rows comes from registers."""
+    wgmma = m == 64
+    warps = 4 if arch.tensor_core == "mfma" else 8
+    return Tile(m, 16, warps, stages=1, wgmma=wgmma, carry=kv_format != "float" and not wgmma)
 
 
 def _hopper_tile(m: int, dims: MlaDims, kv_format: str, rescale: str, block_size: int) -> Tile:

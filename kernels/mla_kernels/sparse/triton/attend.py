@@ -50,6 +50,7 @@ def attend_slots(
     GROUP: tl.constexpr,
     SCALE_OFFSET: tl.constexpr,
     ROPE_OFFSET: tl.constexpr,
+    ALIGN: tl.constexpr,
     PARTS: tl.constexpr,
     REFERENCE: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -82,14 +83,14 @@ def attend_slots(
         latent = ()
         for j in tl.static_range(PARTS):
             code, scale = load_part(
-                kv_ptr, kv_scale_view_ptr, row, ok, j, FORMAT, WIDTH, GROUP, SCALE_OFFSET
+                kv_ptr, kv_scale_view_ptr, row, ok, j, FORMAT, WIDTH, GROUP, SCALE_OFFSET, ALIGN
             )
             if FORMAT == "fp8_ds_mla":
                 code = scaled_groups(code, scale, DTYPE, BN, WIDTH, HW_FP8)
             else:
                 code = as_operand(code, kv_scale, FORMAT, DTYPE, FP16_DOTS, HW_FP8)
             latent = appended(latent, code)
-        rope = load_rope(kv_ptr, kv_rope_view_ptr, row, ok, FORMAT, DV, DR, ROPE_OFFSET)
+        rope = load_rope(kv_ptr, kv_rope_view_ptr, row, ok, FORMAT, DV, DR, ROPE_OFFSET, ALIGN)
         rope = as_operand(rope, kv_scale, FORMAT, DTYPE, FP16_DOTS, HW_FP8)
         # Sums that are no dot(acc=), and for wgmma a branch that is always taken, keep Triton from
         # computing the scores in both warpgroups, and P twice: decode/triton/tile_step.py.

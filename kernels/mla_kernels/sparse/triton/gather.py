@@ -3,12 +3,14 @@
 
 FORMAT "float": rows in q's dtype. "fp8": e4m3 bytes. "fp8_ds_mla": kv_ptr, scale_ptr and rope_ptr
 are uint8, fp32 and bf16 views of one cache. page_stride and ROW (a row's stride) are in elements of
-kv_ptr. A slot that names no row is masked: nothing is read for it, and the tile holds zeros.
+kv_ptr; ALIGN is alignment.row_alignment. A slot that names no row is masked: nothing is read for
+it, and the tile holds zeros.
 """
 
 import triton
 import triton.language as tl
 
+from mla_kernels.triton_common.alignment import row_pointers
 from mla_kernels.triton_common.dequantize import SCALED_BF16, SCALED_F16, SCALED_REGS, e4m3_to_f16
 from mla_kernels.triton_common.fp8 import e4m3_to_f32
 from mla_kernels.triton_common.rounding import round_to
@@ -59,6 +61,7 @@ def load_part(
     WIDTH: tl.constexpr,
     GROUP: tl.constexpr,
     SCALE_OFFSET: tl.constexpr,
+    ALIGN: tl.constexpr,
 ):
     """(latent, scale): WIDTH dimensions from part * WIDTH on of each row, as they lie in the cache.
 
@@ -67,13 +70,14 @@ def load_part(
     if FORMAT == "fp8_ds_mla":
         group = part * (WIDTH // GROUP) + tl.arange(0, WIDTH // GROUP)[None, :]
         byte = (group * GROUP)[:, :, None] + tl.arange(0, GROUP)[None, None, :]
-        latent_at = kv_ptr + row[:, None, None] + byte
+        latent_at = row_pointers(kv_ptr, row[:, None, None], ALIGN) + byte
         latent = tl.load(latent_at, mask=ok[:, None, None], other=0)
-        scale_at = scale_ptr + row[:, None] // 4 + (SCALE_OFFSET // 4 + group)
+        scale_at = row_pointers(scale_ptr, row[:, None] // 4, ALIGN) + (SCALE_OFFSET // 4 + group)
         return latent, tl.load(scale_at, mask=ok[:, None], other=0)
     else:
         column = part * WIDTH + tl.arange(0, WIDTH)[None, :]
-        return tl.load(kv_ptr + row[:, None] + column, mask=ok[:, None], other=0), 0.0
+        latent_at = row_pointers(kv_ptr, row[:, None], ALIGN) + column
+        return tl.load(latent_at, mask=ok[:, None], other=0), 0.0
 
 
 @triton.jit
@@ -86,13 +90,14 @@ def load_rope(
     DV: tl.constexpr,
     DR: tl.constexpr,
     ROPE_OFFSET: tl.constexpr,
+    ALIGN: tl.constexpr,
 ):
     """[BN, DR] as it lies in the cache."""
     column = tl.arange(0, DR)[None, :]
     if FORMAT == "fp8_ds_mla":
-        at = rope_ptr + row[:, None] // 2 + (ROPE_OFFSET // 2 + column)
+        at = row_pointers(rope_ptr, row[:, None] // 2, ALIGN) + (ROPE_OFFSET // 2 + column)
     else:
-        at = kv_ptr + row[:, None] + (DV + column)
+        at = row_pointers(kv_ptr, row[:, None], ALIGN) + (DV + column)
     return tl.load(at, mask=ok[:, None], other=0)
 
 

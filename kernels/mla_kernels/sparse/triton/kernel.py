@@ -84,6 +84,7 @@ def mla_sparse_kernel(
     GROUP: tl.constexpr,
     SCALE_OFFSET: tl.constexpr,
     ROPE_OFFSET: tl.constexpr,
+    ALIGN: tl.constexpr,
     LOAD_SCALE: tl.constexpr,
     HAS_LENGTHS: tl.constexpr,
     HAS_SINK: tl.constexpr,
@@ -142,7 +143,7 @@ def mla_sparse_kernel(
             acc, k, l, top = attend_slots(
                 q, q_rope, q_ptr, used_scale, kv_ptr, kv_scale_view_ptr, kv_rope_view_ptr, slots,
                 page_stride, num_slots, cache_scale, start, stop, k, refresh, num_heads,
-                BM, BN, DV, DR, PAGE, ROW, FORMAT, GROUP, SCALE_OFFSET, ROPE_OFFSET,
+                BM, BN, DV, DR, PAGE, ROW, FORMAT, GROUP, SCALE_OFFSET, ROPE_OFFSET, ALIGN,
                 PARTS, REFERENCE, DTYPE, FP16_DOTS, HW_FP8, WGMMA, STAGES, MAX_LOGITS, INTERPRET,
             )  # fmt: skip
             # Through memory: a reduction here makes the compiler spill in the loop above.
@@ -166,7 +167,7 @@ def mla_sparse_kernel(
         acc, k, l, top = attend_slots(
             q, q_rope, q_ptr, used_scale, kv_ptr, kv_scale_view_ptr, kv_rope_view_ptr, slots,
             page_stride, num_slots, cache_scale, start, stop, k, start, num_heads,
-            BM, BN, DV, DR, PAGE, ROW, FORMAT, GROUP, SCALE_OFFSET, ROPE_OFFSET,
+            BM, BN, DV, DR, PAGE, ROW, FORMAT, GROUP, SCALE_OFFSET, ROPE_OFFSET, ALIGN,
             PARTS, REFERENCE, DTYPE, FP16_DOTS, HW_FP8, WGMMA, STAGES, MAX_LOGITS, INTERPRET,
         )  # fmt: skip
         write_program(

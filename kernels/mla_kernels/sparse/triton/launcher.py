@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launching the sparse kernel and its merge. Arguments are checked by `mla_kernels.sparse.api`."""
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from mla_kernels.decode.call import scale_argument
 from mla_kernels.decode.query import first_part, head_dim, joined
 from mla_kernels.decode.rescale import scale_to_log2
 from mla_kernels.decode.triton.few_rows.tiles import FewRowsTile
-from mla_kernels.decode.triton.launcher import check_supported, kernel_constants
+from mla_kernels.decode.triton.launcher import cache_sizes, check_supported, kernel_constants
 from mla_kernels.decode.triton.plan import arch_of
 from mla_kernels.layouts import Fp8DsMlaLayout, MlaDims
 from mla_kernels.sparse.call import SparseCall
@@ -21,7 +20,15 @@ from mla_kernels.sparse.triton.few_rows.launcher import launch_few_rows
 from mla_kernels.sparse.triton.few_rows.tiles import choose_few_rows
 from mla_kernels.sparse.triton.kernel import mla_sparse_kernel
 from mla_kernels.sparse.triton.results import launch_merge
-from mla_kernels.sparse.triton.tiles import Split, Tile, choose_split, choose_tile, fixed_split
+from mla_kernels.sparse.triton.tiles import (
+    Split,
+    Tile,
+    choose_split,
+    choose_tile,
+    fixed_split,
+    unaligned_tile,
+)
+from mla_kernels.triton_common.alignment import row_alignment
 from mla_kernels.triton_common.formats import cache_format
 from mla_kernels.triton_common.launch import launch
 from mla_kernels.triton_common.runtime import INTERPRET
@@ -49,13 +56,16 @@ def mla_sparse_attention_triton(
     if tile is None and few_rows:  # Gluon has no interpreter
         chosen = choose_few_rows(H, dims, kv_format, arch, dtype)
     chosen = chosen or choose_tile(H, kv_format, arch, half=dtype == torch.float16)
+    turns = [call]
     if split is None and deterministic:
         split = fixed_split(K)
-        for part in call.turns(split):
-            launch_and_merge(part, chosen, split, dims, arch)
-        return
+        turns = call.turns(split)
     split = split or choose_split(T, H, K, chosen, device)
-    launch_and_merge(call, chosen, split, dims, arch)
+    if tile is None and row_alignment(call.kv_cache) < 16 and isinstance(chosen, Tile):
+        # Behind the split, so that one workspace does for all caches.
+        chosen = unaligned_tile(H, kv_format, arch)
+    for part in turns:
+        launch_and_merge(part, chosen, split, dims, arch)
 
 
 def launch_and_merge(
@@ -84,13 +94,10 @@ def launch_sparse(
     T, H, K = call.shape
     q, kv_cache = joined(call.q), call.kv_cache
     kv_format = cache_format(kv_cache.dtype)
-    kv, scale_view, rope_view = kv_cache, kv_cache, kv_cache
-    if kv_format == "fp8":
-        kv = kv_cache.view(torch.uint8)
-    elif kv_format == "fp8_ds_mla":
+    kv = kv_cache.view(torch.uint8) if kv_format == "fp8" else kv_cache
+    scale_view, rope_view = kv, kv
+    if kv_format == "fp8_ds_mla":
         scale_view, rope_view = kv_cache.view(torch.float32), kv_cache.view(torch.bfloat16)
-        # A part holds whole groups, and a latent of 256 has two.
-        tile = replace(tile, parts=min(tile.parts, Fp8DsMlaLayout(dims).num_groups))
     launch(
         mla_sparse_kernel,
         (T * triton.cdiv(H, tile.rows), split.splits),
@@ -114,8 +121,8 @@ def launch_sparse(
         K,
         H,
         split.span,
-        **kernel_constants(dims, kv_format, kv_cache.shape[1], kv_cache.stride(1)),
-        **tile_constants(tile, arch, kv_format, q.dtype),
+        **kernel_constants(dims, kv_format, *cache_sizes(kv_cache)),
+        **tile_constants(tile, arch, dims, kv_format, q.dtype),
         **call.modes(split),
         MAX_LOGITS=call.max_logits is not None,
         LOAD_SCALE=isinstance(call.kv_scale, torch.Tensor),
@@ -123,17 +130,22 @@ def launch_sparse(
     )
 
 
-def tile_constants(tile: Tile, arch: Arch, kv_format: str, dtype: torch.dtype) -> dict[str, Any]:
+def tile_constants(
+    tile: Tile, arch: Arch, dims: MlaDims, kv_format: str, dtype: torch.dtype
+) -> dict[str, Any]:
     """Compile-time arguments that the tile and the GPU decide."""
     # fp16 holds every e4m3 value and costs half a conversion instruction. For wgmma a converted q
     # would take the registers.
     fp16_dots = kv_format == "fp8" and not tile.wgmma
     # fp16 weights have no room above the first tile's maximum.
     fixed = not fp16_dots and dtype != torch.float16
+    parts = tile.parts
+    if kv_format == "fp8_ds_mla":  # a part holds whole groups, and a latent of 256 has two
+        parts = min(parts, Fp8DsMlaLayout(dims).num_groups)
     return {
         "BM": tile.rows,
         "BN": tile.tokens,
-        "PARTS": tile.parts,
+        "PARTS": parts,
         "REFERENCE": "first" if fixed else "lazy",
         "FP16_DOTS": fp16_dots,
         "HW_FP8": arch.e4m3_convert and not INTERPRET,

@@ -8,12 +8,13 @@ import torch
 
 from mla_kernels.arch import Arch
 from mla_kernels.decode.triton.launcher import DIMS, kernel_constants
-from mla_kernels.layouts import BLOCK_SIZE, Fp8DsMlaLayout, MlaDims
+from mla_kernels.decode.triton.specs import ALIGNMENTS, aligned_arguments, row_stride
+from mla_kernels.layouts import BLOCK_SIZE, MlaDims
 from mla_kernels.offline.spec import KernelSpec
 from mla_kernels.sparse.triton.kernel import mla_sparse_kernel
 from mla_kernels.sparse.triton.launcher import tile_constants, tile_options
 from mla_kernels.sparse.triton.results import merge_tile, mla_sparse_merge_kernel
-from mla_kernels.sparse.triton.tiles import Tile, choose_tile
+from mla_kernels.sparse.triton.tiles import Tile, choose_tile, unaligned_tile
 
 HEADS = (16, 32, 64)
 SCALARS = ("num_slots", "K", "num_heads", "span")
@@ -22,7 +23,7 @@ CACHE_POINTER = {"float": "bf16", "fp8": "u8", "fp8_ds_mla": "u8"}
 
 
 def specialisations(arch: Arch) -> list[KernelSpec]:
-    return [*_attention(arch), *_merge(arch)]
+    return [*_attention(arch), *_unaligned(arch), *_merge(arch)]
 
 
 def _attention(arch: Arch) -> Iterator[KernelSpec]:
@@ -38,6 +39,21 @@ def _attention(arch: Arch) -> Iterator[KernelSpec]:
         if not (tile.wgmma and kv_format == "fp8_ds_mla"):  # spills one register in its loop
             yield _attention_spec(arch, heads, kv_format, max_logits=True)
         yield _attention_spec(arch, heads, kv_format, page=16)  # flash_mla_sparse_fwd's
+
+
+def _unaligned(arch: Arch) -> Iterator[KernelSpec]:
+    for kv_format, heads in product(CACHE_POINTER, HEADS):
+        if unaligned_tile(heads, kv_format, arch).rows < heads:
+            continue  # served by fewer
+        least, *others = ALIGNMENTS[kv_format]
+        for split in (False, True):
+            yield _attention_spec(arch, heads, kv_format, split=split, align=least)
+        for dims in DIMS[1:]:
+            yield _attention_spec(arch, heads, kv_format, dims, align=least)
+        yield _attention_spec(arch, heads, kv_format, dtype=torch.float16, align=least)
+        yield _attention_spec(arch, heads, kv_format, max_logits=True, align=least)
+        for align in others:
+            yield _attention_spec(arch, heads, kv_format, align=align)
 
 
 def _served_by_fewer(arch: Arch, heads: int, kv_format: str) -> bool:
@@ -59,12 +75,13 @@ def _attention_spec(
     max_logits: bool = False,
     dtype: torch.dtype = torch.bfloat16,
     page: int = BLOCK_SIZE,
-    tile: Tile | None = None,
+    align: int = 16,
 ) -> KernelSpec:
-    tile = tile or choose_tile(heads, kv_format, arch, half=dtype == torch.float16)
+    tile = choose_tile(heads, kv_format, arch, half=dtype == torch.float16)
+    if align < 16:
+        tile = unaligned_tile(heads, kv_format, arch)
     element = "bf16" if dtype == torch.bfloat16 else "fp16"
     cache = element if kv_format == "float" else CACHE_POINTER[kv_format]
-    row = Fp8DsMlaLayout(dims).row_bytes if kv_format == "fp8_ds_mla" else dims.head_dim
     views = ("fp32", "bf16") if kv_format == "fp8_ds_mla" else (cache, cache)
     pointers = {
         "q_ptr": f"*{element}",
@@ -83,6 +100,8 @@ def _attention_spec(
     mode = "split" if split else "max_logits" if max_logits else "whole"
     if page != BLOCK_SIZE:
         mode += f"_page{page}"
+    if align < 16:
+        mode += f"_align{align}"
     return KernelSpec(
         name=f"sparse/{kv_format}/{element}/{dims.kv_lora_rank}+{dims.rope_dim}/m{heads}/{mode}",
         fn=mla_sparse_kernel,
@@ -93,18 +112,18 @@ def _attention_spec(
             **dict.fromkeys((*STRIDES, *SCALARS), "i32"),
         },
         constexprs={
-            **kernel_constants(dims, kv_format, page, row),
-            **tile_constants(tile, arch, kv_format, dtype),
+            **kernel_constants(dims, kv_format, page, row_stride(dims, kv_format, align), align),
+            **tile_constants(tile, arch, dims, kv_format, dtype),
             "LOAD_SCALE": kv_format == "fp8",
             "HAS_LENGTHS": split,
             "HAS_SINK": not split,
             "SPLIT": split,
             "MAX_LOGITS": max_logits,
         },
-        aligned=(*pointers, *STRIDES),
+        aligned=aligned_arguments((*pointers, *STRIDES), align),
         options=tile_options(tile),
         tensor_core="native" if tile.wgmma else "any",
-        quick=heads == 16 and kv_format == "float" and split and dtype == torch.bfloat16,
+        quick=heads == 16 and kv_format == "float" and mode == "split",
     )
 
 

@@ -83,6 +83,15 @@ def choose_tile(heads: int, kv_format: str, arch: Arch, *, half: bool = False) -
     return Tile(16, 32, warps=4, stages=2 if small else 3, per_sm=1 if small else 2)
 
 
+def unaligned_tile(heads: int, kv_format: str, arch: Arch) -> Tile:
+    """The tile for cache rows that do not start at multiples of 16 bytes: they come to registers a
+    few bytes at a time, where more slots than these spill, and conversions by integer operations
+    with more heads."""
+    integer = kv_format != "float" and not arch.e4m3_convert and arch.tensor_core == "mma"
+    rows = 16 if heads <= 16 or integer else 32
+    return Tile(rows, 16, warps=4 if arch.tensor_core == "mfma" else 8, stages=1)
+
+
 def choose_split(T: int, H: int, K: int, tile: Tile | FewRowsTile, device: torch.device) -> Split:
     """How T tokens of H heads and K slots are cut on this device."""
     sms = INTERPRETED_SMS
