@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls the launchers of Gluon kernels on a CPU, where these cannot run, and prints the launches
-that no specification of the offline compiler describes, and kernels that none launched.
+that no specification of the offline compiler describes, and kernels that none launched. Also those
+of Triton kernels with caches whose rows do not start at multiples of 16 bytes.
 
     python recorded_launches.py 90
 
@@ -53,6 +54,12 @@ def type_of(x: Any) -> str:
     return "fp32" if isinstance(x, float) else "i32"
 
 
+def is_multiple_of_16(x: Any) -> bool:
+    """As Triton sees it; what is neither a pointer nor a number differs in type already."""
+    address = x.data_ptr() if isinstance(x, torch.Tensor) else x
+    return not isinstance(address, int) or address % 16 == 0
+
+
 def differences(launch: Launch, spec: KernelSpec) -> list[str]:
     """In what a launch is not the one that `spec` compiles."""
     found = []
@@ -65,6 +72,9 @@ def differences(launch: Launch, spec: KernelSpec) -> list[str]:
                 found.append(f"{name} = {value!r}, compiled {spec.constexprs[name]!r}")
         elif type_of(value) != spec.signature.get(name):
             found.append(f"{name}: {type_of(value)}, compiled {spec.signature.get(name)}")
+    for name in spec.aligned:
+        if not is_multiple_of_16(launch.runtime[name]):
+            found.append(f"{name} is no multiple of 16")
     if launch.options != dict(spec.options):
         found.append(f"options {launch.options}, compiled {dict(spec.options)}")
     return found
@@ -218,16 +228,97 @@ def indexer_calls(arch: Arch) -> Iterator[tuple[str, Any]]:
             yield f"indexer {args}", lambda a=args: call(*a)
 
 
+def unaligned_cache(kv_format: str, dims: MlaDims, dtype: torch.dtype, align: int) -> torch.Tensor:
+    """Whose address, page stride and row stride `align` divides, and nothing larger."""
+    from mla_kernels.decode.triton.specs import row_stride
+
+    like = CACHES[kv_format](dims, dtype)
+    step, row = align // like.element_size(), row_stride(dims, kv_format, align)
+    strides = (64 * row + step, row, 1)
+    return torch.empty(8 * strides[0] + step, dtype=like.dtype).as_strided(
+        like.shape, strides, step
+    )
+
+
+def unaligned_calls(arch: Arch) -> Iterator[tuple[str, Any]]:
+    """Launchers of Triton kernels, with caches whose rows do not start at multiples of 16 bytes."""
+    from mla_kernels.decode.triton.launcher import DIMS, mla_decode_triton
+    from mla_kernels.decode.triton.specs import ALIGNMENTS
+    from mla_kernels.sparse.call import SparseCall
+    from mla_kernels.sparse.triton.launcher import mla_sparse_attention_triton
+    from mla_kernels.sparse.triton.tiles import Split
+
+    def dense(
+        cache, align, rows, dims=DIMS[0], dtype=torch.bfloat16, s_q=1, deterministic=False,
+        rescale="pow2",
+    ):  # fmt: skip
+        shape = 3, s_q, rows // s_q
+        mla_decode_triton(
+            torch.empty(*shape, dims.head_dim, dtype=dtype),
+            unaligned_cache(cache, dims, dtype, align),
+            torch.zeros(3, 4, dtype=torch.int32),
+            torch.ones(3, dtype=torch.int32),
+            scale=0.1,
+            kv_lora_rank=dims.kv_lora_rank,
+            kv_scale=SCALE if cache == "fp8" else None,
+            causal=True,
+            rescale=rescale,
+            plan=None,
+            out=torch.empty(*shape, dims.kv_lora_rank, dtype=dtype),
+            lse=torch.empty(shape),
+            deterministic=deterministic,
+        )
+
+    def sparse(cache, align, heads, dims=DIMS[0], dtype=torch.bfloat16, tokens=600, logits=False):
+        few = tokens == 1
+        mla_sparse_attention_triton(
+            SparseCall(
+                torch.empty(tokens, heads, dims.head_dim, dtype=dtype),
+                unaligned_cache(cache, dims, dtype, align),
+                torch.zeros(tokens, 2048, dtype=torch.int32),
+                torch.empty(tokens, heads, dims.kv_lora_rank, dtype=dtype),
+                torch.empty(tokens, heads),
+                scale=0.1,
+                kv_scale=SCALE if cache == "fp8" else None,
+                lengths=torch.zeros(tokens, dtype=torch.int32) if few else None,
+                sink=None if few else torch.zeros(heads),
+                max_logits=torch.empty(tokens, heads) if logits else None,
+            ),
+            split=Split(4, 512) if few else Split(1, 2048),
+        )
+
+    modes = [*({"dims": dims} for dims in DIMS), {"dtype": torch.float16}]
+    dense_modes = [*modes, {"s_q": 2}, {"deterministic": True}]
+    dense_modes += [{"rescale": rescale} for rescale in ("amla", "flash")]
+    sparse_modes = [*modes, {"tokens": 1}, {"logits": True}]
+    for cache, alignments in ALIGNMENTS.items():
+        for align, rows in itertools.product(alignments, (16, 32, 64, 128)):
+            for function, every in ((dense, dense_modes), (sparse, sparse_modes)):
+                for mode in every if align == alignments[0] else [{}]:
+                    args = (cache, align, rows)
+                    yield (
+                        f"{function.__name__} {args} {mode}",
+                        lambda f=function, a=args, m=mode: f(*a, **m),
+                    )
+
+
 def main() -> int:
     arch, recorder, wrong = ARCHS[int(sys.argv[1])], Recorder(), 0
     in_every_launcher(recorder, arch)
     specs = all_specs(arch)
     unseen = {s.fn.__name__ for s in specs if isinstance(s.fn, GluonJITFunction)}
-    for what, call in itertools.chain(dense_calls(arch), sparse_calls(arch), indexer_calls(arch)):
+    gluon = itertools.chain(dense_calls(arch), sparse_calls(arch), indexer_calls(arch))
+    unaligned = {"mla_decode_kernel", "mla_sparse_kernel"}
+    wanted = [
+        *((call, lambda kernel: isinstance(kernel, GluonJITFunction)) for call in gluon),
+        *((call, lambda kernel: kernel.__name__ in unaligned) for call in unaligned_calls(arch)),
+    ]
+    unseen |= unaligned
+    for (what, call), is_wanted in wanted:
         recorder.launches.clear()
         call()
         for launch in recorder.launches:
-            if not isinstance(launch.kernel, GluonJITFunction):
+            if not is_wanted(launch.kernel):
                 continue  # the interpreter runs these
             near = [differences(launch, s) for s in specs if s.fn is launch.kernel]
             least = min(near, key=len, default=["nothing of it is compiled"])
