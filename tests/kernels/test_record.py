@@ -351,6 +351,7 @@ def test_kinds():
         x.half(),
         x.to("meta"),
         torch.zeros(8 * 16 + 1)[1:].view(8, 16),
+        torch.zeros(8 * 16 + 2)[2:].view(8, 16),  # 8 bytes on, not 4
         torch.nn.Parameter(x),
         None,
         1,

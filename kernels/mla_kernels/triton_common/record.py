@@ -51,7 +51,7 @@ _TEMPORARIES = {torch.empty, Tensor.new_empty}
 
 def kind(x: Any) -> Any:
     """What a call may depend on of an argument: of a tensor all but its contents and its address,
-    of that whether it is a multiple of 16."""
+    of that the place within 16 bytes (alignment.row_alignment)."""
     if isinstance(x, Tensor):
         return type(x), x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16
     if isinstance(x, tuple):
