@@ -112,9 +112,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
     from serve_report import Report
+    from serve_results import markdown, write_pages, write_results
 
     if args.report:
-        Report.read(args.report).write(args.report.parent)
+        write_pages(Report.read(args.report), args.report.with_suffix(""))
         return 0
     from machine import describe_machine
 
@@ -134,8 +135,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         run(args, save)
     finally:
-        report.write(args.results)
-    print(report.markdown())
+        write_results(report, args.results)
+    print(markdown(report))
     return 0
 
 

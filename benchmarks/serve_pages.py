@@ -3,14 +3,12 @@
 
 import statistics
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from load import METRICS, STATISTICS
 from serve_cases import FEWEST, FP8_QUERY, LABELS, OURS, RELEASED_HEADS, Shape, label
+from serve_report import Report
 from step_pages import number
-
-if TYPE_CHECKING:
-    from serve_report import Report
 
 Row = dict[str, Any]
 FEW_LAYERS = 16  # below, a step takes no longer than its host needs with many clients
@@ -22,7 +20,7 @@ COLOURS = {
 }
 
 
-def serve_lines(report: "Report") -> list[str]:
+def serve_lines(report: Report) -> list[str]:
     settings = report.settings
     model = f"the shapes in configs/models/{settings['model']}"
     layers = settings["layers"]
@@ -81,7 +79,7 @@ def serve_lines(report: "Report") -> list[str]:
     return [*lines, "", "Times in milliseconds.", "", *_serve_ratios(report)]
 
 
-def _serve_ratios(report: "Report") -> list[str]:
+def _serve_ratios(report: Report) -> list[str]:
     """Ours over each peer, load by load."""
     groups: dict[tuple[Shape, str, float], dict[str, Row]] = {}
     for row in serve_rows(report):
@@ -115,7 +113,7 @@ def _serve_ratios(report: "Report") -> list[str]:
     return [*lines, "", f"{line}, at least as many in {won} of {len(best)} loads."]
 
 
-def serve_rows(report: "Report") -> list[Row]:
+def serve_rows(report: Report) -> list[Row]:
     return [row for row in report.rows if "output_tok_s" in row]
 
 
@@ -123,7 +121,7 @@ def load_key(row: Row) -> tuple[Shape, str, float]:
     return Shape.parse(row["shape"]), row["loop"], row.get("concurrency") or row.get("rate") or 0
 
 
-def plot_serve(report: "Report", path: Path) -> None:
+def plot_serve(report: Report, path: Path) -> None:
     """Throughput of the GPU against tokens a second that one user sees, a panel per shape."""
     import matplotlib.pyplot as plt
 

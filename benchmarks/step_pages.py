@@ -3,18 +3,16 @@
 
 import statistics
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from serve_cases import FP8_QUERY, LABELS, OURS, label
-
-if TYPE_CHECKING:
-    from serve_report import Report
+from serve_report import Report
 
 Row = dict[str, Any]
 MEANS = {"step_ms": "Whole steps", "gpu_ms": "GPU", "attention_ms": "Attention"}
 
 
-def steps_lines(report: "Report") -> list[str]:
+def steps_lines(report: Report) -> list[str]:
     settings = report.settings
     sparse = settings.get("family") == "v3.2"
     model = settings["model"] if settings["as_is"] else (
@@ -56,7 +54,7 @@ def steps_lines(report: "Report") -> list[str]:
     return lines + _disturbed(report)
 
 
-def _disturbed(report: "Report") -> list[str]:
+def _disturbed(report: Report) -> list[str]:
     """How often the rounds of a case differ."""
     counts: dict[str, list[bool]] = {}
     for row in report.rows:
@@ -70,13 +68,13 @@ def _disturbed(report: "Report") -> list[str]:
     return [f"{line}{', '.join(said)}.", ""]
 
 
-def deepest(report: "Report", heads: int) -> int:
+def deepest(report: Report, heads: int) -> int:
     """Layers of most cases; those of a large cache have fewer."""
     layers = [row.get("layers", 0) for row in report.rows if row.get("heads") == heads]
     return max(layers, default=0)
 
 
-def step_groups(report: "Report", heads: int) -> dict[tuple[int, int], dict[str, Row]]:
+def step_groups(report: Report, heads: int) -> dict[tuple[int, int], dict[str, Row]]:
     groups: dict[tuple[int, int], dict[str, Row]] = {}
     for row in report.rows:
         if row.get("heads") == heads and "step_ms" in row:
@@ -91,7 +89,7 @@ def ratio(rows: dict[str, Row], key: str, ours: str = OURS) -> float | None:
     return min(peers) / mine if peers and mine else None
 
 
-def _steps_table(report: "Report", heads: int) -> list[str]:
+def _steps_table(report: Report, heads: int) -> list[str]:
     groups = step_groups(report, heads)
     names = [name for name in report.backends if any(name in rows for rows in groups.values())]
     head = ["b x context", *(f"{label(name)}: step, GPU, attn" for name in names)]
@@ -125,7 +123,7 @@ def number(value: float | None, digits: int) -> str:
     return "" if value is None else f"{value:.{digits}f}"
 
 
-def plot_steps(report: "Report", path: Path) -> None:
+def plot_steps(report: Report, path: Path) -> None:
     """Step time of the best peer over ours against the context, a line per batch."""
     import matplotlib.pyplot as plt
 

@@ -209,8 +209,9 @@ def step_row(backend, batch, ms, attention):
 
 
 def test_report_of_steps(tmp_path):
-    from serve import parse_arguments
+    from serve import main, parse_arguments
     from serve_report import Report
+    from serve_results import write_results
 
     settings = vars(parse_arguments(["--mode", "steps"])) | {"model": "m", "results": "", "slo": ""}
     settings = {k: v for k, v in settings.items() if isinstance(v, (str, int, float))}
@@ -223,7 +224,7 @@ def test_report_of_steps(tmp_path):
         {"heads": 128, "batch": 8, "context": 65536, "backend": "CUSTOM", "not_run": "no time"},
     ]
     report = Report("steps", "python x", {"gpu": "G"}, settings, rows)
-    report.write(tmp_path)
+    write_results(report, tmp_path)
     page = (tmp_path / "engine_steps.md").read_text()
     assert "| 96 x 16384 | 8.000, 7.200, 4.000 | 10.000, 9.000, 6.000 |" in page
     assert "| 1.25 | 1.25 | 1.50 | 50% |" in page  # FLASHMLA over ours, not TRITON_MLA
@@ -233,31 +234,38 @@ def test_report_of_steps(tmp_path):
     assert "the host's doing: mla-backend 1 of 2, FLASHMLA 1 of 2, TRITON_MLA 0 of 1." in page
     assert "* heads 128 batch 8 context 65536 backend CUSTOM: no time" in page
     assert (tmp_path / "engine_steps.png").stat().st_size > 1000
-    again = Report.read(tmp_path / "engine_steps.json")
-    assert again.markdown() == page
+    # A page that was given another name keeps it when it is rendered again.
+    (tmp_path / "engine_steps.json").rename(tmp_path / "steps_v3.2.json")
+    (tmp_path / "engine_steps.md").write_text("another run")
+    assert main(["--report", str(tmp_path / "steps_v3.2.json")]) == 0
+    assert (tmp_path / "steps_v3.2.md").read_text() == page
+    assert (tmp_path / "steps_v3.2.png").stat().st_size > 1000
+    assert (tmp_path / "engine_steps.md").read_text() == "another run"
 
 
 def test_family_names_model_backends_and_results():
     from serve import parse_arguments
     from serve_report import Report
+    from serve_results import markdown
 
     sparse, dense = (parse_arguments(["--family", name]) for name in ("v3.2", "v3"))
     assert "index_topk" in json.loads((sparse.model / "config.json").read_text())
     assert sparse.backends == ["CUSTOM", "FLASHMLA_SPARSE"] and sparse.heads == [128]
     assert len(dense.backends) == 4 and dense.heads == [128, 16] and dense.batches is None
     report = Report("steps", "", {}, vars(sparse) | {"model": "m"})
-    assert report.stem == "sparse_steps" and "and the indexer" in report.markdown()
-    assert "their share of the MLP" not in report.markdown()
+    assert report.stem == "sparse_steps" and "and the indexer" in markdown(report)
+    assert "their share of the MLP" not in markdown(report)
     few = parse_arguments(["--family", "v3.2", "--heads", "16", "--kv-cache-dtype", "fp8_ds_mla"])
     report = Report("steps", "", {}, vars(few) | {"model": "m"})
     assert report.stem == "sparse_steps_fp8_ds_mla"
-    assert "KV cache dtype fp8_ds_mla; fewer than 128 heads with their share" in report.markdown()
+    assert "KV cache dtype fp8_ds_mla; fewer than 128 heads with their share" in markdown(report)
 
 
 def test_an_fp8_cache_compares_ours_with_and_without_fp8_queries(tmp_path):
     from serve import parse_arguments
     from serve_cases import FP8_BACKENDS, engine_of
     from serve_report import Report
+    from serve_results import markdown
     from serve_steps import token_bytes
 
     args = parse_arguments(["--mode", "steps", "--kv-cache-dtype", "fp8"])
@@ -274,7 +282,7 @@ def test_an_fp8_cache_compares_ours_with_and_without_fp8_queries(tmp_path):
         step_row(name, 96, ms, ms / 2) for name, ms in zip(FP8_BACKENDS, (8, 4, 6, 9), strict=True)
     ]
     report = Report("steps", "python x", {"gpu": "G"}, settings | {"model": "m"}, rows)
-    page = report.markdown()
+    page = markdown(report)
     assert report.stem == "engine_steps_fp8" and "; KV cache dtype fp8." in page
     assert "| 0.75 | 0.75 | 0.75 | 50% |" in page  # FLASHMLA over ours, which is no peer of itself
     assert "Attention, best peer / ours: geometric mean 0.750" in page
@@ -319,6 +327,7 @@ def test_pages_of_bytes_decode_to_numbers():
 def test_report_of_serving(tmp_path):
     from load import METRICS, STATISTICS
     from serve_report import Report
+    from serve_results import write_results
 
     times = {f"{m}_{s}": 10.0 for m in METRICS for s in STATISTICS}
     settings = {"model": "m", "dtype": "bfloat16", "compile": False, "rounds": 3, "layers": 4}
@@ -334,7 +343,7 @@ def test_report_of_serving(tmp_path):
         {"backend": "TRITON_MLA", "loop": "open", "rate": 0.5, "output_tok_s": 66.0, **load}
         | {"itl_p50": 12.5},
     ]
-    Report("serve", "python x", {"gpu": "G"}, settings, rows).write(tmp_path)
+    write_results(Report("serve", "python x", {"gpu": "G"}, settings, rows), tmp_path)
     page = (tmp_path / "serving.md").read_text()
     assert "4 dense layers of DeepSeek-V3's width, 128 heads" in page
     assert "loaded one at a time" in page and "A reduced list of loads" in page
