@@ -193,6 +193,8 @@ def flash_mla_sparse_fwd(
     checks.check_range("number of heads (q.shape[1])", H, 1, MAX_HEADS)
     checks.check_range("d_v", d_v, 1, Dk - 1)
     checks.check_scale(sm_scale, "sm_scale")
+    for name, x in (("kv", kv), ("indices", indices)):
+        checks.check_tensor(name, x)
     _check_beside(q, "kv", kv, ("s_kv", 1, Dk), q.dtype)
     checks.check_range("s_kv (kv.shape[0])", kv.shape[0], 1, 2**31 - 1)
     _check_beside(q, "indices", indices, (s_q, 1, "topk"), torch.int32)

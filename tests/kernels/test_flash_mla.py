@@ -291,6 +291,8 @@ def test_an_empty_batch(lengths):
     ("change", "message"),
     [
         ({"kv": torch.zeros(0, 1, 576).bfloat16()}, r"s_kv \(kv.shape\[0\]\) in 1.*got 0"),
+        ({"kv": None}, "kv to be a tensor, got NoneType"),
+        ({"indices": None}, "indices to be a tensor, got NoneType"),
         ({"indices": torch.zeros(5, 1, 8).long()}, "indices.dtype in .*int32.*got torch.int64"),
         ({"indices": torch.zeros(4, 1, 8).int()}, r"indices of shape \[5, 1, topk\], got \[4"),
         ({"kv": torch.zeros(96, 576).bfloat16()}, r"kv of shape \[s_kv, 1, 576\], got \[96, 576\]"),
