@@ -99,7 +99,8 @@ class MlaCpuPlatform(CpuPlatform):
         """vLLM's own adaptation; with our backend selected, without the parts that fight it.
 
         Raises RuntimeError for a vLLM outside the supported range, ValueError for a model
-        without MLA, a KV cache dtype or a block size that the kernels do not take.
+        without MLA, a KV cache dtype or a block size that the kernels do not take, and decode
+        context parallelism.
         """
         model = vllm_config.model_config
         if model is None or not _selected(vllm_config):
@@ -111,6 +112,9 @@ class MlaCpuPlatform(CpuPlatform):
         kv_cache_dtype = vllm_config.cache_config.cache_dtype
         if kv_cache_dtype not in support.KV_CACHE_DTYPES:
             raise RefusalError(support.kv_cache_dtype_reason(kv_cache_dtype))
+        if vllm_config.parallel_config.decode_context_parallel_size > 1:
+            # vLLM before 0.28 does not ask the class of a layer, and would start.
+            raise RefusalError(f"on a CPU, {support.dcp_reason()}")
         asked = _Asked.read(vllm_config)
         # Else vLLM warns that it overrides the block size, which is put back right after.
         vllm_config.cache_config.user_specified_block_size = False

@@ -77,25 +77,22 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MlaMetadata]):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, MlaMetadata)
-        # Under DCP the ranks of a group gather their heads.
-        heads = self.num_heads * self.dcp_world_size
+        layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
+        # The layers' own: those of a draft model may be others than the model's, which vLLM 0.26
+        # counts here. Under DCP the ranks of a group gather their heads.
+        heads = layer.impl.num_heads * self.dcp_world_size
         speculative = vllm_config.speculative_config
+        drafts = speculative.num_speculative_tokens if speculative is not None else 0
         self._most_s_q = self.reorder_batch_threshold
-        support.refuse_step_shape(
-            heads,
-            self._most_s_q,
-            dcp=self.dcp_world_size,
-            drafts=speculative.num_speculative_tokens if speculative is not None else 0,
-        )
+        support.refuse_step_shape(heads, self._most_s_q, dcp=self.dcp_world_size, drafts=drafts)
         support.refuse_microbatches(
-            self._most_s_q,
+            1 + drafts,  # of a graph; parallel drafting raises the threshold further
             vllm_config.parallel_config.num_ubatches,
             microbatched_graphs(vllm_config),
         )
         self._on_cpu = self.device.type == "cpu"
         if self._on_cpu:
             compat.skip_chunked_context_metadata()
-        layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
         kernel = layer.impl.decode_kernel
         self._step_check: StepCheck | None = None
         if envs.get("MLA_BACKEND_CHECK"):

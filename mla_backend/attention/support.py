@@ -72,6 +72,18 @@ def refuse_sparse_dcp(heads: int, *, dcp: int, drafts: int, on_cpu: bool) -> Non
     refuse_heads(heads)
 
 
+def refuse_hisparse(vllm_config: Any) -> None:
+    """ValueError where newer versions of vLLM shall keep the caches of sparse layers in the host's
+    memory. Their selection does not ask a backend, and fails later on an assertion."""
+    attention = getattr(vllm_config, "attention_config", None)
+    if getattr(attention, "hisparse_config", None) is not None:
+        raise RefusalError(
+            "mla-backend does not support HiSparse (KV caches in the memory of the host). Mend: "
+            "leave hisparse_config out of --attention-config and HiSparseConnector out of "
+            "--kv-transfer-config"
+        )
+
+
 def is_compute_capability_served(capability: tuple[int, int]) -> bool:
     return capability[0] in COMPUTE_GENERATIONS or envs.get("MLA_BACKEND_IMPL") in SLOW_IMPLS
 
@@ -120,6 +132,12 @@ def refuse_step_shape(heads: int, query_len: int, *, dcp: int = 1, drafts: int =
             "out --speculative-config"
         )
     refuse_heads(heads)
+    if query_len > MAX_QUERY_LEN and drafts and query_len > 1 + drafts:
+        raise RefusalError(
+            f"{drafts} speculative tokens with parallel drafting, for which vLLM makes room for "
+            f"{query_len} query tokens a request; the decode kernels take {MAX_QUERY_LEN}, so at "
+            f"most {(MAX_QUERY_LEN - 1) // 2}. Mend: lower num_speculative_tokens"
+        )
     if query_len > MAX_QUERY_LEN:
         raise RefusalError(
             f"{query_len - 1} speculative tokens; the decode kernels take {MAX_QUERY_LEN} query "
@@ -250,8 +268,8 @@ def combination_reasons(config: dict[str, Any]) -> list[str]:
     reasons = []
     if config["device_capability"] is None and config.get("use_dcp"):
         reasons.append(f"on a CPU, {dcp_reason()}")
-    if config["device_capability"] is not None and envs.get("MLA_BACKEND_IMPL") not in SLOW_IMPLS:
-        reasons += _gpu_reasons(dtype)
+    if config["device_capability"] is not None:
+        reasons += _gpu_reasons(dtype, config["use_sparse"])
     if kv_cache_dtype in ("float16", "bfloat16") and kv_cache_dtype != dtype:
         reasons.append(
             f"KV cache dtype {kv_cache_dtype} with model dtype {dtype}; they must agree. "
@@ -265,11 +283,15 @@ def combination_reasons(config: dict[str, Any]) -> list[str]:
     return reasons
 
 
-def _gpu_reasons(dtype: str) -> list[str]:
+def _gpu_reasons(dtype: str, sparse: bool) -> list[str]:
+    # Of dense layers torch would compute decode tokens alone: prompts are vLLM's, which has no
+    # prefill backend for other dtypes.
+    by_torch = sparse and envs.get("MLA_BACKEND_IMPL") in SLOW_IMPLS
     reasons = []
-    if dtype in DTYPES and dtype not in GPU_DTYPES:
+    if dtype in DTYPES and dtype not in GPU_DTYPES and not by_torch:
+        slow = ", or MLA_BACKEND_IMPL=torch, which is slow" if sparse else ""
         reasons.append(
             f"model dtype {dtype} on a GPU, whose kernels take {' and '.join(GPU_DTYPES)}. "
-            "Mend: --dtype bfloat16, or MLA_BACKEND_IMPL=torch, which is slow"
+            f"Mend: --dtype bfloat16{slow}"
         )
     return reasons

@@ -46,6 +46,24 @@ def test_a_gpu_takes(changes):
     assert reasons(DeviceCapability(9, 0), **changes) == []
 
 
+@pytest.mark.parametrize("impl", ["auto", "torch"])
+def test_fp32_on_a_gpu_is_for_sparse_layers_in_torch(monkeypatch, impl):
+    """vLLM, whose prompts those of dense layers are, has no prefill in fp32."""
+    from mla_backend.attention.sparse.backend import SparseMlaBackend
+
+    monkeypatch.setenv("MLA_BACKEND_IMPL", impl)
+    words = "model dtype float32 on a GPU, whose kernels take float16 and bfloat16. Mend: --dtype "
+    gpu = DeviceCapability(9, 0)
+    assert reasons(gpu, dtype=torch.float32) == [f"{words}bfloat16"]
+    layer = AttentionSelectorConfig(
+        head_size=576, dtype=torch.float32, kv_cache_dtype="auto", block_size=64, use_mla=True,
+        use_sparse=True,
+    )  # fmt: skip
+    found = SparseMlaBackend.validate_configuration(device_capability=gpu, **layer._asdict())
+    slow = f"{words}bfloat16, or MLA_BACKEND_IMPL=torch, which is slow"
+    assert found == ([] if impl == "torch" else [slow])
+
+
 @pytest.fixture
 def fp8_query(monkeypatch):
     monkeypatch.setenv("MLA_BACKEND_FP8_QUERY", "1")
@@ -219,6 +237,19 @@ def test_steps_that_no_kernel_takes_are_refused_at_start_up(shape, message):
         support.refuse_step_shape(*shape)
 
 
+def test_drafts_in_parallel_are_refused_by_the_number_that_was_asked_for():
+    """vLLM's first model runner then counts on 1 + 2 n query tokens a request."""
+    support.refuse_step_shape(16, 7, drafts=3)
+    with pytest.raises(
+        ValueError,
+        match=r"^4 speculative tokens with parallel drafting, .* 9 query tokens a request; the "
+        r"decode kernels take 8, so at most 3\. Mend: lower num_speculative_tokens",
+    ):
+        support.refuse_step_shape(16, 9, drafts=4)
+    with pytest.raises(ValueError, match=r"^8 speculative tokens; the decode kernels take 8"):
+        support.refuse_step_shape(16, 9, drafts=8)
+
+
 def test_drafts_under_context_parallelism_are_refused():
     support.refuse_step_shape(128, 1, dcp=2)
     with pytest.raises(ValueError, match="3 speculative tokens with decode context parallelism"):
@@ -246,6 +277,8 @@ def microbatched(mode, **parallel):
         **parallel,
     }
     compilation = {"cudagraph_mode": mode, "cudagraph_capture_sizes": [8, 32, 40]}
+    layer = SimpleNamespace(impl=SimpleNamespace(num_heads=16))
+    compilation["static_forward_context"] = {"layer": layer}
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**parallel),
         compilation_config=SimpleNamespace(**compilation),
@@ -263,14 +296,48 @@ def test_graphs_that_are_captured_in_microbatches():
     assert graphs(CUDAGraphMode.PIECEWISE) == graphs(CUDAGraphMode.NONE) == graphs(None) == []
 
 
-def test_an_engine_whose_microbatches_would_cut_a_request_does_not_start(monkeypatch):
-    def common(self, *args):
-        self.num_heads, self.dcp_world_size, self.reorder_batch_threshold = 16, 1, 3
+def build(monkeypatch, config, threshold=1, num_heads=16):
+    """A builder of one layer, for which vLLM counts on `threshold` query tokens a request and, as
+    0.26 does, on the heads of the main model."""
+
+    def common(self, kv_cache_spec, layer_names, vllm_config, device, metadata_cls):
+        self.num_heads, self.dcp_world_size, self.device = num_heads, 1, device
+        self.reorder_batch_threshold = threshold
 
     monkeypatch.setattr(MLACommonMetadataBuilder, "__init__", common)
+    return MlaMetadataBuilder(None, ["layer"], config, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("threshold", [3, 5])
+def test_an_engine_whose_microbatches_would_cut_a_request_does_not_start(monkeypatch, threshold):
+    """Graphs have 1 + 2 tokens a request; with parallel drafting vLLM's threshold is 1 + 2 * 2."""
     config = microbatched(CUDAGraphMode.FULL_DECODE_ONLY)
-    with pytest.raises(ValueError, match="CUDA graphs of 32, 40 tokens"):
-        MlaMetadataBuilder(None, ["layer"], config, torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"with 2 speculative tokens and .* of 32, 40 tokens"):
+        build(monkeypatch, config, threshold)
+
+
+def test_plans_have_the_heads_of_the_layers(monkeypatch):
+    """A draft model that is MLA too may have fewer heads than the main model."""
+    monkeypatch.setenv("MLA_BACKEND_IMPL", "torch")
+    kernel = DecodeKernel.choose(MlaDims(), torch.bfloat16, "auto", torch.device("cpu"))
+    layer = SimpleNamespace(impl=SimpleNamespace(num_heads=16, decode_kernel=kernel))
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(
+            static_forward_context={"layer": layer},
+            cudagraph_mode=CUDAGraphMode.NONE,
+            max_cudagraph_capture_size=0,
+        ),
+        parallel_config=SimpleNamespace(
+            use_ubatching=False, num_ubatches=1, decode_context_parallel_size=1
+        ),
+        speculative_config=None,
+        scheduler_config=SimpleNamespace(max_num_seqs=4),
+        model_config=SimpleNamespace(max_model_len=256),
+        cache_config=SimpleNamespace(block_size=64),
+    )
+    builder = build(monkeypatch, config, num_heads=128)
+    plan = builder._plans.for_step(torch.tensor([5, 70], dtype=torch.int32), 1)
+    assert plan.num_heads == 16
 
 
 def test_warm_up_covers_every_specialisation():

@@ -42,6 +42,13 @@ def test_kv_cache_dtype(start_up, demo_checkpoint, dtype):
         start_up(demo_checkpoint("v3"), kv_cache_dtype=dtype)
 
 
+@pytest.mark.parametrize("family", ["v3", "v3.2"])
+def test_context_parallelism_before_any_layer_is_there(start_up, demo_checkpoint, family):
+    """vLLM before 0.28 does not ask the class of a layer about it."""
+    with pytest.raises(ValueError, match=r"on a CPU, decode context parallelism\. Mend: --decode"):
+        start_up(demo_checkpoint(family), tensor_parallel_size=2, decode_context_parallel_size=2)
+
+
 def test_fp8_queries_on_a_cpu(monkeypatch):
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum

@@ -225,6 +225,30 @@ def test_indexer_that_the_kernels_do_not_take(monkeypatch, changes, words):
         make_impl(monkeypatch, indexer=fake_indexer(**changes))
 
 
+def test_contexts_that_the_top_k_of_a_gpu_does_not_take(monkeypatch):
+    from vllm.model_executor.models import deepseek_v2
+
+    from mla_backend.attention.sparse.indexer import take_over
+    from mla_backend.attention.sparse.indexer_backend import IndexerBackend
+
+    monkeypatch.setattr(deepseek_v2, "per_token_group_quant_fp8", None)  # put back afterwards
+    config = fake_config()
+    config.model_config.max_model_len = 2**20 + 1
+    gpu = torch.device("meta")
+
+    def take(impl, device):
+        take_over(fake_indexer(), impl, IndexerBackend, config, device)
+
+    with pytest.raises(
+        ValueError, match=r"max_model_len 1048577 .* among 1048576 tokens .* Mend: lower --max-mod"
+    ):
+        take("auto", gpu)
+    take("torch", gpu)  # torch takes any
+    take("auto", torch.device("cpu"))
+    config.model_config.max_model_len = 2**20
+    take("auto", gpu)
+
+
 SWITCH = "MLA_BACKEND_SPARSE_DCP"
 EXPERIMENT = (
     "sparse attention with decode context parallelism is an experiment that hung where many "
@@ -307,6 +331,17 @@ def test_vllm_hears_that_context_parallelism_is_refused(monkeypatch):
 def test_layer_options_are_refused(monkeypatch, name, value):
     with pytest.raises(ValueError, match=f"{name}={value}"):
         make_impl(monkeypatch, **{name: value})
+
+
+def test_caches_in_the_memory_of_the_host_are_refused(monkeypatch):
+    config = fake_config()
+    config.attention_config = types.SimpleNamespace(hisparse_config=None)
+    make_impl(monkeypatch, config=config)
+    config.attention_config.hisparse_config = types.SimpleNamespace()
+    with pytest.raises(
+        ValueError, match=r"HiSparse \(KV caches .* Mend: leave hisparse_config out"
+    ):
+        make_impl(monkeypatch, config=config)
 
 
 def choose_kernel(device, cache=torch.bfloat16, heads=16):

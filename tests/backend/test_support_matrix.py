@@ -66,7 +66,7 @@ def test_a_gpu_refuses_what_only_torch_computes(monkeypatch):
     from mla_backend.attention import support
 
     config = {"device_capability": DeviceCapability(9, 0), "kv_cache_dtype": "auto"}
-    config |= {"dtype": torch.float32, "head_size": 320}
+    config |= {"dtype": torch.float32, "head_size": 576, "use_sparse": True}
     (fp32,) = support.combination_reasons(config)
     assert "model dtype float32 on a GPU" in fp32 and "Mend: --dtype bfloat16" in fp32
     monkeypatch.setenv("MLA_BACKEND_IMPL", "torch")

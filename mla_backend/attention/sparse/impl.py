@@ -55,6 +55,7 @@ class SparseMlaImpl(CacheWrites, MLAAttentionImpl[SparseMetadata]):
     ) -> None:
         support.refuse_layer_options(alibi_slopes, sliding_window, logits_soft_cap, attn_type)
         vllm_config = get_current_vllm_config()
+        support.refuse_hisparse(vllm_config)
         self._on_cpu = current_platform.is_cpu()
         dcp = vllm_config.parallel_config.decode_context_parallel_size
         speculative = vllm_config.speculative_config

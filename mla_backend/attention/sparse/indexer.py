@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from mla_kernels.indexer.api import HEAD_DIM, MAX_HEADS
 from mla_kernels.topk.api import MAX_K
+from mla_kernels.topk.plan import MAX_WIDTH
 from vllm.forward_context import get_forward_context
 from vllm.utils.torch_utils import direct_register_custom_op
 
@@ -53,6 +54,13 @@ def take_over(
             )
     name = indexer.k_cache.prefix
     max_blocks = compat.block_table_width(vllm_config, support.BLOCK_SIZE, sparse=True)
+    by_kernel = device.type != "cpu" and impl not in support.SLOW_IMPLS
+    if by_kernel and max_blocks * support.BLOCK_SIZE > MAX_WIDTH:
+        raise RefusalError(
+            f"max_model_len {vllm_config.model_config.max_model_len} with sparse attention, whose "
+            f"indexer's kernels choose among {MAX_WIDTH} tokens of a request at most. Mend: lower "
+            "--max-model-len"
+        )
     LAYERS[name] = IndexerLayer(
         heads=indexer.n_head,
         dtype=torch.get_default_dtype(),  # the model's, while vLLM builds it
