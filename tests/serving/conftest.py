@@ -75,6 +75,10 @@ def make_vllm_app(events):
 
         return StreamingResponse(chunks(), media_type="text/event-stream")
 
+    @app.post("/v1/wait")
+    async def wait():
+        await app.state.release.wait()
+
     @app.post("/v1/fail")
     async def fail(how: str):
         if how == "detail":

@@ -116,6 +116,26 @@ def test_the_drain_is_bounded(stand):
     asyncio.run(run())
 
 
+def test_what_the_end_of_the_drain_cuts_short_is_a_503(stand, openai_error, capfd):
+    async def run():
+        async with Running(stand, drain_timeout=0.3) as r:
+            stream = await r.stream()
+            waiting = asyncio.create_task(r.client.post("/v1/wait"))
+            while r.stand.gate.running < 2:
+                await asyncio.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGTERM)
+            answer = await waiting
+            assert openai_error(answer)["code"] == 503
+            assert "retry-after" in answer.headers
+            with pytest.raises(httpx.RemoteProtocolError):
+                await stream
+            assert await r.task == 0
+            assert r.stand.gate.running == 0
+
+    asyncio.run(run())
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_a_second_signal_ends_at_once(stand, monkeypatch):
     async def run():
         async with Running(stand) as r:

@@ -68,6 +68,34 @@ def test_empty_values(parser, given, said):
         _refuse_empty(args)
 
 
+def test_what_is_given_empty_is_not_vllms_default(demo_checkpoint, monkeypatch):
+    """vLLM would listen on every address, and compute with its own attention."""
+    from mla_serving.server import args as server_args
+    from mla_serving.server.layers import read_layers
+
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    monkeypatch.setattr(server_args.toolchain, "compile_obstacle", lambda: None)
+    given = [str(demo_checkpoint("v3")), "--attention-backend", ""]
+    args = server_args.parse(read_layers(given, {"MLA_SERVE_HOST": ""}))
+    assert args.host == "127.0.0.1"
+    assert getattr(args.attention_backend, "name", args.attention_backend) == "CUSTOM"
+    args = server_args.parse(read_layers([*given, "--host", "0.0.0.0"], {}))
+    assert args.host == "0.0.0.0"
+
+
+@pytest.mark.parametrize("key", ["schl\u00fcssel", "secret\r", " secret", "a\tb"])
+def test_keys_that_no_client_can_send(parser, monkeypatch, key):
+    from mla_serving.server.args import _parse, _refuse_odd_keys
+
+    with pytest.raises(ValueError, match=r"^--api-key cannot be sent") as refused:
+        _refuse_odd_keys(_parse(parser, ["m", "--api-key", "good", key]))
+    assert key.strip() not in str(refused.value)
+    monkeypatch.setenv("VLLM_API_KEY", key)
+    with pytest.raises(ValueError, match=r"^VLLM_API_KEY cannot be sent"):
+        _refuse_odd_keys(_parse(parser, ["m"]))
+    _refuse_odd_keys(_parse(parser, ["m", "--api-key", "good one"]))
+
+
 def test_a_path_that_is_not_there(tmp_path):
     from mla_serving.server.args import _refuse_missing_path
 

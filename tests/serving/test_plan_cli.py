@@ -57,6 +57,7 @@ def test_text(capsys):
         (["--gpus", "1", "--gpu-memory-utilization", "nan"], "above 0 and up to 1, got nan"),
         (["--gpus", "1", "--gpu-memory-gib", "nan"], "--gpu-memory-gib above 0, got nan"),
         (["--gpus", "1", "--gpu-memory-gib", "inf"], "--gpu-memory-gib above 0, got inf"),
+        (["--model", "", "--gpus", "1"], "--model is empty"),
         (["--gpus", "1", "--reserve-gib", "-1"], "--reserve-gib of 0 or more, got -1"),
         (["--gpus", "1", "--reserve-gib", "nan"], "--reserve-gib of 0 or more, got nan"),
         (["--gpus", "1", "--model", "/no/such"], "/no/such: no such file"),

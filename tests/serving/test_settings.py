@@ -125,6 +125,27 @@ def test_bad_yaml_names_its_source(tmp_path):
         read_layers([], {"MLA_SERVE_API_KEY": "[a"}).arguments(OPTIONS)
 
 
+def test_a_file_that_is_no_text_is_named(tmp_path):
+    path = tmp_path / "settings.yaml"
+    path.write_bytes(b"port: 1 # \xff\n")
+    with pytest.raises(ValueError, match=f"^{path}: not UTF-8"):
+        read_layers(["--config", str(path)], {})
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ"),
+    [
+        (["--config", ""], {}),
+        (["--config="], {"MLA_SERVE_CONFIG": "x.yaml"}),
+        ([], {"MLA_SERVE_CONFIG": ""}),
+    ],
+)
+def test_an_empty_name_is_not_no_file(argv, environ):
+    """The file may be where the API key is."""
+    with pytest.raises(ValueError, match=r"\(MLA_SERVE_CONFIG\) is empty"):
+        read_layers(argv, environ)
+
+
 def test_unknown_settings_are_named(tmp_path):
     with pytest.raises(ValueError, match="MLA_SERVE_PROT: there is no option --prot"):
         read_layers([], {"MLA_SERVE_PROT": "1"}).arguments(OPTIONS)
@@ -193,6 +214,13 @@ def test_cpu_kv_cache(available, weights, expected):
     assert environment.kv_cache_gib(available * GIB, weights * GIB) == expected
     if expected > 8:
         assert environment.kv_cache_gib(available * GIB, weights * GIB, 8) == expected // 8
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (1, 0)])
+def test_cpu_kv_cache_leaves_it_to_vllm_to_refuse_no_ranks(ranks, tmp_path):
+    environ = {}
+    environment.set_cpu_kv_cache(str(tmp_path), *ranks, environ=environ)
+    assert int(environ["VLLM_CPU_KVCACHE_SPACE"]) >= 1
 
 
 @pytest.mark.parametrize(

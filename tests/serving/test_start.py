@@ -11,7 +11,7 @@ import pydantic
 import pytest
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
-from mla_serving.server import run
+from mla_serving.server import run, warmup
 from mla_serving.server.progress import Progress
 
 from mla_backend.start_up import RefusalError
@@ -91,6 +91,19 @@ def test_an_engine_that_dies_in_the_first_answer(monkeypatch):
     )  # fmt: skip
     with pytest.raises(RuntimeError, match=r"first answer failed: .*EngineDeadError"):
         asyncio.run(run._serve(args, None, Progress()))
+
+
+def test_the_first_answer_uses_what_a_user_may_be_the_first_to_use():
+    app, asked = FastAPI(), []
+
+    @app.post("/v1/completions")
+    async def completions(body: dict):
+        asked.append(body)
+
+    asyncio.run(warmup.first_answer(app, "demo", 64, []))
+    (body,) = asked
+    assert body["logprobs"] == 0  # several seconds of vLLM's the first time
+    assert len(body["prompt"]) == 8 and body["max_tokens"] == 4
 
 
 class Config(pydantic.BaseModel):

@@ -135,6 +135,8 @@ def load(model: str, weight_bits: int | None = None) -> MlaModel:
 
     OSError if there is no such config, ValueError if it describes no MLA model.
     """
+    if not model:  # a shell's "$VARIABLE" that is not set; as a path it would be this directory
+        raise FileNotFoundError("--model is empty; expected a path, or a name on the Hub")
     path = Path(model)
     if path.is_dir():
         path = path / "config.json"

@@ -3,7 +3,8 @@
 
 import asyncio
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mla_serving.server.errors import error_response
 from mla_serving.server.paths import route_path
@@ -46,7 +47,8 @@ class Gate:
 
 
 class Admission:
-    """ASGI middleware before the Gate: 503 while it drains, 429 when it is full."""
+    """ASGI middleware before the Gate: 503 while it drains and for what that cuts short, 429 when
+    it is full."""
 
     def __init__(self, app: ASGIApp, gate: Gate) -> None:
         self.app = app
@@ -58,8 +60,7 @@ class Admission:
             return await self.app(scope, receive, send)
         refusal = None
         if gate.draining:
-            headers = {"Retry-After": "5", "Connection": "close"}
-            refusal = error_response(503, "The server is shutting down.", headers)
+            refusal = _stopping()
         elif gate.limit and gate.running >= gate.limit and scope.get("method") == "POST":
             text = f"Too many requests: {gate.limit} are running (--mla-max-requests)."
             refusal = error_response(429, text, {"Retry-After": "1"})
@@ -68,8 +69,26 @@ class Admission:
             if scope["type"] == "websocket":
                 return await send({"type": "websocket.close", "code": 1013})
             return await refusal(scope, receive, send)
+        started = False
+
+        async def send_noted(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
         gate.enter()
         try:
-            await self.app(scope, receive, send)
+            await self.app(scope, receive, send_noted)
+        except asyncio.CancelledError:
+            # uvicorn cancels what outlives the drain, and would answer 500 and log a traceback.
+            if not gate.draining or scope["type"] != "http":
+                raise
+            if not started:
+                await _stopping()(scope, receive, send)
         finally:
             gate.leave()
+
+
+def _stopping() -> Response:
+    headers = {"Retry-After": "5", "Connection": "close"}
+    return error_response(503, "The server is shutting down.", headers)

@@ -118,9 +118,11 @@ def parse(layers: Layers) -> Namespace:
     args = _parse(parser, given)
     _refuse_other_launchers(args)
     _refuse_empty(args)
+    _refuse_odd_keys(args)
     _refuse_missing_path(args.model)
     _refuse_missing_certificate(args)
     defaults: list[str] = []
+    unset: list[str] = []  # behind what was given: vLLM reads "" as None, which would undo these
     demo = args.model is None
     if demo:
         args.model = str(demo_model_path(args.mla_demo))
@@ -130,7 +132,7 @@ def parse(layers: Layers) -> Namespace:
         # Else vLLM takes the prompt format of DeepSeek-V3.2's release from the model's type.
         defaults += ["--tokenizer-mode", "hf"]
     if args.host is None and args.uds is None:
-        defaults += ["--host", DEFAULT_HOST]
+        unset += ["--host", DEFAULT_HOST]
     if args.worker_extension_cls == "":
         defaults += ["--worker-extension-cls", WORKER_EXTENSION_CLASS]
     if vllm_api.is_cpu():
@@ -142,8 +144,8 @@ def parse(layers: Layers) -> Namespace:
             defaults.append("--enforce-eager")
         elif demo:
             defaults.append("--enforce-eager")  # a minute of compilation for a model to try out
-    defaults += _attention_defaults(args)
-    args = _parse(parser, _merge(defaults, given))
+    unset += _attention_defaults(args)
+    args = _parse(parser, [*_merge(defaults, given), *unset])
     vllm_api.validate_parsed_serve_args(args)
     return args
 
@@ -182,6 +184,16 @@ def _refuse_empty(args: Namespace) -> None:
         raise ValueError("the model's name is empty; to serve the demo model leave it out")
     if args.api_key is not None and not all(args.api_key):
         raise ValueError("--api-key is empty; to serve without a key leave it out")
+
+
+def _refuse_odd_keys(args: Namespace) -> None:
+    """Keys that no client can send in a header. They are secret: not repeated here."""
+    for key in vllm_api.api_keys(args):
+        if not (key.isascii() and key.isprintable()) or key != key.strip():
+            name = "--api-key" if args.api_key else "VLLM_API_KEY"
+            raise ValueError(
+                f"{name} cannot be sent in a header; expected printable ASCII, no spaces around it"
+            )
 
 
 def _refuse_missing_path(model: str | None) -> None:

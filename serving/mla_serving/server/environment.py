@@ -68,7 +68,7 @@ def set_cpu_kv_cache(
     if environ.get("VLLM_CPU_KVCACHE_SPACE"):
         return
     weights = sum(f.stat().st_size for f in Path(model).glob("*.safetensors"))
-    workers = tensor_parallel * data_parallel
+    workers = max(1, tensor_parallel * data_parallel)  # vLLM refuses 0 by its option's name
     gib = kv_cache_gib(available_bytes(), weights * data_parallel, workers)
     environ["VLLM_CPU_KVCACHE_SPACE"] = str(gib)
 

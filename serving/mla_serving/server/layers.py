@@ -82,7 +82,8 @@ class Layers:
 def read_layers(argv: list[str], environ: Mapping[str, str]) -> Layers:
     """The sources named by a command line (--config) and an environment (MLA_SERVE_CONFIG).
 
-    Raises OSError for a config file that cannot be read, ValueError for one that is no mapping.
+    Raises OSError for a config file that cannot be read, ValueError for one that is no mapping or
+    has an empty name.
     """
     named, rest = _scan("--config", argv)
     environment = {
@@ -90,9 +91,11 @@ def read_layers(argv: list[str], environ: Mapping[str, str]) -> Layers:
         for name, value in environ.items()
         if name.startswith(ENV_PREFIX)
     }
-    path = named or environment.get("config")
-    environment.pop("config", None)
-    content = _yaml(path, Path(path).read_text()) if path else None
+    in_environment = environment.pop("config", None)
+    path = in_environment if named is None else named
+    if path == "":  # a shell's "$VARIABLE" that is not set
+        raise ValueError("--config (MLA_SERVE_CONFIG) is empty; to serve without one leave it out")
+    content = _read_yaml(path) if path else None
     if content is not None and not isinstance(content, dict):
         raise ValueError(f"{path}: expected a mapping of option names to values")
     return Layers(content or {}, environment, tuple(rest))
@@ -104,6 +107,14 @@ def _scan(option: str, argv: Sequence[str]) -> tuple[str | None, list[str]]:
     scan.add_argument(option, dest="value")
     known, rest = scan.parse_known_args(argv)
     return known.value, rest
+
+
+def _read_yaml(path: str) -> Any:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8: {error}") from None
+    return _yaml(path, text)
 
 
 def _yaml(source: str, text: str) -> Any:

@@ -15,7 +15,15 @@ async def first_answer(app: ASGIApp, model: str, max_model_len: int, keys: list[
     """
     new_tokens = min(_NEW_TOKENS, max_model_len - 1)
     prompt = list(range(min(_PROMPT_TOKENS, max_model_len - new_tokens)))
-    body = {"model": model, "prompt": prompt, "max_tokens": new_tokens, "ignore_eos": True}
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": new_tokens,
+        "ignore_eos": True,
+        # vLLM compiles a part of these at their first use, and answers nobody meanwhile. 0, the
+        # chosen token's alone, is within any --max-logprobs.
+        "logprobs": 0,
+    }
     headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(
