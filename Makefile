@@ -31,7 +31,8 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 .PHONY: help setup serve test test-gpu test-fast bench lint lint-kernels clean distclean
 
 help: ## this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | column -t -s '|'
+	@sed -nE 's/^([a-z-]+):.*## /\1|/p' $(MAKEFILE_LIST) | \
+	    while IFS='|' read -r target what; do printf '  make %-13s %s\n' "$$target" "$$what"; done
 	@echo
 	@echo "  Variables of serve: MODEL=name-or-path (default: a demo model), FAMILY=v2-lite|v3|v3.2|v3-default-rope,"
 	@echo "  HOST, PORT, DTYPE, ARGS='more options of mla-backend serve'. For all: PYTHON, DEVICE=cpu|cuda."
@@ -72,6 +73,8 @@ distclean: clean ## remove .venv too
 	rm -rf $(VENV)
 
 $(BIN)/python:
+	@if [[ -e $(RUNTIME) ]]; then \
+	    echo "the Python that $(VENV) was set up with is gone; run: make distclean, then again" >&2; exit 1; fi
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
 	    { echo "Python 3.11 or newer is needed and '$(PYTHON)' is not: make PYTHON=python3.12 ..." >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
@@ -80,6 +83,7 @@ $(BIN)/python:
 
 $(VENV)/.installed-cpu: pyproject.toml | $(BIN)/python
 	@$(call refuse_other,cuda)
+	@$(ensure_pip)
 	@$(BIN)/python -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || \
 	    { echo "vLLM on a CPU needs libnuma: apt install libnuma1 (or dnf install numactl-libs)" >&2; exit 1; }
 	@echo "Installing $(TORCH_CPU) and vLLM into $(VENV) (once; about 3 GB on disk)"
@@ -92,6 +96,7 @@ $(VENV)/.installed-cpu: pyproject.toml | $(BIN)/python
 
 $(VENV)/.installed-cuda: pyproject.toml | $(BIN)/python
 	@$(call refuse_other,cpu)
+	@$(ensure_pip)
 	$(BIN)/pip install -e ".[cuda]"
 	@touch $@
 
@@ -104,3 +109,5 @@ define refuse_other
 if [[ -e $(VENV)/.installed-$(1) ]]; then \
     echo "$(VENV) was set up for $(1); for $(DEVICE) run: make distclean, then again" >&2; exit 1; fi
 endef
+# A set-up that was killed at its start leaves a Python without pip.
+ensure_pip = [[ -e $(BIN)/pip ]] || $(BIN)/python -m ensurepip --default-pip

@@ -34,7 +34,7 @@ def _auto_or_count(most: int) -> Callable[[str], int | None]:
     def parse(text: str) -> int | None:
         if text == "auto":
             return None
-        if not text.isdigit() or int(text) > most:
+        if not text.isdecimal() or int(text) > most:
             raise ValueError(f"expected one of auto or 0 to {most}")
         return int(text)
 

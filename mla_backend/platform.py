@@ -99,14 +99,15 @@ class MlaCpuPlatform(CpuPlatform):
         """vLLM's own adaptation; with our backend selected, without the parts that fight it.
 
         Raises RuntimeError for a vLLM outside the supported range, ValueError for a model
-        without MLA, a KV cache dtype or a block size that the kernels do not take, and decode
-        context parallelism.
+        without MLA, a KV cache dtype or a block size that the kernels do not take, decode context
+        parallelism, and a setting that does not parse.
         """
         model = vllm_config.model_config
         if model is None or not _selected(vllm_config):
             super().check_and_update_config(vllm_config)
             return
         compat.require_supported_vllm()
+        envs.get("MLA_BACKEND_CPU_PLATFORM")  # our entry point let a wrong value pass
         if not model.use_mla:
             raise RefusalError(support.not_mla_reason(model.architecture))
         kv_cache_dtype = vllm_config.cache_config.cache_dtype

@@ -70,8 +70,12 @@ def cpu_platform() -> str | None:
     Returns None on any accelerator, on a CPU platform that is not the plain one (Zen), and with
     MLA_BACKEND_CPU_PLATFORM=0.
     """
-    if not envs.get("MLA_BACKEND_CPU_PLATFORM"):
-        return None
+    try:
+        if not envs.get("MLA_BACKEND_CPU_PLATFORM"):
+            return None
+    except ValueError:
+        # vLLM would drop this and let its own attention answer; the platform refuses it instead.
+        logger.debug("MLA_BACKEND_CPU_PLATFORM has no value", exc_info=True)
     from vllm import platforms
 
     for name, detect in platforms.builtin_platform_plugins.items():

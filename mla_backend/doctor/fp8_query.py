@@ -13,7 +13,7 @@ def asked_for(facts: Facts) -> Result:
     """Judges devices and settings; the rest is known when an engine starts."""
 
     def setting(name: str) -> str:
-        return facts.environ.get(name, envs.ENV_VARS[name].default)
+        return facts.environ.get(name) or envs.ENV_VARS[name].default
 
     try:
         asked = envs.ENV_VARS[fp8_query.VARIABLE].parse(setting(fp8_query.VARIABLE))

@@ -22,7 +22,7 @@ def results(facts: Facts) -> list[Result]:
         module = sys.modules[getattr(mla_kernels, op).__module__]
         available = getattr(module, "AVAILABLE", None)
         if available is not None:
-            asked = facts.environ.get("MLA_BACKEND_IMPL", "auto") if op == _DECODE else "auto"
+            asked = (op == _DECODE and facts.environ.get("MLA_BACKEND_IMPL")) or "auto"
             shown.append(choice(op, asked, available, "cuda" if facts.gpus else "cpu"))
     return shown
 

@@ -3,14 +3,15 @@
 
 from pathlib import Path
 
-from mla_kernels import versions
 from packaging.requirements import Requirement
 
-from mla_backend import compat
+from mla_backend import compat, envs
 from mla_backend.doctor.facts import Facts
 from mla_backend.doctor.report import Result
 
 OLDEST_PYTHON = (3, 11)
+# PyPI has no CPU builds; the Makefile names the same index.
+_CPU_INDEX = "--extra-index-url https://download.pytorch.org/whl/cpu"
 
 
 def python(facts: Facts) -> Result:
@@ -35,14 +36,25 @@ def vllm(facts: Facts) -> Result:
         mend = "both are the package `vllm`: uninstall both, then install one"
         return Result("vllm", "fail", found, mend)
     if facts.vllm is None:
-        mend = 'pip install "mla-backend[cuda]" or, without a GPU, "mla-backend[cpu]"'
+        mend = f'pip install "mla-backend[cuda]" or, without a GPU, "mla-backend[cpu]" {_CPU_INDEX}'
         return Result("vllm", "fail", "vLLM is not installed", mend)
     found = f"vLLM {facts.vllm}"
     version = compat.parse_version(facts.vllm)
     if version is None or not compat.OLDEST <= version <= compat.NEWEST:
         mend = f"install a vLLM from {compat.RANGE_TEXT}"
-        return Result("vllm", "fail", f"{found}, outside {compat.RANGE_TEXT}", mend)
+        found = f"{found}, outside {compat.RANGE_TEXT}"
+        if _untested_is_allowed(facts):
+            found = f"{found}; used all the same (MLA_BACKEND_ALLOW_UNTESTED_VLLM)"
+            return Result("vllm", "warn", found, mend)
+        return Result("vllm", "fail", found, mend)
     return Result("vllm", "ok", f"{found} (supported: {compat.RANGE_TEXT})")
+
+
+def _untested_is_allowed(facts: Facts) -> bool:
+    try:
+        return bool(envs.get("MLA_BACKEND_ALLOW_UNTESTED_VLLM", facts.environ))
+    except ValueError:  # what `settings` says
+        return False
 
 
 def torch(facts: Facts) -> Result:
@@ -56,8 +68,7 @@ def torch(facts: Facts) -> Result:
 
 
 def _install_torch(wanted: str) -> str:
-    # PyPI has no CPU builds; the Makefile names the same index.
-    index = " --extra-index-url https://download.pytorch.org/whl/cpu" if "+cpu" in wanted else ""
+    index = f" {_CPU_INDEX}" if "+cpu" in wanted else ""
     return f'pip install "{wanted}"{index}'
 
 
@@ -77,12 +88,16 @@ def triton(facts: Facts) -> Result:
         return Result("triton", "fail", "triton is not installed", "pip install triton")
     if version is None:
         return Result("triton", "ok", "not installed; not needed without a GPU")
+    if not facts.gpus:
+        return Result("triton", "ok", f"triton {version}")
+    from mla_kernels import versions  # needs torch, which is there where GPUs are seen
+
     numbers = compat.parse_version(version)
     oldest, newest = ("{}.{}".format(*v) for v in (versions.OLDEST_TRITON, versions.NEWEST_TRITON))
-    if facts.gpus and (numbers is None or numbers < versions.OLDEST_TRITON):
+    if numbers is None or numbers < versions.OLDEST_TRITON:
         mend = f"install a torch that brings triton {oldest} or newer"
         return Result("triton", "fail", f"triton {version}, older than {oldest}", mend)
-    if facts.gpus and numbers is not None and numbers > versions.NEWEST_TRITON:
+    if numbers > versions.NEWEST_TRITON:
         found = f"triton {version}: the kernels were compiled with {oldest} to {newest} only"
         mend = "if a kernel does not compile, MLA_BACKEND_IMPL=triton avoids those for Hopper"
         return Result("triton", "warn", found, mend)

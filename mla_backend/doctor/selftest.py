@@ -14,12 +14,16 @@ _MEND = "do not serve with it: report the output of `mla-backend doctor --json -
 
 def run() -> list[Result]:
     """One result for each op and implementation; an exception counts as a failure."""
-    import torch
-    from mla_kernels.cache import api as cache
-    from mla_kernels.decode import api as decode
-    from mla_kernels.indexer import api as indexer
-    from mla_kernels.sparse import choice as sparse
-    from mla_kernels.topk import api as topk
+    try:
+        import torch
+        from mla_kernels.cache import api as cache
+        from mla_kernels.decode import api as decode
+        from mla_kernels.indexer import api as indexer
+        from mla_kernels.sparse import choice as sparse
+        from mla_kernels.topk import api as topk
+    except Exception as error:
+        found = f"{type(error).__name__}: {error}"
+        return [Result("selftest", "fail", found, "mend the import it names")]
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shown = []

@@ -87,7 +87,7 @@ def _demo_model(args: argparse.Namespace) -> int:
             path = demo_model_path(args.family)
         else:
             path = make_demo_model(args.family, args.out)
-    except (ImportError, OSError, ValueError) as error:
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
         print(f"mla-backend demo-model: {error}", file=sys.stderr)
         return 1
     print(path)
@@ -101,7 +101,9 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _version(args: argparse.Namespace) -> int:
-    print(f"mla-backend {importlib.metadata.version('mla-backend')}")
+    from mla_backend import __version__  # also where it is importable but not installed
+
+    print(f"mla-backend {__version__}")
     print(f"python {platform.python_version()}")
     for name in _PACKAGES:
         try:

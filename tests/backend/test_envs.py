@@ -31,6 +31,7 @@ def test_bool(monkeypatch, text, value):
         ("MLA_BACKEND_FP8_QUERY", "e4m3"),
         ("MLA_BACKEND_EXTEND_TOKENS", "513"),
         ("MLA_BACKEND_EXTEND_TOKENS", "-1"),
+        ("MLA_BACKEND_EXTEND_TOKENS", "²"),
     ],
 )
 def test_a_bad_value_is_named(monkeypatch, name, text):

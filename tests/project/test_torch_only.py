@@ -52,3 +52,23 @@ def test_commands(tmp_path, args, status, said):
     assert "Traceback" not in done.stderr
     assert done.returncode == status
     assert said in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["doctor"], "fail  mla_kernels "),
+        (["doctor", "--selftest"], "fail  selftest "),
+        (["plan", "--model", "m", "--gpus", "1"], "mla-backend plan: "),
+        (["serve"], "`mla-backend doctor` says how to mend it"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_commands_without_torch(args, said):
+    """`pip install .` into an empty environment: the doctor is who says what to install."""
+    done = run(
+        "sys.modules['torch'] = None\nfrom mla_serving.cli import main\nsys.exit(main())", *args
+    )
+    assert "Traceback" not in done.stderr
+    assert done.returncode == 1
+    assert said in done.stdout + done.stderr

@@ -40,12 +40,14 @@ def make_demo_model(
     if any(out_dir.iterdir()):
         raise ValueError(f"out_dir {out_dir} is not empty; give a new or empty directory")
 
-    from safetensors.torch import save_file  # torch takes seconds to import: not for --help
+    from safetensors.torch import save  # torch takes seconds to import: not for --help
 
     from mla_serving.demo_model.weights import make_weights
 
     write_tokenizer(out_dir)
-    save_file(make_weights(config, seed), out_dir / "model.safetensors", metadata={"format": "pt"})
+    # Not `save_file`: it keeps the file from other users, and a full disk is no OSError.
+    weights = save(make_weights(config, seed), metadata={"format": "pt"})
+    (out_dir / "model.safetensors").write_bytes(weights)
     _write_json(out_dir / "config.json", config)
     tokens = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     _write_json(out_dir / "generation_config.json", tokens)

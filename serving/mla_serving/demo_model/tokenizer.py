@@ -45,7 +45,9 @@ def write_tokenizer(out_dir: Path) -> None:
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", special_tokens=[(BOS, SPECIAL_TOKENS.index(BOS))]
     )
-    tokenizer.save(str(out_dir / "tokenizer.json"))
+    # Not `save`: a full disk is no OSError there.
+    text = tokenizer.to_str(pretty=True)
+    (out_dir / "tokenizer.json").write_text(text, encoding="utf-8")
 
     special = {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD}
     settings = special | {

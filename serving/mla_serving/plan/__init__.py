@@ -21,11 +21,11 @@ def add_options(parser: ArgumentParser) -> None:
 
 def main(args: Namespace) -> int:
     """Print the plan; 0 if the weights and the load asked for fit, 1 if not or if it failed."""
-    from mla_serving.plan import cost, report
-
     try:
+        from mla_serving.plan import cost, report  # with torch, for the kernels' layouts
+
         plan = cost.make(options.read(args))
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         print(f"mla-backend plan: {error}", file=sys.stderr)
         return 1
     print(report.as_json(plan) if args.json else report.as_text(plan))
