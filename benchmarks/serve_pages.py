@@ -35,6 +35,7 @@ def serve_lines(report: Report) -> list[str]:
         "all servers hold their share of the GPU's memory from the start and are loaded one at a "
         "time, so while one is measured the others do nothing; "
     )
+    open_loops = f"Open loops: {settings['open_requests']} requests, Poisson arrivals. "
     few_layers = (
         " So few layers make steps of a few milliseconds: with many clients the HTTP server and "
         "the load generator, which are Python, take as long as the GPU."
@@ -48,7 +49,7 @@ def serve_lines(report: Report) -> list[str]:
         f"{together if settings['together'] else ''}loaded by `vllm bench serve` with random "
         "prompts, the same for every backend, at temperature 1. "
         f"Closed loops: {settings['rounds']} requests a client, {FEWEST} in all at least. "
-        f"Open loops: {settings['open_requests']} requests, Poisson arrivals. "
+        f"{open_loops if any(row.get('loop') == 'open' for row in report.rows) else ''}"
         f"Goodput: requests a second within {settings['slo']}, in milliseconds. "
         "Prefill is vLLM's own in every row."
         f"{few_layers if not settings['as_is'] and layers < FEW_LAYERS else ''}",

@@ -327,7 +327,7 @@ def test_pages_of_bytes_decode_to_numbers():
 def test_report_of_serving(tmp_path):
     from load import METRICS, STATISTICS
     from serve_report import Report
-    from serve_results import write_results
+    from serve_results import markdown, write_results
 
     times = {f"{m}_{s}": 10.0 for m in METRICS for s in STATISTICS}
     settings = {"model": "m", "dtype": "bfloat16", "compile": False, "rounds": 3, "layers": 4}
@@ -345,6 +345,9 @@ def test_report_of_serving(tmp_path):
     ]
     write_results(Report("serve", "python x", {"gpu": "G"}, settings, rows), tmp_path)
     page = (tmp_path / "serving.md").read_text()
+    assert "Open loops: 5 requests, Poisson arrivals. Goodput" in page
+    closed = [row for row in rows if row.get("loop") != "open"]
+    assert "Open loops" not in markdown(Report("serve", "", {}, settings, closed))
     assert "4 dense layers of DeepSeek-V3's width, 128 heads" in page
     assert "loaded one at a time" in page and "A reduced list of loads" in page
     assert "| mla-backend | 100.0% | 40 |" in page
