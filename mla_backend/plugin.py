@@ -75,7 +75,7 @@ def cpu_platform() -> str | None:
             return None
     except ValueError:
         # vLLM would drop this and let its own attention answer; the platform refuses it instead.
-        logger.debug("MLA_BACKEND_CPU_PLATFORM has no value", exc_info=True)
+        logger.debug("MLA_BACKEND_CPU_PLATFORM does not parse", exc_info=True)
     from vllm import platforms
 
     for name, detect in platforms.builtin_platform_plugins.items():
