@@ -96,7 +96,14 @@ def test_amd_gets_no_option_of_nvidia(kernel, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "7.0")
     for _ in range(2):  # and Triton looks at every call
         call(kernel, torch.zeros(64), launch_pdl=False, maxnreg=255)
-    assert [named for *_, named in kernel.through_triton] == [{"BLOCK": 64, "num_warps": 4}] * 2
+    expected = {"BLOCK": 64, "num_warps": 4, "enable_fp_fusion": True}
+    assert [named for *_, named in kernel.through_triton] == [expected] * 2
+
+
+def test_products_are_fused_whatever_triton_prefers(kernel):
+    call(kernel, torch.zeros(64))
+    ((_, _, named),) = kernel.through_triton
+    assert named["enable_fp_fusion"] is True
 
 
 def test_another_device_has_its_own(kernel, monkeypatch):

@@ -22,6 +22,9 @@ _READY: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 # Kernels and descriptor layouts whose id() is in a key, so that they stay alive.
 _ALIVE: dict[int, Any] = {}
 _LARGEST_INT32 = 2**31
+# Of every kernel, as they are tested: Triton's own default is an environment variable's
+# (TRITON_DEFAULT_FP_FUSION), and 3.9 announces that it will change.
+ALWAYS = {"enable_fp_fusion": True}
 # Options that AMD's compiler does not know; both ask for speed alone.
 NVIDIA_OPTIONS = frozenset({"maxnreg", "launch_pdl"})
 
@@ -39,7 +42,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **named: Any) -> None
     record = recording()
     if not isinstance(kernel, JITFunction) or torch.version.hip is not None:
         # The interpreter, or AMD, where Triton looks at more of a tensor.
-        kernel[grid](*args, **{k: v for k, v in named.items() if k not in NVIDIA_OPTIONS})
+        named = {k: v for k, v in named.items() if k not in NVIDIA_OPTIONS}
+        kernel[grid](*args, **ALWAYS, **named)
         if record is not None:
             record.spoil()
         return
@@ -59,7 +63,7 @@ def _launch(
     key = (id(kernel), device, *map(_kind, args), *named, *named.values())
     ready = _READY.get(key)
     if ready is None:
-        compiled = kernel[grid](*args, **named)
+        compiled = kernel[grid](*args, **ALWAYS, **named)
         behind = list(kernel.signature.parameters.values())[len(args) :]
         rest = tuple(named.get(p.name, p.default) for p in behind)
         _READY[key] = (compiled, rest)
