@@ -70,6 +70,11 @@ def check_last_contiguous(name: str, x: torch.Tensor) -> None:
         )
 
 
+def check_contiguous(name: str, x: torch.Tensor) -> None:
+    if not x.is_contiguous():
+        raise ValueError(f"Expected a contiguous {name}, got strides {x.stride()}")
+
+
 def check_aligned(name: str, x: torch.Tensor, *dims: int) -> None:
     """Address and strides in multiples of 4 bytes: kernels read fp32 scales among the bytes."""
     strides = [x.stride(dim) * x.element_size() for dim in dims]

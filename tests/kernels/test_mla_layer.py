@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`mla_layer` against a plain layer in fp32 that rebuilds every key and value."""
 
+import dataclasses
+
 import pytest
 import torch
 from mla_kernels import mla_layer, plan_mla_decode
@@ -151,6 +153,14 @@ def good_arguments():
     }
 
 
+def transposed(name):
+    """Buffers of which one lies the other way round."""
+    buffers = MlaLayerBuffers.allocate(CONFIG, 2, dtype=torch.float32, device="cpu")
+    shape = getattr(buffers, name).shape
+    other = torch.empty(shape[::-1]).permute(*range(len(shape))[::-1])
+    return dataclasses.replace(buffers, **{name: other})
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -173,6 +183,10 @@ def good_arguments():
         (
             {"buffers": MlaLayerBuffers.allocate(CONFIG, 2, dtype=torch.half, device="cpu")},
             r"buffers.down.dtype in .*float32.*got torch.float16",
+        ),
+        *(
+            ({"buffers": transposed(name)}, rf"contiguous buffers\.{name}, got strides")
+            for name in ("down", "q_up", "q", "latent", "lse", "v", "out")
         ),
         ({"seq_lens": torch.tensor([17, 3]).int()}, r"seq_lens\[0\] in 0\.\.16 .*got 17"),
         ({"seq_lens": torch.tensor([-1, 3]).int()}, r"seq_lens\[0\] in 0\.\.16 .*got -1"),

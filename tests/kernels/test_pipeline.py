@@ -5,6 +5,7 @@ import itertools
 import random
 from fractions import Fraction
 
+import numpy as np
 import pytest
 from mla_kernels.pipeline import Chain, Cycle, fewest_preloads, plan_cycle, simulate
 from mla_kernels.pipeline.chain import CUBE, VECTOR
@@ -221,9 +222,17 @@ def test_bad_cycles_and_counts():
     with pytest.raises(ValueError, match="no cycle with C1 -> V1, V1 -> C2, C2 -> V2"):
         Cycle(Chain.of([1] * 4), (2, 1), (1, 2), frozenset({0, 1, 2}))
     for blocks in (0, 1.5, None):
-        with pytest.raises(ValueError, match=f"at least 1 and whole, got {blocks}"):
+        with pytest.raises(ValueError, match=rf"blocks in 1\.\.\d+, got {blocks}"):
             simulate(plan_cycle([1, 1]), blocks)
+    with pytest.raises(ValueError, match=r"finite numbers >= 0, got 10{400}$"):
+        plan_cycle([10**400])
     with pytest.raises(ValueError, match="a list of numbers, got 5"):
         plan_cycle(5)
     with pytest.raises(ValueError, match="at most 4 pairs, got 5"):
         fewest_preloads([1] * 10)
+
+
+def test_numbers_of_any_kind():
+    """As numpy gives them."""
+    assert Chain.of([np.float32(1.5), np.int64(2)]) == Chain.of([1.5, 2])
+    assert simulate(plan_cycle([1, 1]), np.int64(3)).blocks == 3

@@ -45,8 +45,10 @@ def test_fewest(capsys):
     ("argv", "message"),
     [
         (["1", "-2"], "finite numbers"),
-        (["1", "2", "--blocks", "0"], "blocks must be at least 1"),
-        (["1", "2", "--width", "5"], "width must be at least 20"),
+        (["1", "2", "--blocks", "0"], "blocks in 1..2147483647, got 0"),
+        (["1", "2", "--width", "5"], "width in 20..10000, got 5"),
+        (["1e308"] * 4, "too large"),
+        (["1", "2", "--png", "/nowhere/x.png"], "No such file"),
         (["1"] * 10 + ["--fewest"], "at most 4 pairs"),
     ],
 )

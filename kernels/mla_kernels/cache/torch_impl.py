@@ -71,7 +71,7 @@ def to_e4m3(x: torch.Tensor) -> torch.Tensor:
 
 def _fp8_ds_mla_rows(kv_c: torch.Tensor, k_pe: torch.Tensor) -> torch.Tensor:
     groups = kv_c.float().unflatten(-1, (-1, Fp8DsMlaLayout.group_size))
-    amax = groups.abs().amax(-1)
+    amax = groups.abs().masked_fill(groups.isnan(), 0.0).amax(-1)
     # By a tensor: on a GPU, torch divides by a Python number through its rounded reciprocal.
     scales = (amax / torch.full_like(amax, E4M3_MAX)).clamp(min=MIN_GROUP_SCALE)
     codes = to_e4m3(groups / scales[..., None]).flatten(-2)

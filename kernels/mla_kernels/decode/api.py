@@ -66,10 +66,12 @@ def mla_decode(
     kv_scale      float8_e4m3fn caches only: value = e4m3 * kv_scale; a number, or fp32 with one
                   element on the device
     q_scale       float8_e4m3fn q only: value = e4m3 * q_scale; as kv_scale, None = 1
-    causal        query j sees keys below seq_len - s_q + 1 + j; else all of the request's
+    causal        query j sees keys below seq_len - s_q + 1 + j; else all of the request's. Rows
+                  that any query of a request sees must be finite: a NaN in one may reach them all
     rescale       "pow2" (default; numerics.py), "amla" (the paper's Algorithm 2), "flash"
     impl          "auto", "hopper", "triton", "torch", "reference"
-    plan          from `plan_mla_decode` (same shape and mode); made and thrown away if None
+    plan          from `plan_mla_decode`, of this shape and mode, made or updated from these
+                  seq_lens (from others results are wrong); made and thrown away if None
     out, lse      contiguous, as returned below: written in place if given
     deterministic a request's result is the same bits alone and in any batch
     validate      also check the contents of block_table and seq_lens, which reads the device. On a

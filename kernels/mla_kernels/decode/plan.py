@@ -81,8 +81,7 @@ class MlaDecodePlan:
         """A plan for fewer requests in the same buffers, to be updated before use. Only the one
         updated last is valid: engines keep one plan for their largest batch and narrow it.
         """
-        if not 1 <= num_requests <= self.num_requests:
-            raise ValueError(f"Expected 1 to {self.num_requests} requests, got {num_requests}")
+        checks.check_range("num_requests", num_requests, 1, self.num_requests)
         device_plan = self.device_plan
         if device_plan is not None:
             requests = device_plan.requests[:num_requests]

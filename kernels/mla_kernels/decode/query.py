@@ -87,7 +87,7 @@ def joined(q: Query) -> torch.Tensor:
     if isinstance(q, torch.Tensor):
         return q
     latent, rope = (part.flatten(0, -3) for part in q)
-    return join_query(latent, rope).view(*q[0].shape[:-1], -1)
+    return join_query(latent, rope).view(*q[0].shape[:-1], head_dim(q))
 
 
 def both_parts(q: Query, kv_lora_rank: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -56,7 +56,10 @@ def mla_decode_torch(
         blocks = tile_tokens // kv_cache.shape[1]
         block_table = pad(block_table, (0, -block_table.shape[1] % blocks))
     requests = zip(*(x.split(1) for x in (q, block_table, seq_lens)), strict=True)
-    alone = [attend(a, kv_cache, table, n, tile_tokens, **named) for a, table, n in requests]
+    # A copy has an address of its own: torch's products of fp32 depend on where q's rows start.
+    alone = [
+        attend(a.clone(), kv_cache, table, n, tile_tokens, **named) for a, table, n in requests
+    ]
     outs, lses = zip(*alone, strict=True)
     return torch.cat(outs), torch.cat(lses)
 

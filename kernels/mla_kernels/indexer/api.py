@@ -157,7 +157,7 @@ def indexer_topk(
             hopper=choice.impl == "hopper",
         )
     if choice.impl == "reference":
-        scores = indexer_scores_reference(*args, request_ids=request_ids)
+        scores = indexer_scores_reference(*args, request_ids=request_ids).float()
         chosen = exact_topk_reference(scores, k, lengths=lengths)
     else:
         scores = indexer_scores_torch(*args, request_ids=request_ids)

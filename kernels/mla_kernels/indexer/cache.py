@@ -75,6 +75,7 @@ def quantise_keys(k: torch.Tensor, scale_format: str) -> tuple[torch.Tensor, tor
     return codes.view(torch.uint8).masked_fill_(nan, 0x7F), scales
 
 
+@torch.no_grad()
 def write_indexer_cache_torch(
     k: torch.Tensor, k_cache: torch.Tensor, slot_mapping: torch.Tensor, *, scale_format: str
 ) -> None:

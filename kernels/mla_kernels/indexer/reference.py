@@ -3,6 +3,7 @@
 
 import torch
 
+from mla_kernels.checks import check_range
 from mla_kernels.layouts import IndexerLayout
 
 
@@ -17,6 +18,7 @@ def page_keys(k_cache: torch.Tensor, page: int) -> torch.Tensor:
     return codes.view(layout.block_size, layout.head_dim) * scales[:, None]
 
 
+@torch.no_grad()
 def indexer_scores_reference(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -36,6 +38,8 @@ def indexer_scores_reference(
         if n <= 0 or request < 0:
             continue
         pages = block_table[request, : -(-n // block)].tolist()
+        for page in pages:
+            check_range("block_table entries", page, 0, len(k_cache) - 1)
         keys = torch.cat([page_keys(k_cache, page) for page in pages])[:n]
         dots = keys @ q[t].double().T
         scores[t, :n] = torch.relu(dots) @ weights[t].double()

@@ -19,6 +19,7 @@ MAX_ELEMENTS = 2**22
 _NAN_AS_NUMBER = 480.0
 
 
+@torch.no_grad()
 def indexer_scores_torch(
     q: torch.Tensor,
     k_cache: torch.Tensor,

@@ -87,8 +87,7 @@ def _check(x: torch.Tensor, weights: MlaLayerWeights, table: torch.Tensor) -> in
     checks.check_dtype("x", x, (weights.out.dtype,))
     checks.check_shape("table", table, ("positions", c.rope_dim))
     checks.check_dtype("table", table, (torch.float32,))
-    if not table.is_contiguous():
-        raise ValueError(f"Expected a contiguous rope table, got strides {table.stride()}")
+    checks.check_contiguous("rope table", table)
     for name, tensor in (("weights", weights.out), ("table", table)):
         checks.check_device(name, tensor, x.device)
     return x.shape[0]

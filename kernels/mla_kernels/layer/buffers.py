@@ -50,12 +50,13 @@ class MlaLayerBuffers:
         )
 
     def check_fits(self, config: MlaLayerConfig, x: torch.Tensor) -> None:
-        """ValueError unless they were allocated for this layer and a batch like x."""
+        """ValueError unless they are as `allocate` makes them for this layer and a batch like x."""
         for name, shape in _shapes(config, x.shape[0]).items():
             buffer = getattr(self, name)
             checks.check_shape(f"buffers.{name}", buffer, shape)
             checks.check_dtype(f"buffers.{name}", buffer, (_dtype(name, x.dtype),))
             checks.check_device(f"buffers.{name}", buffer, x.device)
+            checks.check_contiguous(f"buffers.{name}", buffer)
 
 
 def _dtype(name: str, dtype: torch.dtype) -> torch.dtype:

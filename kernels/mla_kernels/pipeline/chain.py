@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
-from numbers import Real
+from numbers import Rational, Real
 
 CUBE, VECTOR = 0, 1
 UNITS = ("cube", "vector")
@@ -31,11 +31,12 @@ class Chain:
             raise ValueError(f"durations must be a list of numbers, got {durations!r}")
         times = list(durations)
         for time in times:
-            if not isinstance(time, Real) or not math.isfinite(time) or time < 0:
+            if not isinstance(time, Real) or not _finite(time) or time < 0:
                 raise ValueError(f"durations must be finite numbers >= 0, got {time!r}")
         if not any(times):
             raise ValueError(f"durations need at least one above 0, got {times}")
-        return cls(tuple(map(Fraction, times)) + (Fraction(0),) * (len(times) % 2))
+        exact = [Fraction(t if isinstance(t, Rational) else float(t)) for t in times]
+        return cls((*exact, *[Fraction(0)] * (len(times) % 2)))
 
     @property
     def pairs(self) -> int:
@@ -53,3 +54,11 @@ class Chain:
 
     def label(self, stage: int) -> str:
         return f"{'CV'[stage % 2]}{stage // 2 + 1}"
+
+
+def _finite(time: Real) -> bool:
+    """As fp64, which an integer may be too large for."""
+    try:
+        return math.isfinite(time)
+    except OverflowError:
+        return False

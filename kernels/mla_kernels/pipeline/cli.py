@@ -33,6 +33,6 @@ def main(argv: list[str] | None = None) -> int:
         print(timeline.summary(), timeline_text(timeline, args.width), sep="\n\n")
         if args.png:
             timeline_png(timeline, args.png)
-    except (ValueError, ImportError) as problem:
+    except (ValueError, ImportError, OverflowError, OSError) as problem:
         parser.error(str(problem))
     return 0

@@ -3,6 +3,7 @@
 
 from pathlib import Path
 
+from mla_kernels import checks
 from mla_kernels.pipeline.chain import UNITS
 from mla_kernels.pipeline.timeline import Timeline
 
@@ -11,10 +12,10 @@ def timeline_text(timeline: Timeline, width: int = 100) -> str:
     """One line a unit, `width` columns for the whole time; "C1.0" is [C1] of block 0, "." idle.
 
     The third line marks the phases. A stage too short for its name shows as much as fits; one of
-    duration 0 does not show. Raises ValueError for width < 20.
+    duration 0 does not show. Raises ValueError unless width is in
+    20..10000.
     """
-    if width < 20:
-        raise ValueError(f"width must be at least 20, got {width}")
+    checks.check_range("width", width, 20, 10_000)
     scale = width / timeline.end
     rows = [["."] * width for _ in UNITS]
     for event in timeline.events:

@@ -4,6 +4,7 @@
 from dataclasses import dataclass
 from fractions import Fraction
 
+from mla_kernels import checks
 from mla_kernels.pipeline.chain import UNITS
 from mla_kernels.pipeline.cycle import Cycle
 
@@ -78,8 +79,7 @@ def simulate(cycle: Cycle, blocks: int) -> Timeline:
     the preload is over (paper, section 4.1.1). With a stall-free cycle the busier unit then never
     waits. Raises ValueError for blocks that are no integer of at least 1.
     """
-    if not isinstance(blocks, int) or blocks < 1:
-        raise ValueError(f"blocks must be at least 1 and whole, got {blocks!r}")
+    checks.check_range("blocks", blocks, 1, 2**31 - 1)
     times, lags, count = cycle.chain.times, cycle.lags, cycle.preload_count
     events: list[Event] = []
     ends: dict[tuple[int, int], Fraction] = {}

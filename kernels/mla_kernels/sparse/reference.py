@@ -6,6 +6,7 @@ import torch
 from mla_kernels.cache.rows import rows_as_float
 
 
+@torch.no_grad()
 def mla_sparse_attention_reference(
     q: torch.Tensor,
     kv_cache: torch.Tensor,

@@ -57,13 +57,15 @@ def mla_sparse_attention_torch(
     if max_logits is not None:
         max_logits.fill_(-torch.inf)
     for part in (slice(t, t + tokens) for t in range(0, T, tokens)):
+        # A copy has an address of its own: products of fp32 depend on where q's rows start.
+        some = queries[part].clone() if deterministic else queries[part]
         for first in range(0, slots.shape[1], step):
             tile = slots[part, first : first + step]
             hidden = ~used[part, first : first + step]
             rows = words[tile // block_size, tile % block_size].view(kv_cache.dtype)
             keys = rows_as_float(rows, q.dtype, kv_lora_rank, Dk, kv_scale).float()
             keys.masked_fill_(hidden[..., None], 0)  # 0 * NaN would reach the output
-            qk = torch.bmm(queries[part], keys.mT)
+            qk = torch.bmm(some, keys.mT)
             qk.masked_fill_(hidden[:, None], -torch.inf)
             if max_logits is not None:
                 top = max_logits[part]

@@ -160,3 +160,18 @@ def test_refusals(change, message):
 def test_layout_numbers():
     layout = Fp8DsMlaLayout()
     assert (layout.scale_offset, layout.rope_offset, layout.row_bytes) == (512, 528, 656)
+
+
+def test_a_nan_of_a_group_is_for_itself_alone():
+    """As the kernel writes it: with the scale of the others, which keep their codes."""
+    kv_c, k_pe = torch.randn(1, 512), torch.randn(1, 64)
+    kv_c[0, 2] = 0.0
+    cache = torch.zeros(2, 1, 64, 656, dtype=torch.uint8)
+    slot = torch.zeros(1, dtype=torch.int64)
+    write_kv_cache(kv_c, k_pe, cache[0], slot)
+    kv_c[0, 2] = torch.nan
+    write_kv_cache(kv_c, k_pe, cache[1], slot)
+    plain, with_nan = cache[:, 0, 0]
+    assert with_nan[2].item() & 0x7F == 0x7F
+    differ = (plain != with_nan).nonzero().flatten().tolist()
+    assert differ == [2]

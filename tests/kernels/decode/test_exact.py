@@ -222,3 +222,17 @@ def test_an_empty_batch(rescale, deterministic):
     options = case.options | {"rescale": rescale, "deterministic": deterministic}
     out, lse = mla_decode(q[:0], cache, table[:0], lens[:0], **options)
     assert out.shape == (0, 1, 16, 512) and lse.shape == (0, 1, 16)
+
+
+@pytest.mark.parametrize("rescale", RESCALES)
+def test_deterministic_wherever_the_rows_of_q_start(rescale):
+    """Products of fp32 depend on it: those of 103 columns start at all multiples of 4 bytes."""
+    g = torch.Generator().manual_seed(0)
+    q, kv_cache = torch.randn(6, 1, 3, 103, generator=g), torch.randn(2, 64, 103, generator=g)
+    block_table = torch.arange(2, dtype=torch.int32).expand(6, 2).contiguous()
+    seq_lens = torch.full((6,), 100, dtype=torch.int32)
+    options = {"scale": 0.1, "kv_lora_rank": 100, "rescale": rescale, "deterministic": True}
+    out, lse = mla_decode(q, kv_cache, block_table, seq_lens, **options)
+    for b in range(6):
+        alone = mla_decode(q[b : b + 1].clone(), kv_cache, block_table[:1], seq_lens[:1], **options)
+        assert torch.equal(alone[0][0], out[b]) and torch.equal(alone[1][0], lse[b])

@@ -34,7 +34,7 @@ def test_parts_give_what_the_whole_gives(impl, by_head):
 
 
 @pytest.mark.parametrize("s_q", [1, 2])
-@pytest.mark.parametrize("heads", [1, 6, 16])
+@pytest.mark.parametrize("heads", [1, 2, 6, 16])
 @pytest.mark.parametrize("requests", [1, 3])
 @pytest.mark.parametrize("by_head", [False, True])
 def test_rows_of_a_request_are_one_stride_apart(s_q, heads, requests, by_head):

@@ -53,6 +53,7 @@ BAD = {
     ),
     "scale of zero": (lambda c: {"scale": 0.0}, r"softmax scale above 0, got 0.0"),
     "scale beyond fp32": (lambda c: {"scale": 1e39}, r"softmax scale .*got 1e\+39 .*2\^127"),
+    "scale beyond fp32 times log2 e": (lambda c: {"scale": 1.5 * 2.0**127}, "softmax scale .*127"),
     "scale that is 0 in fp32": (lambda c: {"scale": 1e-46}, r"softmax scale .*got 1e-46 .*2\^-126"),
     "scale beyond a float": (lambda c: {"scale": 10**400}, r"softmax scale .*got 1000"),
     "scale of NaN": (lambda c: {"scale": float("nan")}, r"finite softmax scale.*nan"),
@@ -110,6 +111,10 @@ BAD = {
     "plan of another batch": (
         lambda c: {"plan": plan_mla_decode(c.seq_lens[:1], num_heads=16, s_q=1)},
         r"plan for .*\(2, 1, 16\), got one for \(1, 1, 16\)",
+    ),
+    "plan of the other mode": (
+        lambda c: {"plan": plan_mla_decode(c.seq_lens, num_heads=16, s_q=1, deterministic=True)},
+        "plan with deterministic=False, got True",
     ),
     "plan of another rank": (
         lambda c: {"plan": plan_mla_decode(c.seq_lens, num_heads=16, s_q=1, kv_lora_rank=256)},

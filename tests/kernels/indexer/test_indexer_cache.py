@@ -136,3 +136,9 @@ def test_positions_to_slots_refusals():
         positions_to_slots(torch.zeros(3, 4, dtype=torch.int32), table)
     with pytest.raises(ValueError, match=r"positions\.dtype"):
         positions_to_slots(torch.zeros(2, 4), table)
+
+
+def test_nothing_is_recorded_for_gradients():
+    cache = torch.zeros(1, 64, 128).bfloat16()
+    write_indexer_cache(torch.randn(2, 128).requires_grad_(), cache, torch.arange(2))
+    assert not cache.requires_grad

@@ -133,6 +133,16 @@ def test_values_that_do_not_fit(values, message):
         indexer_topk(q, pages_at(0), weights, TABLE, LENGTHS, 8, values=values)
 
 
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+@pytest.mark.parametrize("page", [-1, 3])
+def test_pages_that_are_not_there(page, impl):
+    """On a GPU a kernel reads what the table names."""
+    table = ints(0, page).view(1, 2)
+    args = (torch.ones(1, 4, 128).bfloat16(), torch.zeros(3, 64, 128).bfloat16(), torch.ones(1, 4))
+    with pytest.raises(ValueError, match=rf"block_table entries in 0\.\.2, got {page}"):
+        indexer_scores(*args, table, ints(100), impl=impl)
+
+
 @pytest.mark.parametrize("impl", ["torch", "triton", "reference"])
 def test_padding_rows_without_requests(impl, device):
     padding = {"request_ids": ints(-1, -1).to(device), "positions": ints(0, 5).to(device)}

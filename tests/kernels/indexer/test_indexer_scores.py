@@ -127,7 +127,8 @@ def test_a_negative_length_is_0(impl, device):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_zeros_of_the_relu_are_exact_and_nan_is_kept(impl, device):
+@pytest.mark.parametrize("nan", [0x7F, 0xFF])
+def test_zeros_of_the_relu_are_exact_and_nan_is_kept(nan, impl, device):
     case = make_indexer_case([130], heads=4, device=device)
     q = case.q.float()
     q[:] = 0
@@ -135,7 +136,7 @@ def test_zeros_of_the_relu_are_exact_and_nan_is_kept(impl, device):
     codes = case.k_cache.view(len(case.k_cache), -1)
     page = int(case.block_table[0, 0])
     codes[page, : 64 * 128 : 128] = 0x38  # k[:, 0] = 1.0 in the first page: every dot is negative
-    codes[page, 3 * 128] = 0x7F  # NaN
+    codes[page, 3 * 128] = nan
     args = (q.to(torch.float8_e4m3fn), *case.args[1:])
     got = indexer_scores(*args, impl=impl)[0, :64]
     assert got[3].isnan()
@@ -295,3 +296,15 @@ def test_topk_refusals():
             indexer_topk(*case.args, k)
     with pytest.raises(ValueError, match=r"out of shape \[4, 6\]"):
         indexer_topk(*case.args, 6, out=torch.zeros(4, 5, dtype=torch.int32))
+
+
+def test_the_reference_chooses_by_the_scores_that_it_gives():
+    """In fp64 the second is larger, as fp32 it is the same: the first of equals is chosen."""
+    q = torch.zeros(1, 1, 128).bfloat16()
+    q[0, 0, 0], q[0, 0, 1] = 1, 2.0**-30
+    k_cache = torch.zeros(1, 64, 128).bfloat16()
+    k_cache[0, :2, 0] = k_cache[0, 1, 1] = 1
+    args = (q, k_cache, torch.ones(1, 1), torch.zeros(1, 1).int(), torch.tensor([2]).int())
+    scores = indexer_scores(*args, impl="reference")
+    assert indexer_topk(*args, 1, impl="reference").tolist() == [[0]]
+    assert exact_topk(scores, 1, impl="reference").tolist() == [[0]]

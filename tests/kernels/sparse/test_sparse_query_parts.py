@@ -66,6 +66,15 @@ def test_parts_give_what_the_whole_gives(impl, by_head, deterministic, device):
     assert torch.equal(parts[1], whole[1])
 
 
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+@pytest.mark.parametrize("rescale", ["pow2", "flash"])
+def test_parts_of_no_tokens(impl, rescale):
+    parts = torch.zeros(0, 3, 512).bfloat16(), torch.zeros(0, 3, 64).bfloat16()
+    case = torch.zeros(2, 64, 576).bfloat16(), torch.zeros(0, 4, dtype=torch.int32)
+    out, lse = mla_sparse_attention(parts, *case, scale=SCALE, impl=impl, rescale=rescale)
+    assert out.shape == (0, 3, 512) and lse.shape == (0, 3)
+
+
 @pytest.mark.parametrize("heads", [1, 6, 16])
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("by_head", [False, True])
