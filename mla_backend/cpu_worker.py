@@ -1,13 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's CPU worker, mended where a request with a seed meets chunked prefill.
+"""vLLM's CPU worker, mended in two places of its sampling.
 
-The chunks of a prompt before its last one sample a token that is thrown away. vLLM then takes the
-request's random generator back by an offset; torch's CPU generators have none, and the engine dies.
+A request with a seed under chunked prefill: the chunks of a prompt before its last one sample a
+token that is thrown away. vLLM then takes the request's random generator back by an offset; torch's
+CPU generators have none, and the engine dies.
+
+Drafts in a step of which one request is sampled: vLLM's CPU form of `expand_batch_to_tokens` fills
+a copy of what it returns, so drafts are judged by temperatures and limits from memory that nobody
+wrote, in all requests of the step.
 """
 
 import functools
 from typing import Any
 
+import torch
+from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker.cpu_worker import CPUModelRunner, CPUWorker
 
 
@@ -16,8 +23,26 @@ class MlaCpuWorker(CPUWorker):
 
     def init_device(self) -> None:
         super().init_device()
+        rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
         if isinstance(self.model_runner, CPUModelRunner):  # the second runner has no generators
             keep_generators(self.model_runner)
+
+
+def expand_batch_to_tokens(
+    x: torch.Tensor,
+    cu_num_tokens: torch.Tensor,
+    num_tokens: int,
+    replace_from: int = 0,
+    replace_to: int = 0,
+) -> torch.Tensor:
+    """What vLLM's function of this name says: each x [batch] as often as its request has tokens,
+    `replace_from` among them as `replace_to`; [num_tokens].
+
+    cu_num_tokens  [batch]: tokens of the requests up to each, that one included
+    """
+    counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
+    replaced = x.masked_fill(x == replace_from, replace_to)
+    return replaced.repeat_interleave(counts, output_size=num_tokens)
 
 
 def keep_generators(runner: Any) -> None:

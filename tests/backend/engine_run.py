@@ -4,13 +4,14 @@
     python engine_run.py spec.json result.json
 
 spec: {"engine": keywords of vllm.LLM, "scenarios": {name: [request, ...]}}, where a request is
-{"prompt": token ids, "max_tokens": n, "arrive": engine step at which it is added}. The result
-holds, per scenario, each request's tokens, logprobs and cached prompt tokens, the counters of the
-first worker before and after, and what `watch_steps` saw (single-process engines). `ranks`: the
-counters of every worker at the end. With "choices" in the spec (a sparse model in eager mode, in
-this process), `choices` is a file that torch.load reads: {scenario: one tensor a request}, see
-choices.py. `preemptions`: of the whole run, if the engine logs statistics. With "spoil": n in the
-spec, steps go wrong for a request of n tokens, see spoil.py.
+{"prompt": token ids, "max_tokens": n}, and may have "arrive": engine step at which it is added, and
+"temperature" (0). The result holds, per scenario, each request's tokens, logprobs and cached prompt
+tokens, the counters of the first worker before and after, and what `watch_steps` saw
+(single-process engines). `ranks`: the counters of every worker at the end. With "choices" in the
+spec (a sparse model in eager mode, in this process), `choices` is a file that torch.load reads:
+{scenario: one tensor a request}, see choices.py. `preemptions`: of the whole run, if the engine
+logs statistics. With "spoil": n in the spec, steps go wrong for a request of n tokens, see
+spoil.py.
 """
 
 import json
@@ -55,7 +56,10 @@ def run_scenario(llm, name, requests):
             idle = False
             i = waiting.pop(0)
             params = SamplingParams(
-                temperature=0, max_tokens=requests[i]["max_tokens"], logprobs=0, ignore_eos=True
+                temperature=requests[i].get("temperature", 0),
+                max_tokens=requests[i]["max_tokens"],
+                logprobs=0,
+                ignore_eos=True,
             )
             engine.add_request(f"{name}-{i}", {"prompt_token_ids": requests[i]["prompt"]}, params)
         for output in engine.step():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from mla_backend.cpu_worker import keep_generators
+from mla_backend.cpu_worker import expand_batch_to_tokens, keep_generators
 
 
 class Runner:
@@ -77,3 +77,12 @@ def test_our_platform_takes_this_worker_only_where_vllm_takes_its_own(monkeypatc
     parallel.worker_cls = "someone.Else"
     platform._mend_worker(SimpleNamespace(parallel_config=parallel))
     assert parallel.worker_cls == "someone.Else"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.int64])
+def test_values_are_repeated_for_the_tokens_of_a_request(dtype):
+    x, ends = torch.tensor([3, 0, 5, 7], dtype=dtype), torch.tensor([2, 5, 5, 6], dtype=torch.int32)
+    got = expand_batch_to_tokens(x, ends, 6)
+    assert got.dtype == dtype and got.tolist() == [3, 3, 0, 0, 0, 7]
+    got = expand_batch_to_tokens(x, ends, 6, replace_from=0, replace_to=1)
+    assert got.dtype == dtype and got.tolist() == [3, 3, 1, 1, 1, 7]

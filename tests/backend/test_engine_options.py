@@ -45,6 +45,20 @@ def test_speculation_on_a_smaller_latent_and_larger_blocks(
     assert (mixed > 0) == (extend != "0")
 
 
+def test_drafts_of_greedy_requests_beside_a_sampled_one(run_engine, scenarios, oracle, tmp_path):
+    overrides = {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+    checkpoint = make_demo_model("v3", tmp_path / "m", overrides=overrides)
+    requests = [*scenarios["plain"], scenarios["plain"][0] | {"temperature": 1, "max_tokens": 64}]
+    result = run_engine(
+        {"mixed": requests},
+        model=checkpoint,
+        speculative_config={"method": "mtp", "num_speculative_tokens": 2},
+    )
+    greedy = result["scenarios"]["mixed"]["outputs"][:-1]
+    agreed, differences = oracle(checkpoint, greedy)
+    assert agreed == len(differences) == 32 * len(greedy)
+
+
 @pytest.mark.parametrize("kv_cache_dtype, row_bytes", [("fp8", 576), ("fp8_ds_mla", 656)])
 def test_quantised_cache(
     run_engine, scenarios, oracle, dense_checkpoint, kv_cache_dtype, row_bytes
