@@ -9,6 +9,7 @@ size 16, no chunked prefill, no prefix caching. Unless this plugin's backend is 
 from dataclasses import dataclass
 from typing import Any
 
+from vllm import envs as vllm_envs
 from vllm.logger import init_logger
 from vllm.platforms.cpu import CpuPlatform
 
@@ -100,7 +101,7 @@ class MlaCpuPlatform(CpuPlatform):
 
         Raises RuntimeError for a vLLM outside the supported range, ValueError for a model
         without MLA, a KV cache dtype or a block size that the kernels do not take, decode context
-        parallelism, and a setting that does not parse.
+        parallelism, batch-invariant mode, and a setting that does not parse.
         """
         model = vllm_config.model_config
         if model is None or not _selected(vllm_config):
@@ -116,6 +117,8 @@ class MlaCpuPlatform(CpuPlatform):
         if vllm_config.parallel_config.decode_context_parallel_size > 1:
             # vLLM before 0.28 does not ask the class of a layer, and would start.
             raise RefusalError(f"on a CPU, {support.dcp_reason()}")
+        if vllm_envs.VLLM_BATCH_INVARIANT:
+            raise RefusalError(support.batch_invariance_on_cpu_reason())
         asked = _Asked.read(vllm_config)
         # Else vLLM warns that it overrides the block size, which is put back right after.
         vllm_config.cache_config.user_specified_block_size = False

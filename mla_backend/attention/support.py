@@ -45,6 +45,12 @@ def dcp_reason(sparse: bool = False) -> str:
     return f"{what}. Mend: {mend}"
 
 
+def batch_invariance_on_cpu_reason() -> str:
+    """vLLM's own operators of that mode are Triton kernels, of which it has none for a CPU."""
+    what = "batch-invariant mode on a CPU, where vLLM has no operators for it"
+    return f"{what}. Mend: unset VLLM_BATCH_INVARIANT"
+
+
 def tries_sparse_dcp() -> bool:
     """Whether the operator asked for the experiment; `compat` says in which vLLM there is one."""
     return bool(envs.get("MLA_BACKEND_SPARSE_DCP"))
@@ -268,6 +274,8 @@ def combination_reasons(config: dict[str, Any]) -> list[str]:
     reasons = []
     if config["device_capability"] is None and config.get("use_dcp"):
         reasons.append(f"on a CPU, {dcp_reason()}")
+    if config["device_capability"] is None and config.get("use_batch_invariant"):
+        reasons.append(batch_invariance_on_cpu_reason())
     if config["device_capability"] is not None:
         reasons += _gpu_reasons(dtype, config["use_sparse"])
     if kv_cache_dtype in ("float16", "bfloat16") and kv_cache_dtype != dtype:

@@ -49,6 +49,13 @@ def test_context_parallelism_before_any_layer_is_there(start_up, demo_checkpoint
         start_up(demo_checkpoint("v3"), tensor_parallel_size=2, decode_context_parallel_size=2)
 
 
+def test_batch_invariant_mode_before_any_layer_is_there(start_up, demo_checkpoint, monkeypatch):
+    """vLLM would load the model, and fail in the experts or in the first step."""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with pytest.raises(ValueError, match=r"batch-invariant mode on a CPU, .*Mend: unset VLLM_BATC"):
+        start_up(demo_checkpoint("v3"))
+
+
 def test_fp8_queries_on_a_cpu(monkeypatch):
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -142,6 +149,7 @@ REFUSED = [
         r"Mend: --decode-context-parallel-size 1, or MLA_BACKEND_SPARSE_DCP=1",
     ),
     ({"use_dcp": True}, r"on a CPU, decode context parallelism"),
+    ({"use_batch_invariant": True}, r"mode on a CPU, .*Mend: unset VLLM_BATCH_INVARIANT"),
     ({"has_sliding_window": True}, r"a sliding window\. Mend"),
     ({"has_sink": True}, r"attention sinks\. Mend"),
     ({"use_mm_prefix": True}, r"image tokens of a prompt\. Mend"),

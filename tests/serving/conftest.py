@@ -17,6 +17,14 @@ from mla_serving.server.app import build_root_app
 from mla_serving.server.info import Info
 from mla_serving.server.watchdog import Watchdog
 
+# vLLM's options of CORS: pages of one site may ask.
+CORS = {
+    "allowed_origins": ["http://x"],
+    "allow_credentials": False,
+    "allowed_methods": ["*"],
+    "allowed_headers": ["*"],
+}
+
 
 class FakeEngine:
     """What the server reads of vLLM's engine client."""
@@ -117,7 +125,7 @@ class Stand:
         self.gate = Gate(limit)
         ask = self.engine.collective_rpc
         info = Info(self.engine, self.gate, ["demo"], lambda: self.gauges, ask, "0.32.0")
-        args = Namespace(root_path=root_path, mla_max_body_mib=body_mib)
+        args = Namespace(root_path=root_path, mla_max_body_mib=body_mib, **CORS)
         self.watchdog = Watchdog(self.engine, hang_timeout)
         self.app = build_root_app(
             self.vllm_app, self.engine, self.gate, info, self.watchdog, args, list(keys)

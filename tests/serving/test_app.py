@@ -122,11 +122,37 @@ def test_wrong_keys(stand, header):
     assert answer.status_code == 401
 
 
+PREFLIGHT = {"Origin": "http://x", "Access-Control-Request-Method": "POST"}
+
+
 def test_a_cors_preflight_needs_no_key_but_any_other_options_does(stand):
     s = stand(keys=["secret"])
-    preflight = {"Origin": "http://x", "Access-Control-Request-Method": "POST"}
-    assert s.request("OPTIONS", "/v1/echo", headers=preflight).status_code != 401
+    asked_ahead = s.request("OPTIONS", "/v1/echo", headers=PREFLIGHT)
+    assert (
+        asked_ahead.status_code == 200
+        and "POST" in asked_ahead.headers["access-control-allow-methods"]
+    )
     assert s.request("OPTIONS", "/v1/echo").status_code == 401
+    for method in ("GET", "POST"):
+        assert s.request(method, "/v1/echo", headers=PREFLIGHT).status_code == 401
+
+
+def test_a_page_reads_refusals_too(stand):
+    answers = [
+        stand(keys=["secret"]).request("POST", "/v1/echo", headers={"Origin": "http://x"}),
+        stand(body_mib=1e-6).request(
+            "POST", "/v1/echo", headers={"Origin": "http://x"}, content="xx"
+        ),
+        stand().request("POST", "/v1/echo", headers={"Origin": "http://x"}),
+    ]
+    assert [answer.status_code for answer in answers] == [401, 413, 200]
+    for answer in answers:
+        assert answer.headers["access-control-allow-origin"] == "http://x"
+
+
+def test_the_scheme_is_of_any_case(stand):
+    headers = {"Authorization": "bearer secret"}
+    assert stand(keys=["secret"]).request("GET", "/mla/info", headers=headers).status_code == 200
 
 
 def test_a_websocket_without_key_is_closed(stand):
@@ -145,6 +171,8 @@ def test_routes_below_a_root_path(stand):
     assert s.request("GET", "/api/health").status_code == 200
     assert s.request("GET", "/health").status_code == 200
     assert s.request("GET", "/api/mla/info").status_code == 401
+    assert s.request("GET", "/apixx/health", headers=KEY).status_code == 404
+    assert s.request("GET", "/api/health/", headers={}).status_code == 401
 
 
 async def _in_pieces(body, size):

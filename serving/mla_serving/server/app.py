@@ -5,6 +5,7 @@ from argparse import Namespace
 from typing import Any
 
 from fastapi import FastAPI, Request
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 
 from mla_serving.server.admission import Admission, Gate
@@ -36,7 +37,7 @@ def build_root_app(
         gate: counts and admits requests; the drain closes it.
         info: answers /mla/info.
         watchdog: knows whether the engine hangs.
-        args: root_path, mla_max_body_mib.
+        args: root_path, mla_max_body_mib and vLLM's options of CORS.
         keys: API keys; empty leaves the server open.
     """
     app = FastAPI(
@@ -71,5 +72,14 @@ def build_root_app(
     app.add_middleware(Admission, gate=gate)
     if keys:
         app.add_middleware(ApiKey, keys=keys)
+    # As vLLM's own, which is behind ours: a browser then reads our refusals too, and what it asks
+    # ahead, without credentials, needs no key.
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=args.allowed_origins,
+        allow_credentials=args.allow_credentials,
+        allow_methods=args.allowed_methods,
+        allow_headers=args.allowed_headers,
+    )
     app.add_middleware(OpenAIErrors)
     return app

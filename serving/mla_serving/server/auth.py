@@ -34,10 +34,9 @@ class ApiKey:
         await refusal(scope, receive, send)
 
     def _allowed(self, scope: Scope) -> bool:
-        headers = Headers(scope=scope)
-        if route_path(scope) in OPEN_PATHS or _is_cors_preflight(scope, headers):
+        if route_path(scope) in OPEN_PATHS:
             return True
-        scheme, _, key = headers.get("authorization", "").partition(" ")
+        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
             return False
         given = _digest(key.strip())
@@ -47,9 +46,3 @@ class ApiKey:
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
-
-
-def _is_cors_preflight(scope: Scope, headers: Headers) -> bool:
-    """A browser sends these without credentials; the CORS layer answers them, no route does."""
-    asks = "origin" in headers and "access-control-request-method" in headers
-    return scope.get("method") == "OPTIONS" and asks
