@@ -296,12 +296,12 @@ def test_graphs_that_are_captured_in_microbatches():
     assert graphs(CUDAGraphMode.PIECEWISE) == graphs(CUDAGraphMode.NONE) == graphs(None) == []
 
 
-def build(monkeypatch, config, threshold=1, num_heads=16):
+def build(monkeypatch, config, threshold=1, num_heads=16, ranks=1):
     """A builder of one layer, for which vLLM counts on `threshold` query tokens a request and, as
     0.26 does, on the heads of the main model."""
 
     def common(self, kv_cache_spec, layer_names, vllm_config, device, metadata_cls):
-        self.num_heads, self.dcp_world_size, self.device = num_heads, 1, device
+        self.num_heads, self.dcp_world_size, self.device = num_heads, ranks, device
         self.reorder_batch_threshold = threshold
 
     monkeypatch.setattr(MLACommonMetadataBuilder, "__init__", common)
@@ -318,10 +318,42 @@ def test_an_engine_whose_microbatches_would_cut_a_request_does_not_start(monkeyp
 
 def test_plans_have_the_heads_of_the_layers(monkeypatch):
     """A draft model that is MLA too may have fewer heads than the main model."""
+    builder = build(monkeypatch, one_layer(monkeypatch), num_heads=128)
+    plan = builder._plans.for_step(torch.tensor([5, 70], dtype=torch.int32), 1)
+    assert plan.num_heads == 16
+
+
+def test_graphs_may_hold_more_requests_than_are_scheduled(monkeypatch):
+    """A replay is of the size that was captured, padding included."""
+    config = one_layer(monkeypatch)
+    config.compilation_config.max_cudagraph_capture_size = 6
+    plan = build(monkeypatch, config)._plans.for_step(torch.ones(6, dtype=torch.int32), 1)
+    assert plan.num_requests == 6
+
+
+def test_ranks_of_a_context_gather_their_heads(monkeypatch):
+    config = one_layer(monkeypatch)
+    builder = build(monkeypatch, config, ranks=4)
+    assert builder._plans.for_step(torch.tensor([5], dtype=torch.int32), 1).num_heads == 64
+    assert builder._extend_tokens == 0  # ends of prompts would need the other ranks' tokens
+    config.compilation_config.static_forward_context["layer"].impl.num_heads = 64
+    with pytest.raises(ValueError, match=r"256 .*heads"):
+        build(monkeypatch, config, ranks=4)
+    with pytest.raises(ValueError, match="speculative tokens with decode context parallelism"):
+        build(monkeypatch, drafting(one_layer(monkeypatch), 2), threshold=3, ranks=2)
+
+
+def drafting(config, tokens):
+    config.speculative_config = SimpleNamespace(num_speculative_tokens=tokens)
+    return config
+
+
+def one_layer(monkeypatch):
+    """vLLM's configuration of a model of one layer with 16 heads, on a CPU."""
     monkeypatch.setenv("MLA_BACKEND_IMPL", "torch")
     kernel = DecodeKernel.choose(MlaDims(), torch.bfloat16, "auto", torch.device("cpu"))
     layer = SimpleNamespace(impl=SimpleNamespace(num_heads=16, decode_kernel=kernel))
-    config = SimpleNamespace(
+    return SimpleNamespace(
         compilation_config=SimpleNamespace(
             static_forward_context={"layer": layer},
             cudagraph_mode=CUDAGraphMode.NONE,
@@ -335,9 +367,6 @@ def test_plans_have_the_heads_of_the_layers(monkeypatch):
         model_config=SimpleNamespace(max_model_len=256),
         cache_config=SimpleNamespace(block_size=64),
     )
-    builder = build(monkeypatch, config, num_heads=128)
-    plan = builder._plans.for_step(torch.tensor([5, 70], dtype=torch.int32), 1)
-    assert plan.num_heads == 16
 
 
 def test_warm_up_covers_every_specialisation():

@@ -139,6 +139,20 @@ def test_chunked_context_is_not_described_before_028(vllm_version, monkeypatch, 
     assert answer is (None if skipped else described)
 
 
+def test_a_quantised_kv_b_is_left_alone(vllm_version):
+    import torch
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    class Quantised(UnquantizedLinearMethod):
+        """Of a quantisation that keeps its weight in a form of its own."""
+
+    vllm_version("0.26.0")
+    layer = torch.nn.Linear(4, 8, bias=False)
+    layer.quant_method = method = Quantised()
+    compat.keep_kv_b_weight(layer)
+    assert layer.quant_method is method
+
+
 @pytest.mark.parametrize(
     "max_model_len, block_size, ranks, expected",
     [

@@ -11,7 +11,7 @@ import httpx
 import pytest
 import torch
 from fastapi import FastAPI, HTTPException, Request
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from mla_serving.server.admission import Gate
 from mla_serving.server.app import build_root_app
 from mla_serving.server.info import Info
@@ -99,6 +99,10 @@ def make_vllm_app(events):
             return JSONResponse({"error": {"message": "", "param": "p", "code": 500}}, 500)
         if how == "raw":
             return StreamingResponse(iter([b"pla", b"in"]), 502, media_type="text/plain")
+        if how == "packed":
+            return Response(b"\x1f\x8b", 500, {"content-encoding": "gzip-by-hand"})
+        if how == "endless":
+            return StreamingResponse(iter([b"x" * 40_000] * 3), 500, media_type="text/plain")
         if how == "stream":
             return StreamingResponse(iter(["data: x\n\n"]), 500, media_type="text/event-stream")
         raise ZeroDivisionError("private text")

@@ -75,6 +75,23 @@ def test_an_error_that_streams_is_left_alone(stand):
     assert (answer.status_code, answer.text) == (500, "data: x\n\n")
 
 
+def test_an_error_that_is_packed_or_long_is_left_alone(stand):
+    """What is not read is not rewritten, and what has no end is not held back."""
+    packed = stand().request("POST", "/v1/fail?how=packed")
+    assert (packed.status_code, packed.content) == (500, b"\x1f\x8b")
+    sent = []
+
+    async def send(message):
+        sent.append(len(message.get("body", b"")))
+
+    async def receive():
+        await asyncio.Event().wait()  # the client stays
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/fail", "headers": []}
+    asyncio.run(stand().app(scope | {"query_string": b"how=endless"}, receive, send))
+    assert sum(sent) == 120_000 and max(sent) == 80_000
+
+
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
@@ -267,3 +284,39 @@ def test_info_on_the_cache_row_of_fp8_ds_mla(stand):
     s = stand()
     s.engine.vllm_config.cache_config.cache_dtype = "fp8_ds_mla"
     assert "[blocks, 64, 656] uint8" in s.request("GET", "/mla/info").json()["cache"]["layout"]
+
+
+def test_info_of_a_dead_engine_is_the_last_that_was_known(stand):
+    s = stand()
+    known = s.request("GET", "/mla/info").json()["attention"]["workers"]
+    assert known
+
+    async def nobody(method):
+        raise AssertionError("asked a dead engine")
+
+    s.engine.errored, s.engine.collective_rpc = True, nobody
+    assert s.request("GET", "/mla/info").json()["attention"]["workers"] == known
+
+
+def test_what_is_refused_is_in_one_shape_and_read_by_nobody_else(stand, openai_error):
+    """The key is asked for before a place is taken or a body read."""
+    s = stand(keys=["secret"], limit=1, body_mib=0.001)
+    s.gate.enter()
+    assert openai_error(s.request("POST", "/v1/echo", content=b"x" * 5000))["code"] == 401
+    assert s.gate.refused == 0
+    answer = s.request("POST", "/v1/echo", content=b"x" * 5000, headers=KEY)
+    assert openai_error(answer)["code"] == 429
+    s.gate.leave()
+    answer = s.request("POST", "/v1/echo", content=b"x" * 5000, headers=KEY)
+    assert openai_error(answer)["code"] == 413
+
+
+def test_a_websocket_is_told_to_come_back_during_a_drain(stand):
+    s, sent = stand(), []
+    s.gate.draining = True
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(s.app({"type": "websocket", "path": "/v1/realtime", "headers": []}, None, send))
+    assert sent == [{"type": "websocket.close", "code": 1013}]

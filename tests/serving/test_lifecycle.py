@@ -86,6 +86,8 @@ def test_a_signal_finishes_what_runs_and_takes_nothing_new(stand, openai_error, 
             refused = await r.client.post("/v1/echo", content=b"x")
             assert openai_error(refused)["code"] == 503
             assert "retry-after" in refused.headers
+            assert refused.headers["connection"] == "close"  # for a proxy to go elsewhere
+            assert (await r.client.get("/metrics")).status_code == 200
             assert openai_error(await r.client.get("/v1/models"))["code"] == 503
             info = (await r.client.get("/mla/info")).json()["server"]
             assert info == {"draining": True, "http_requests": 1, "refused": 2}
