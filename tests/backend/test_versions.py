@@ -216,6 +216,7 @@ def test_block_tables_of_sparse_layers_are_as_wide_as_those_of_vllm(ranks, monke
     if "max_num_blocks_per_req" in vars(interface.UniformTypeKVCacheSpecs):  # not in 0.26
         monkeypatch.delattr(interface.UniformTypeKVCacheSpecs, "max_num_blocks_per_req")
     assert compat.block_table_width(config, 64, sparse=True) == theirs() == 64
+    assert compat.block_table_width(config, 64) == {1: 64, 2: 32, 4: 16}[ranks]
 
 
 def test_placeholder_can_be_made_and_is_no_prefill():
