@@ -385,7 +385,7 @@ def test_slices_of_quantised_experts_keep_whole_blocks(v3):
 def test_weight_bits_and_wrapped_configs():
     inner = config("deepseek-v3-5-layers")
     model = from_config({"model_type": "x", "text_config": inner}, "wrapped", weight_bits=4)
-    assert model.weight_bytes == 0.5 and model.layers == 5
+    assert model.scheme.bits == 4 and model.layers == 5
 
 
 def test_fp8_ds_mla_is_for_512_and_64():

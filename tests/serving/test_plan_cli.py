@@ -60,6 +60,8 @@ def test_text(capsys):
         (["--model", "", "--gpus", "1"], "--model is empty"),
         (["--gpus", "1", "--reserve-gib", "-1"], "--reserve-gib of 0 or more, got -1"),
         (["--gpus", "1", "--reserve-gib", "nan"], "--reserve-gib of 0 or more, got nan"),
+        (["--gpus", "1", "--weight-bits", "0"], "--weight-bits above 0 and up to 32, got 0"),
+        (["--gpus", "1", "--weight-bits", "nan"], "--weight-bits above 0 and up to 32, got nan"),
         (["--gpus", "1", "--model", "/no/such"], "/no/such: no such file"),
         (["--gpus", "1", "--model", str(ROOT / "Makefile")], "is not JSON"),
         (["--gpus", "1", "--model", str(MODELS)], "configs/models: a directory without config"),
@@ -70,6 +72,13 @@ def test_errors(capsys, argv, said):
     status, out, err = run(capsys, *V3, *argv)
     assert status == 1 and out == ""
     assert err.startswith("mla-backend plan: ") and said in err
+
+
+def test_bits_of_a_weight_need_not_be_whole(capsys):
+    argv = (*V3, "--gpus", "1", "--weight-bits", "4.5", "--json")
+    answer = json.loads(run(capsys, *argv)[1])
+    experts = 2 * 256 * 3 * 7168 * 2048  # of the two MoE layers
+    assert answer["weights"]["parts"]["routed experts"] == experts * 4.5 / 8
 
 
 @pytest.mark.parametrize(("context", "said"), [("163840", False), ("163841", True)])

@@ -3,8 +3,9 @@
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
-from mla_serving.plan.model import MlaModel
+from mla_serving.plan.model import KV_B, MlaModel
 
 GIB = 1024**3
 
@@ -49,7 +50,7 @@ class Layout:
             raise ValueError(
                 f"Expected at most {model.experts} GPUs a stage (experts of the model), got {ranks}"
             )
-        unit = model.weight_block
+        unit = max((model.scheme and model.scheme.sides) or [1])
         if not self.ep and (model.expert_width % (ranks * unit)):
             raise ValueError(
                 f"{ranks} GPUs cannot slice experts of width {model.expert_width}"
@@ -73,21 +74,24 @@ class Layout:
         )
 
     def _stage_weights(self, model: MlaModel, layers: range) -> dict[str, float]:
-        linear, plain = model.weight_bytes, model.dtype_bytes
-        moe = sum(map(model.is_moe, layers))
-        attention = model.attention_replicated + model.attention_sharded / self.tp
-        indexer = model.indexer * linear + model.indexer_unquantised * plain
-        parts = {
-            "attention": len(layers) * (attention * linear + model.norms * plain)
-            + model.indexers(layers) * indexer,
-            "dense MLPs": (len(layers) - moe) * model.dense_mlp / self.tp * linear,
-            "routed experts": moe * self._experts_per_rank(model) * model.expert * linear,
-            "shared experts, routers": moe
-            * (model.shared_experts * model.expert / self.tp * linear + model.router * plain),
-            "embeddings": self._embeddings(model, layers) / self.tp * plain,
-        }
-        if model.quantised:  # W_UK and W_UV, taken out of kv_b_proj in the model's dtype
-            parts["absorbed W_UK, W_UV"] = len(layers) * model.kv_b / self.tp * plain
+        plain = model.dtype_bytes
+        names = ("attention", "dense MLPs", "routed experts", "shared experts, routers")
+        parts = dict.fromkeys((*names, "embeddings", "absorbed W_UK, W_UV"), 0.0)
+        for layer in layers:
+            stored = partial(model.stored, layer)
+            sharded = stored(model.attention_sharded) / self.tp
+            parts["attention"] += stored(model.attention_replicated) + sharded + model.norms * plain
+            if model.indexers(range(layer, layer + 1)):
+                parts["attention"] += stored(model.indexer) + model.indexer_unquantised * plain
+            if model.is_moe(layer):
+                parts["routed experts"] += self._experts_per_rank(model) * stored(model.expert)
+                shared = stored(model.shared_mlp) / self.tp
+                parts["shared experts, routers"] += shared + model.router * plain
+            else:
+                parts["dense MLPs"] += stored(model.dense_mlp) / self.tp
+            if model.quantised(layer, KV_B):  # taken out of kv_b_proj in the model's dtype
+                parts["absorbed W_UK, W_UV"] += model.kv_b / self.tp * plain
+        parts["embeddings"] = self._embeddings(model, layers) / self.tp * plain
         return {name: size for name, size in parts.items() if size}
 
     def _experts_per_rank(self, model: MlaModel) -> float:

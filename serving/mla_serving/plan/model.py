@@ -2,7 +2,6 @@
 """An MLA model by its config.json: its shape and how many weights each part of a layer has."""
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -11,9 +10,11 @@ from typing import Any
 
 from mla_kernels.layouts import MlaDims
 
-_FP8 = ("fp8", "deepseek_fp8")
+from mla_serving.plan import quantization
+from mla_serving.plan.quantization import Scheme
+
+KV_B = "self_attn.kv_b_proj"
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-_SCALE_BYTES = 4  # fp32, one a block of a quantised weight
 # Keys of models whose other layers are linear attention (Kimi Linear, Ling 2.5).
 _HYBRID = ("linear_attn_config", "layer_group_size")
 
@@ -44,9 +45,7 @@ class MlaModel:
     index_topk: int
     index_shared: frozenset[int]  # layers that read what an earlier layer's indexer chose
     dtype: str
-    weight_bytes: float  # of one weight of a quantised linear layer, scales included
-    quantised: bool
-    weight_block: int  # widths of a quantised layer that a GPU can hold are multiples of it
+    scheme: Scheme | None  # of the linear layers; None: all in `dtype`
 
     @property
     def dtype_bytes(self) -> int:
@@ -56,31 +55,44 @@ class MlaModel:
     def sparse(self) -> bool:
         return self.index_topk > 0
 
-    # Weights of one layer (or of one expert), as DeepSeek's releases name the matrices.
+    def quantised(self, layer: int, matrix: str) -> bool:
+        return self.scheme is not None and self.scheme.covers(f"model.layers.{layer}.{matrix}")
+
+    def stored(self, layer: int, matrices: Mapping[str, int]) -> float:
+        """Bytes of matrices of `layer`, each as the checkpoint has it, scales included."""
+        bits = (self.scheme and self.scheme.bits) or 0
+        sizes = {True: bits / 8, False: self.dtype_bytes}
+        return sum(n * sizes[self.quantised(layer, name)] for name, n in matrices.items())
+
+    # Weights of one layer (or of one expert) by matrix, as DeepSeek's releases name them.
     @property
-    def attention_replicated(self) -> int:
-        """q_a_proj and kv_a_proj_with_mqa: every tensor-parallel rank has all of them."""
-        return self.hidden * ((self.q_lora_rank or 0) + self.dims.head_dim)
+    def attention_replicated(self) -> dict[str, int]:
+        """Every tensor-parallel rank has all of them."""
+        q = {"self_attn.q_a_proj": self.hidden * self.q_lora_rank} if self.q_lora_rank else {}
+        return q | {"self_attn.kv_a_proj_with_mqa": self.hidden * self.dims.head_dim}
 
     @property
-    def attention_sharded(self) -> int:
-        """q_b_proj (or q_proj), kv_b_proj and o_proj: split by heads."""
-        q_in = self.q_lora_rank or self.hidden
-        q = q_in * self.heads * (self.nope + self.dims.rope_dim)
-        return q + self.kv_b + self.heads * self.v * self.hidden
+    def attention_sharded(self) -> dict[str, int]:
+        """Split by heads."""
+        q_in, name = (self.q_lora_rank, "q_b_proj") if self.q_lora_rank else (self.hidden, "q_proj")
+        return {
+            f"self_attn.{name}": q_in * self.heads * (self.nope + self.dims.rope_dim),
+            KV_B: self.kv_b,
+            "self_attn.o_proj": self.heads * self.v * self.hidden,
+        }
 
     @property
     def kv_b(self) -> int:
         return self.dims.kv_lora_rank * self.heads * (self.nope + self.v)
 
     @property
-    def indexer(self) -> int:
-        """wq_b and wk of one Lightning Indexer; replicated."""
-        if not self.sparse:
-            return 0
-        return (self.q_lora_rank or self.hidden) * self.index_heads * self.index_dim + (
-            self.hidden * self.index_dim
-        )
+    def indexer(self) -> dict[str, int]:
+        """Of one Lightning Indexer; replicated."""
+        q_in = self.q_lora_rank or self.hidden
+        return {
+            "self_attn.indexer.wq_b": q_in * self.index_heads * self.index_dim,
+            "self_attn.indexer.wk": self.hidden * self.index_dim,
+        }
 
     @property
     def indexer_unquantised(self) -> int:
@@ -101,12 +113,21 @@ class MlaModel:
         return self.experts * (self.hidden + self.router_bias)
 
     @property
-    def dense_mlp(self) -> int:
-        return 3 * self.hidden * self.dense_width
+    def dense_mlp(self) -> dict[str, int]:
+        return self._mlp("mlp", self.dense_width)
 
     @property
-    def expert(self) -> int:
-        return 3 * self.hidden * self.expert_width
+    def expert(self) -> dict[str, int]:
+        """The first of a layer, for all of them."""
+        return self._mlp("mlp.experts.0", self.expert_width)
+
+    @property
+    def shared_mlp(self) -> dict[str, int]:
+        """All shared experts of a layer: they are one matrix each of this width."""
+        return self._mlp("mlp.shared_experts", self.shared_experts * self.expert_width)
+
+    def _mlp(self, path: str, width: int) -> dict[str, int]:
+        return {f"{path}.{name}_proj": self.hidden * width for name in ("gate", "up", "down")}
 
     @property
     def embeddings(self) -> int:
@@ -120,18 +141,26 @@ class MlaModel:
     def parameters(self) -> int:
         """All weights of the main model; an MTP layer is not counted."""
         moe = sum(map(self.is_moe, range(self.layers)))
-        attention = self.attention_replicated + self.attention_sharded
-        experts = self.router + self.expert * (self.experts + self.shared_experts)
-        indexers = self.indexers(range(self.layers)) * (self.indexer + self.indexer_unquantised)
-        dense = (self.layers - moe) * self.dense_mlp
-        layers = self.layers * (attention + self.norms) + indexers + dense + moe * experts
+        attention = _sum(self.attention_replicated) + _sum(self.attention_sharded) + self.norms
+        experts = self.router + self.experts * _sum(self.expert) + _sum(self.shared_mlp)
+        indexers = self.indexers(range(self.layers))
+        layers = (
+            self.layers * attention
+            + indexers * (_sum(self.indexer) + self.indexer_unquantised)
+            + (self.layers - moe) * _sum(self.dense_mlp)
+            + moe * experts
+        )
         return layers + self.embeddings + self.hidden
 
 
-def load(model: str, weight_bits: int | None = None) -> MlaModel:
+def _sum(matrices: Mapping[str, int]) -> int:
+    return sum(matrices.values())
+
+
+def load(model: str, weight_bits: float | None = None) -> MlaModel:
     """The model at `model`: a config.json, a directory with one, or a name on the Hugging Face Hub.
 
-    weight_bits  bits of one quantised weight where config.json names a method other than fp8
+    weight_bits  bits of one quantised weight, scales included, where config.json does not tell
 
     OSError if there is no such config, ValueError if it describes no MLA model.
     """
@@ -171,7 +200,7 @@ def _download(model: str) -> Path:
         ) from None
 
 
-def from_config(config: Mapping[str, Any], name: str, weight_bits: int | None = None) -> MlaModel:
+def from_config(config: Mapping[str, Any], name: str, weight_bits: float | None = None) -> MlaModel:
     """`config`: the content of config.json, of a model or of a wrapper with `text_config`."""
     quantisation = config.get("quantization_config")
     config = config.get("text_config") or config
@@ -193,6 +222,10 @@ def from_config(config: Mapping[str, Any], name: str, weight_bits: int | None = 
     quantisation = quantisation or config.get("quantization_config")
     if quantisation is not None and not isinstance(quantisation, Mapping):
         raise ValueError(f"{name}: expected a mapping as quantization_config, got {quantisation!r}")
+    try:
+        scheme = quantization.read(quantisation, weight_bits)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
     return MlaModel(
         name=name,
         hidden=read("hidden_size"),
@@ -216,9 +249,7 @@ def from_config(config: Mapping[str, Any], name: str, weight_bits: int | None = 
         index_topk=index_topk,
         index_shared=_index_shared(name, config),
         dtype=dtype,
-        weight_bytes=_weight_bytes(name, quantisation, weight_bits, _DTYPE_BYTES[dtype]),
-        quantised=bool(quantisation) or weight_bits is not None,
-        weight_block=max(_weight_block(name, quantisation) or [1]),
+        scheme=scheme,
     )
 
 
@@ -248,33 +279,3 @@ def _index_shared(name: str, config: Mapping[str, Any]) -> frozenset[int]:
         return frozenset(i for i, kind in zip(layers, pattern, strict=False) if kind == "S")
     every, offset = read("index_topk_freq", 1, 1), read("index_skip_topk_offset", 0, 2)
     return frozenset(i for i in layers if max(i - offset + 1, 0) % every)
-
-
-def _weight_bytes(
-    name: str, quantisation: Mapping[str, Any] | None, bits: int | None, dtype_bytes: int
-) -> float:
-    if bits is not None:
-        return bits / 8
-    if not quantisation:
-        return dtype_bytes
-    method = quantisation.get("quant_method")
-    if method not in _FP8:
-        raise ValueError(
-            f"{name}: weights quantised by {method}, whose size config.json does not tell. "
-            "Give --weight-bits"
-        )
-    block = _weight_block(name, quantisation)
-    return 1 + _SCALE_BYTES / math.prod(block) if block else 1
-
-
-def _weight_block(name: str, quantisation: Mapping[str, Any] | None) -> list[int] | None:
-    """Sides of the blocks of weights that share a scale; None without such."""
-    block = (quantisation or {}).get("weight_block_size")
-    if block is None:
-        return None
-    whole = isinstance(block, list) and all(type(side) is int and side > 0 for side in block)
-    if not whole or len(block) != 2:
-        raise ValueError(
-            f"{name}: expected weight_block_size of two integers of 1 or more, got {block!r}"
-        )
-    return block

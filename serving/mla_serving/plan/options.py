@@ -29,7 +29,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-cache-dtype", choices=_KV_CACHE_DTYPES, default="auto")
     parser.add_argument("--context", type=size, default=8192, help="tokens a request (8192)")
     parser.add_argument("--batch", type=size, default=64, help="requests at once (64)")
-    parser.add_argument("--weight-bits", type=size, help="of a quantised weight, if not fp8")
+    parser.add_argument(
+        "--weight-bits", type=float, help="of a quantised weight, scales included (4.5, say)"
+    )
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9, help="vLLM's (0.9)")
     parser.add_argument(
         "--reserve-gib",
@@ -64,6 +66,8 @@ def read(args: argparse.Namespace) -> "Question":
         )
     if not 0 <= args.reserve_gib < math.inf:
         raise ValueError(f"Expected --reserve-gib of 0 or more, got {args.reserve_gib:g}")
+    if args.weight_bits is not None and not 0 < args.weight_bits <= 32:
+        raise ValueError(f"Expected --weight-bits above 0 and up to 32, got {args.weight_bits:g}")
     others = args.dp * args.pp
     tp = args.tp or max(args.gpus // others, 1)
     if tp * others != args.gpus:
