@@ -135,6 +135,13 @@ def test_weights_of_v3_with_expert_parallelism_over_dp(v3):
     assert parts["routed experts"] == pytest.approx(58 * 11 * EXPERT * fp8)
 
 
+@pytest.mark.parametrize("tp, dp, ep, slices", [(2, 4, True, 1), (8, 1, True, 8), (2, 4, False, 2)])
+def test_shared_experts_are_whole_where_their_tokens_are_split(v3, tp, dp, ep, slices):
+    parts = Layout(tp=tp, dp=dp, ep=ep).weights(v3)
+    shared = EXPERT / slices * (1 + 4 / 128**2) + ROUTER * 2
+    assert parts["shared experts, routers"] == pytest.approx(58 * shared)
+
+
 def test_bf16_weights_have_no_scales_and_no_second_kv_b(lite):
     parts = Layout(tp=1).weights(lite)
     assert sum(parts.values()) == 2 * (lite.parameters - 2048)  # the final norm is left out

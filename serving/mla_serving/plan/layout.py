@@ -85,7 +85,7 @@ class Layout:
                 parts["attention"] += stored(model.indexer) + model.indexer_unquantised * plain
             if model.is_moe(layer):
                 parts["routed experts"] += self._experts_per_rank(model) * stored(model.expert)
-                shared = stored(model.shared_mlp) / self.tp
+                shared = stored(model.shared_mlp) / self._shared_ranks
                 parts["shared experts, routers"] += shared + model.router * plain
             else:
                 parts["dense MLPs"] += stored(model.dense_mlp) / self.tp
@@ -93,6 +93,12 @@ class Layout:
                 parts["absorbed W_UK, W_UV"] += model.kv_b / self.tp * plain
         parts["embeddings"] = self._embeddings(model, layers) / self.tp * plain
         return {name: size for name, size in parts.items() if size}
+
+    @property
+    def _shared_ranks(self) -> int:
+        """Over how many GPUs a shared expert is sliced. Where vLLM splits the tokens of its MoE
+        layers over tp (ParallelConfig.use_sequence_parallel_moe), each has all of it."""
+        return 1 if self.ep and self.dp > 1 else self.tp
 
     def _experts_per_rank(self, model: MlaModel) -> float:
         ranks = self.tp * self.dp
