@@ -381,12 +381,39 @@ def test_null_is_as_good_as_no_key():
     assert model.index_shared == frozenset()
 
 
-def test_slices_of_quantised_experts_keep_whole_blocks(v3):
-    with pytest.raises(ValueError, match=r"32 GPUs cannot slice experts of width 2048 in blocks"):
-        Layout(tp=8, dp=4).check(v3)
+@pytest.mark.parametrize(
+    "folder, changes, layout, said",
+    [
+        (V3, {}, {"tp": 8, "dp": 4}, "32 GPUs cannot slice experts of width 2048 in blocks of 128. "
+         "Mend: --expert-parallel, or more stages"),
+        (V3, {}, {"tp": 32, "ep": True}, "32 GPUs cannot slice dense MLPs of width 18432 in blocks "
+         "of 128. Mend: a lower --tp"),
+        (V3, {"first_k_dense_replace": 0}, {"tp": 32, "ep": True}, "shared experts of width 2048 "),
+        (V3, {"n_routed_experts": None}, {"tp": 32}, "dense MLPs of width 18432 in blocks of 128"),
+        (V3, {"n_routed_experts": None}, {"tp": 128}, "queries of width 24576 in blocks of 128"),
+        ("deepseek-v2-lite", {}, {"tp": 2}, "dense MLPs of width 10944 in blocks of 128"),
+        ("deepseek-v2-lite", {"intermediate_size": 10941, "quantization_config": None}, {"tp": 2},
+         "2 GPUs cannot slice dense MLPs of width 10941. Mend"),
+        *((V3, {"quantization_config": FP8 | {"weight_block_size": block}}, {"tp": 16},
+           "dense MLPs of width 18432 in blocks of 256") for block in ([256, 128], [128, 256])),
+    ],
+)  # fmt: skip
+def test_slices_that_cut_a_block_are_refused(folder, changes, layout, said):
+    model = from_config(config(folder, quantization_config=FP8) | changes, "m")
+    with pytest.raises(ValueError, match=said):
+        Layout(**layout).check(model)
+
+
+def test_slices_of_whole_blocks_are_planned(v3):
     Layout(tp=8, dp=4, ep=True).check(v3)
     of_tensors = {"quant_method": "fp8", "activation_scheme": "static"}  # one scale a tensor
-    Layout(tp=2).check(from_config(config("deepseek-v2-lite", quantization_config=of_tensors), "x"))
+    lite = "deepseek-v2-lite"
+    Layout(tp=2).check(from_config(config(lite, quantization_config=of_tensors), "x"))
+    Layout(tp=1).check(from_config(config(lite, quantization_config=FP8), "x"))
+    plain = FP8 | {
+        "ignored_layers": [f"model.layers.0.mlp.{x}_proj" for x in ("gate", "up", "down")]
+    }
+    Layout(tp=2, ep=True).check(from_config(config(lite, quantization_config=plain), "x"))
 
 
 def test_weight_bits_and_wrapped_configs():

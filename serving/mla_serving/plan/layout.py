@@ -2,6 +2,7 @@
 """How vLLM spreads a model over GPUs: tensor, data, pipeline, expert and context parallelism."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -44,19 +45,38 @@ class Layout:
         if self.pp > model.layers:
             raise ValueError(f"Expected --pp up to {model.layers} (layers), got {self.pp}")
         ranks = self.tp * self.dp
-        if not model.experts:
-            return
-        if self.ep and ranks > model.experts:
+        if self.ep and ranks > model.experts > 0:
             raise ValueError(
                 f"Expected at most {model.experts} GPUs a stage (experts of the model), got {ranks}"
             )
-        unit = max((model.scheme and model.scheme.sides) or [1])
-        if not self.ep and (model.expert_width % (ranks * unit)):
-            raise ValueError(
-                f"{ranks} GPUs cannot slice experts of width {model.expert_width}"
-                + (f" in blocks of {unit}" if unit > 1 else "")
-                + ". Mend: --expert-parallel, or more stages (--pp)"
-            )
+        self._check_slices(model)
+
+    def _check_slices(self, model: MlaModel) -> None:
+        """ValueError where a GPU's slice of a matrix would not be of whole blocks of scales."""
+        every, heads, tp = range(model.layers), model.heads, self.tp
+        dense = [layer for layer in every if not model.is_moe(layer)]
+        moe = [layer for layer in every if model.is_moe(layer)]
+        q = "self_attn.q_b_proj" if model.q_lora_rank else "self_attn.q_proj"
+        shared = model.shared_experts * model.expert_width
+        slices: list[tuple[str, str, Sequence[int], int, int]] = [
+            ("queries", q, every, heads * (model.nope + model.dims.rope_dim), tp),
+            ("keys and values", KV_B, every, heads * (model.nope + model.v), tp),
+            ("the attention's output", "self_attn.o_proj", every, heads * model.v, tp),
+            ("dense MLPs", "mlp.down_proj", dense, model.dense_width, tp),
+            ("shared experts", "mlp.shared_experts.down_proj", moe, shared, self._shared_ranks),
+        ]
+        if not self.ep:
+            ranks = tp * self.dp
+            slices += [("experts", "mlp.experts.0.down_proj", moe, model.expert_width, ranks)]
+        for what, matrix, layers, width, ranks in slices:
+            unit = model.block(matrix, layers)
+            if layers and (ranks > 1 or what == "experts") and width % (ranks * unit):
+                experts = "--expert-parallel, or more stages (--pp)"
+                raise ValueError(
+                    f"{ranks} GPUs cannot slice {what} of width {width}"
+                    + (f" in blocks of {unit}" if unit > 1 else "")
+                    + f". Mend: {experts if what == 'experts' else 'a lower --tp'}"
+                )
 
     def stages(self, layers: int) -> list[range]:
         """Layers of each pipeline stage, as vLLM's get_pp_indices cuts them."""

@@ -2,7 +2,8 @@
 """An MLA model by its config.json: its shape and how many weights each part of a layer has."""
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -57,6 +58,11 @@ class MlaModel:
 
     def quantised(self, layer: int, matrix: str) -> bool:
         return self.scheme is not None and self.scheme.covers(f"model.layers.{layer}.{matrix}")
+
+    def block(self, matrix: str, layers: Sequence[int]) -> int:
+        """Of whole multiples of it are the slices of `matrix` that GPUs can hold, in elements."""
+        quantised = any(self.quantised(layer, matrix) for layer in layers)
+        return math.lcm(*self.scheme.sides) if self.scheme and quantised else 1
 
     def stored(self, layer: int, matrices: Mapping[str, int]) -> float:
         """Bytes of matrices of `layer`, each as the checkpoint has it, scales included."""
