@@ -298,10 +298,20 @@ def test_a_measured_case_is_found_again(v3):
     measured = {case.name: case for case in rates.load("h200").cases}
     case = measured["b128_h16_q1_k4096"]
     plan = cost.make(question(v3, Layout(tp=8), batch=128))
-    assert plan.attention.nearest == case.name
+    assert plan.attention.nearest == case.name and not plan.attention.least
     assert plan.attention.measured_us == pytest.approx(61 * case.us, rel=0.03)
     fp8 = cost.make(question(v3, Layout(tp=8), batch=128, kv_cache_dtype="fp8_ds_mla"))
     assert fp8.attention.nearest == "b128_h16_q1_k4096_fp8_ds_mla"
+
+
+@pytest.mark.parametrize("dtype, cache", [("auto", "16 bit"), ("fp8", "fp8")])
+def test_no_time_is_less_than_the_least_measured(v3, dtype, cache):
+    least = min(
+        (case for case in rates.load("h200").cases if case.cache == cache), key=lambda case: case.us
+    )
+    load = {"batch": 1, "context": 128, "kv_cache_dtype": dtype}
+    times = cost.make(question(v3, Layout(tp=8), **load)).attention
+    assert (times.measured_us, times.nearest, times.least) == (61 * least.us, least.name, True)
 
 
 @pytest.mark.parametrize("gpu", ["h200", "h100"])

@@ -35,6 +35,8 @@ def test_text(capsys):
     assert status == 0
     assert "5,760 bytes a token: 5 layers x 1152, bfloat16" in out
     assert "as b96_h128_q1_k4096" in out
+    status, out, _ = run(capsys, *V3, "--gpus", "8", "--batch", "1", "--context", "128")
+    assert "our kernel 0.09 ms or less, the least measured (b1_" in out
     status, out, _ = run(capsys, *V3, "--gpus", "1", "--gpu", "b200", "--batch", "9999999")
     assert status == 1
     assert "fewer than the 9999999 asked for" in out

@@ -56,6 +56,7 @@ def as_json(plan: Plan) -> str:
             "bound": attention.bound,
             "measured_us": attention.measured_us,
             "nearest_case": attention.nearest,
+            "least_measured": attention.least,
             "unmeasured": attention.unmeasured,
             "source": question.rates.source,
         }
@@ -105,7 +106,9 @@ def _attention(plan: Plan) -> str:
     if question.layout.pp > 1:
         text += ", in the largest of its stages"
     if times.measured_us is not None:
-        text += f", our kernel {times.measured_us / 1e3:.2f} ms, as {times.nearest}"
+        text += f", our kernel {times.measured_us / 1e3:.2f} ms"
+        least = f" or less, the least measured ({times.nearest})"
+        text += least if times.least else f", as {times.nearest}"
     else:
         text += f", no time of our kernels ({times.unmeasured})"
     return f"{text}; rates of {question.rates.source}"
