@@ -354,6 +354,8 @@ def test_gpus_are_known_by_the_names_of_their_drivers():
         ({"num_attention_heads": 128.0}, "num_attention_heads an integer of 1 or more, got 128.0"),
         ({"num_hidden_layers": 0}, "num_hidden_layers an integer of 1 or more, got 0"),
         ({"num_hidden_layers": True}, "num_hidden_layers an integer of 1 or more, got True"),
+        ({"num_hidden_layers": 10_001}, "num_hidden_layers an integer of up to 10000, got 10001"),
+        ({"hidden_size": 10**400}, "hidden_size an integer of up to 1000000000, got 1000"),
         ({"hidden_size": []}, r"hidden_size an integer of 1 or more, got \[\]"),
         ({"kv_lora_rank": "512"}, "kv_lora_rank an integer of 1 or more, got '512'"),
         ({"qk_rope_head_dim": -1}, "qk_rope_head_dim an integer of 0 or more, got -1"),
@@ -381,6 +383,13 @@ def test_gpus_are_known_by_the_names_of_their_drivers():
 def test_configs_that_are_refused(changes, said):
     with pytest.raises(ValueError, match=said):
         from_config(config("deepseek-v3-5-layers", **changes), "m")
+
+
+def test_a_config_that_nests_beyond_reason_is_refused(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"config\.json is nested too deeply"):
+        load(str(path))
 
 
 def test_null_is_as_good_as_no_key():

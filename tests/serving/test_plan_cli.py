@@ -57,13 +57,18 @@ def test_text(capsys):
         (["--gpus", "1", "--gpu", "tpu"], "Expected --gpu in a100-40, a100,"),
         (["--gpus", "1", "--gpu-memory-utilization", "1.5"], "above 0 and up to 1, got 1.5"),
         (["--gpus", "1", "--gpu-memory-utilization", "nan"], "above 0 and up to 1, got nan"),
-        (["--gpus", "1", "--gpu-memory-gib", "nan"], "--gpu-memory-gib above 0, got nan"),
-        (["--gpus", "1", "--gpu-memory-gib", "inf"], "--gpu-memory-gib above 0, got inf"),
+        (
+            ["--gpus", "1", "--gpu-memory-gib", "nan"],
+            "--gpu-memory-gib above 0 and up to 1000000, got nan",
+        ),
+        (["--gpus", "1", "--gpu-memory-gib", "1e300"], "above 0 and up to 1000000, got 1e+300"),
+        (["--gpus", "1", "--gpu-memory-gib", "1000001"], "above 0 and up to 1000000, got 1000001"),
         (["--model", "", "--gpus", "1"], "--model is empty"),
-        (["--gpus", "1", "--reserve-gib", "-1"], "--reserve-gib of 0 or more, got -1"),
-        (["--gpus", "1", "--reserve-gib", "nan"], "--reserve-gib of 0 or more, got nan"),
+        (["--gpus", "1", "--reserve-gib", "-1"], "--reserve-gib of 0 to 1000000, got -1"),
+        (["--gpus", "1", "--reserve-gib", "nan"], "--reserve-gib of 0 to 1000000, got nan"),
         (["--gpus", "1", "--weight-bits", "0"], "--weight-bits above 0 and up to 32, got 0"),
         (["--gpus", "1", "--weight-bits", "nan"], "--weight-bits above 0 and up to 32, got nan"),
+        (["--gpus", "1", "--reserve-gib", "1e300"], "of 0 to 1000000, got 1e+300"),
         (["--gpus", "1", "--model", "/no/such"], "/no/such: no such file"),
         (["--gpus", "1", "--model", str(ROOT / "Makefile")], "is not JSON"),
         (["--gpus", "1", "--model", str(MODELS)], "configs/models: a directory without config"),
@@ -74,6 +79,14 @@ def test_errors(capsys, argv, said):
     status, out, err = run(capsys, *V3, *argv)
     assert status == 1 and out == ""
     assert err.startswith("mla-backend plan: ") and said in err
+
+
+@pytest.mark.parametrize("option", ["--batch", "--context", "--gpus", "--pp"])
+@pytest.mark.parametrize("value", ["0", "1000000001", f"{10**400}"])
+def test_sizes_beyond_reason_are_refused(capsys, option, value):
+    with pytest.raises(SystemExit, match="2"):
+        run(capsys, *V3, "--gpus", "1", option, value)
+    assert f"argument {option}: expected 1 to 1000000000, got {value}" in capsys.readouterr().err
 
 
 def test_bits_of_a_weight_need_not_be_whole(capsys):

@@ -16,6 +16,8 @@ from mla_serving.plan.quantization import Scheme
 
 KV_B = "self_attn.kv_b_proj"
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+_MOST = 1_000_000_000  # of a width or a count
+_MOST_LAYERS = 10_000
 # Keys of models whose other layers are linear attention (Kimi Linear, Ling 2.5).
 _HYBRID = ("linear_attn_config", "layer_group_size")
 
@@ -183,6 +185,8 @@ def load(model: str, weight_bits: float | None = None) -> MlaModel:
         config = json.loads(path.read_text())
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply for a config.json") from None
     if not isinstance(config, dict):
         raise ValueError(f"{path}: expected a JSON object, got {type(config).__name__}")
     name = path.parent.name if Path(model).exists() else model
@@ -221,6 +225,7 @@ def from_config(config: Mapping[str, Any], name: str, weight_bits: float | None 
             "linear ones keep a state, not rows"
         )
     read = partial(_integer, name, config)
+    layers = read("num_hidden_layers", most=_MOST_LAYERS)
     experts, index_topk = read("n_routed_experts", 0, 0), read("index_topk", 0, 0)
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     if dtype not in _DTYPE_BYTES:
@@ -235,7 +240,7 @@ def from_config(config: Mapping[str, Any], name: str, weight_bits: float | None 
     return MlaModel(
         name=name,
         hidden=read("hidden_size"),
-        layers=read("num_hidden_layers"),
+        layers=layers,
         heads=read("num_attention_heads"),
         q_lora_rank=read("q_lora_rank", 1, 0) or None,
         dims=MlaDims(read("kv_lora_rank"), read("qk_rope_head_dim", 0)),
@@ -253,16 +258,21 @@ def from_config(config: Mapping[str, Any], name: str, weight_bits: float | None 
         index_heads=read("index_n_heads") if index_topk else 0,
         index_dim=read("index_head_dim") if index_topk else 0,
         index_topk=index_topk,
-        index_shared=_index_shared(name, config),
+        index_shared=_index_shared(name, config, range(layers)),
         dtype=dtype,
         scheme=scheme,
     )
 
 
 def _integer(
-    name: str, config: Mapping[str, Any], key: str, low: int = 1, absent: int | None = None
+    name: str,
+    config: Mapping[str, Any],
+    key: str,
+    low: int = 1,
+    absent: int | None = None,
+    most: int = _MOST,
 ) -> int:
-    """config[key], of `low` or more. Without the key, or with null, `absent`; None: required."""
+    """config[key], of `low` to `most`. Without the key, or with null, `absent`; None: required."""
     value = config.get(key)
     if value is None:
         if absent is None:
@@ -270,13 +280,15 @@ def _integer(
         return absent
     if not isinstance(value, int) or isinstance(value, bool) or value < low:
         raise ValueError(f"{name}: expected {key} an integer of {low} or more, got {value!r}")
+    if value > most:
+        raise ValueError(f"{name}: expected {key} an integer of up to {most}, got {value}")
     return value
 
 
-def _index_shared(name: str, config: Mapping[str, Any]) -> frozenset[int]:
+def _index_shared(name: str, config: Mapping[str, Any], layers: range) -> frozenset[int]:
     """Layers without an indexer of their own, as vLLM's DeepSeek model reads the config."""
     read = partial(_integer, name, config)
-    pattern, layers = config.get("index_topk_pattern"), range(read("num_hidden_layers"))
+    pattern = config.get("index_topk_pattern")
     if pattern is not None:
         if not isinstance(pattern, (str, list)):
             raise ValueError(
