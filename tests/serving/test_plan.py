@@ -100,7 +100,8 @@ def test_layers_that_share_an_indexer_have_no_cache_of_keys(v32, changes, indexe
     quantised = 1536 * 64 * 128 + 7168 * 128
     each = quantised * (1 + 4 / 128**2) + (indexer - quantised) * 2
     assert less == pytest.approx((61 - indexers) * each)
-    halves = cost.make(question(shared, Layout(tp=4, pp=2), kv_cache_dtype="fp8_ds_mla"))
+    ample = {"kv_cache_dtype": "fp8_ds_mla", "memory": 1000 * GIB}  # so that weights weigh little
+    halves = cost.make(question(shared, Layout(tp=4, pp=2), **ample))
     stages = [range(31), range(31, 61)]
     assert halves.gpu_token_bytes == max(len(s) * 656 + shared.indexers(s) * 132 for s in stages)
     load = {"rates": ROOFS, "kv_cache_dtype": "fp8_ds_mla", "context": 16384}
@@ -192,6 +193,22 @@ def test_tp_repeats_the_cache_and_dp_and_dcp_do_not(v3):
     # a request of 4097 tokens over 4 ranks takes 17 blocks of each, 65 of one
     one_more = cost.make(question(v3, Layout(tp=8, dcp=4), context=4097))
     assert one_more.requests_that_fit == one_more.gpu_tokens // 64 // 17
+
+
+@pytest.mark.parametrize("memory, layers", [(90, 30), (140, 31)])
+def test_a_pipeline_holds_what_its_smallest_stage_does(v3, memory, layers):
+    """30 layers with the head hold more weights, 31 with the embedding more cache a token."""
+    layout = Layout(tp=8, pp=2)
+    plan = cost.make(question(v3, layout, memory=memory * GIB))
+    held = {
+        stage: int((0.9 * memory - 6) * GIB - sum(layout.weights(v3, stage).values()))
+        // (len(stage) * 1152)
+        for stage in layout.stages(61)
+    }
+    fewest = min(held, key=held.get)
+    assert plan.gpu_tokens == held[fewest] // 64 * 64 and len(fewest) == layers
+    assert plan.gpu_token_bytes == layers * 1152
+    assert plan.weights == layout.weights(v3, fewest)
 
 
 def test_a_load_that_does_not_fit(lite):

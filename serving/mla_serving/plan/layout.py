@@ -86,12 +86,12 @@ class Layout:
         starts = [sum(sizes[:i]) for i in range(self.pp)]
         return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
 
-    def weights(self, model: MlaModel) -> dict[str, float]:
-        """Bytes of weights on the GPU that holds most, by part."""
-        return max(
-            (self._stage_weights(model, layers) for layers in self.stages(model.layers)),
-            key=lambda parts: sum(parts.values()),
-        )
+    def weights(self, model: MlaModel, stage: range | None = None) -> dict[str, float]:
+        """Bytes of weights by part, on a GPU of `stage`, or (None) of the one that holds most."""
+        if stage is not None:
+            return self._stage_weights(model, stage)
+        stages = [self._stage_weights(model, layers) for layers in self.stages(model.layers)]
+        return max(stages, key=lambda parts: sum(parts.values()))
 
     def _stage_weights(self, model: MlaModel, layers: range) -> dict[str, float]:
         plain = model.dtype_bytes
