@@ -62,7 +62,6 @@ def test_parameters_of_v2_lite(lite):
 @pytest.mark.parametrize(
     "dtype, a_row, a_token",
     [
-        ("auto", 576 * 2, 70_272),
         ("bfloat16", 576 * 2, 70_272),
         ("fp8", 576, 35_136),
         ("fp8_ds_mla", 656, 40_016),

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from mla_serving.plan import cost
 from mla_serving.plan.layout import GIB, Layout
 from mla_serving.plan.model import from_config
 
@@ -29,6 +30,14 @@ INT4 = group(4, type="int", strategy="group", group_size=32, symmetric=True)
 
 def model(quantisation, bits=None):
     return from_config({**V3, "quantization_config": quantisation}, "m", bits)
+
+
+def plan(model, kv_cache_dtype):
+    sizes = {"memory": 300 * GIB, "utilization": 0.9, "reserve": 0, "context": 1, "batch": 1}
+    question = cost.Question(
+        model, Layout(tp=8), "h200", rates=None, kv_cache_dtype=kv_cache_dtype, **sizes
+    )
+    return cost.make(question)
 
 
 @pytest.mark.parametrize(
@@ -92,6 +101,42 @@ def test_an_nvfp4_release_with_plain_attention():
     parts = Layout(tp=4).weights(plain)
     assert "absorbed W_UK, W_UV" not in parts  # views of a kv_b_proj that is not quantised
     assert sum(parts.values()) / GIB == pytest.approx(93.80, abs=0.01)
+
+
+FLOAT8 = {"num_bits": 8, "type": "float", "dynamic": False}
+
+
+@pytest.mark.parametrize(
+    "quantisation, dtype",
+    [
+        (None, "bfloat16"),
+        (NVFP4, "bfloat16"),
+        (NVFP4 | {"kv_cache_quant_algo": "FP8"}, "fp8_e4m3"),
+        (NVFP4 | {"kv_cache_scheme": FLOAT8}, "fp8_e4m3"),
+        (NVFP4 | {"kv_cache_scheme": FLOAT8 | {"dynamic": True}}, "bfloat16"),
+        (NVFP4 | {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}, "fp8_e4m3"),
+        (packed(INT4, kv_cache_scheme=FLOAT8), "bfloat16"),  # MLA's layers do not read it
+    ],
+)
+def test_auto_is_the_cache_that_the_checkpoint_asks_for(quantisation, dtype):
+    assert model(quantisation).kv_cache_dtype == dtype
+    made = plan(model(quantisation), "auto")
+    assert made.kv_cache_dtype == dtype and made.row_bytes == (576 if "fp8" in dtype else 1152)
+
+
+def test_auto_is_what_it_is_to_vllm():
+    from vllm.utils.torch_utils import get_kv_cache_quant_algo_string
+
+    asks = NVFP4 | {"kv_cache_quant_algo": "FP8"}
+    assert get_kv_cache_quant_algo_string(asks) == model(asks).kv_cache_dtype
+    assert get_kv_cache_quant_algo_string(packed(INT4, kv_cache_scheme=FLOAT8)) is None
+
+
+def test_a_cache_that_our_kernels_do_not_read_is_refused():
+    asked = model(NVFP4 | {"kv_cache_scheme": FLOAT8 | {"num_bits": 4}})
+    with pytest.raises(ValueError, match=r"asks for a cache of nvfp4.*--kv-cache-dtype bfloat16"):
+        plan(asked, "auto")
+    assert plan(asked, "fp8").kv_cache_dtype == "fp8"
 
 
 @pytest.mark.parametrize(

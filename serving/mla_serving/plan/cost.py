@@ -40,6 +40,7 @@ class Plan:
 
     question: Question
     weights: dict[str, float]
+    kv_cache_dtype: str  # never "auto"
     row_bytes: int
     indexer_row_bytes: int
     token_bytes: int  # all layers, the whole cache of one token
@@ -70,6 +71,8 @@ def make(question: Question) -> Plan:
     model, layout = question.model, question.layout
     layout.check(model)
     dtype = question.kv_cache_dtype
+    if dtype == "auto":
+        dtype = model.kv_cache_dtype
     served.check(model, layout, dtype)
     usable = question.memory * question.utilization
     stages = [
@@ -102,6 +105,7 @@ def make(question: Question) -> Plan:
     return Plan(
         question=question,
         weights=weights,
+        kv_cache_dtype=dtype,
         row_bytes=kv_cache.row_bytes(model, dtype),
         indexer_row_bytes=kv_cache.indexer_row_bytes(model),
         token_bytes=kv_cache.token_bytes(model, dtype, range(model.layers)),

@@ -49,6 +49,7 @@ class MlaModel:
     index_shared: frozenset[int]  # layers that read what an earlier layer's indexer chose
     dtype: str
     scheme: Scheme | None  # of the linear layers; None: all in `dtype`
+    kv_cache_dtype: str  # what "auto" is
 
     @property
     def dtype_bytes(self) -> int:
@@ -235,6 +236,7 @@ def from_config(config: Mapping[str, Any], name: str, weight_bits: float | None 
         raise ValueError(f"{name}: expected a mapping as quantization_config, got {quantisation!r}")
     try:
         scheme = quantization.read(quantisation, weight_bits)
+        kv_cache_dtype = quantization.kv_cache_dtype(quantisation) or dtype
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     return MlaModel(
@@ -261,6 +263,7 @@ def from_config(config: Mapping[str, Any], name: str, weight_bits: float | None 
         index_shared=_index_shared(name, config, range(layers)),
         dtype=dtype,
         scheme=scheme,
+        kv_cache_dtype=kv_cache_dtype,
     )
 
 

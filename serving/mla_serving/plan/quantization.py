@@ -58,6 +58,20 @@ def read(config: Mapping[str, Any] | None, bits: float | None) -> Scheme | None:
     return scheme
 
 
+def kv_cache_dtype(config: Mapping[str, Any] | None) -> str | None:
+    """What vLLM makes of the cache dtype "auto"; None: the model's dtype."""
+    if not config or not str(config.get("quant_method")).startswith("modelopt"):
+        return None
+    scopes = (_mapping(config, "quantization"), config)
+    keys = ("kv_cache_scheme", "kv_cache_quant_algo")
+    said = [scope.get(key) for key in keys for scope in scopes]
+    kind: Any = next(filter(None, said), None)
+    if isinstance(kind, Mapping):
+        bits = kind.get("num_bits") if kind.get("type") == "float" else None
+        kind = "nvfp4" if bits == 4 else "fp8" if bits == 8 and kind.get("dynamic") is False else ""
+    return {"fp8": "fp8_e4m3", "nvfp4": "nvfp4"}.get(str(kind).lower())
+
+
 def _fp8(config: Mapping[str, Any]) -> Scheme:
     sides = _sides(config.get("weight_block_size"), "weight_block_size")
     bits = 8 + 32 / math.prod(sides) if sides else 8
