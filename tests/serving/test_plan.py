@@ -55,6 +55,11 @@ def test_parameters_of_v3(v3):
     assert v3.parameters == layers + 2 * EMBEDDING + 7168 == 671_026_419_200
 
 
+def test_every_other_layer_may_be_a_moe_layer():
+    odd = from_config(config(V3, num_hidden_layers=8, moe_layer_freq=2), "odd")
+    assert [layer for layer in range(8) if odd.is_moe(layer)] == [4, 6]  # of 3 and more
+
+
 def test_parameters_of_v2_lite(lite):
     assert lite.parameters == 15_706_484_224  # bytes of the released bf16 files / 2
 
@@ -380,6 +385,7 @@ def test_gpus_are_known_by_the_names_of_their_drivers():
         ({"moe_intermediate_size": -1}, "moe_intermediate_size an integer of 1 or more, got -1"),
         ({"n_shared_experts": -1}, "n_shared_experts an integer of 0 or more, got -1"),
         ({"first_k_dense_replace": "x"}, "first_k_dense_replace an integer of 0 or more, got 'x'"),
+        ({"moe_layer_freq": 0}, "moe_layer_freq an integer of 1 or more, got 0"),
         ({"index_topk": "x"}, "index_topk an integer of 0 or more, got 'x'"),
         ({"index_topk": 2048}, "config.json lacks index_n_heads"),
         ({"index_topk": 2048, "index_n_heads": 64}, "config.json lacks index_head_dim"),

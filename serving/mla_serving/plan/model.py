@@ -39,6 +39,7 @@ class MlaModel:
     max_context: int  # tokens of a request; 0: config.json does not say
     dense_width: int
     dense_layers: int
+    moe_layer_freq: int
     experts: int
     expert_width: int
     shared_experts: int
@@ -144,7 +145,8 @@ class MlaModel:
         return self.vocab * self.hidden * (1 if self.tied else 2)
 
     def is_moe(self, layer: int) -> bool:
-        return self.experts > 0 and layer >= self.dense_layers
+        moe = layer >= self.dense_layers and layer % self.moe_layer_freq == 0
+        return self.experts > 0 and moe
 
     @property
     def parameters(self) -> int:
@@ -253,6 +255,7 @@ def from_config(config: Mapping[str, Any], name: str, weight_bits: float | None 
         max_context=read("max_position_embeddings", 1, 0),
         dense_width=read("intermediate_size"),
         dense_layers=read("first_k_dense_replace", 0, 0),
+        moe_layer_freq=read("moe_layer_freq", 1, 1),
         experts=experts,
         expert_width=read("moe_intermediate_size") if experts else 0,
         shared_experts=read("n_shared_experts", 0, 0),
