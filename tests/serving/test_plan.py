@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from mla_serving.plan import cost, rates
+from mla_serving.plan import cost, rates, report
 from mla_serving.plan.kv_cache import indexer_row_bytes, row_bytes
 from mla_serving.plan.layout import GIB, Layout
 from mla_serving.plan.model import from_config, load
@@ -53,6 +53,12 @@ def test_parameters_of_v3(v3):
     attention = Q_A + Q_B + KV_A + KV_B + O_PROJ
     layers = 61 * (attention + NORMS) + 3 * DENSE + 58 * (257 * EXPERT + ROUTER)
     assert v3.parameters == layers + 2 * EMBEDDING + 7168 == 671_026_419_200
+
+
+def test_a_tied_head_is_the_embedding():
+    tied = from_config(config(V3, tie_word_embeddings=True), "tied")
+    assert tied.parameters == from_config(config(V3), "m").parameters - EMBEDDING
+    assert Layout(tp=8).weights(tied)["embeddings"] == EMBEDDING / 8 * 2
 
 
 def test_every_other_layer_may_be_a_moe_layer():
@@ -194,6 +200,7 @@ def test_tp_repeats_the_cache_and_dp_and_dcp_do_not(v3):
     assert dcp.cluster_tokens == 4 * tp.cluster_tokens
     dp = cost.make(question(v3, Layout(tp=1, dp=8, ep=True)))
     assert dp.cluster_tokens == 8 * dp.gpu_tokens
+    assert dp.requests_that_fit == 8 * (dp.gpu_tokens // 4096)
     # a request of 4097 tokens over 4 ranks takes 17 blocks of each, 65 of one
     one_more = cost.make(question(v3, Layout(tp=8, dcp=4), context=4097))
     assert one_more.requests_that_fit == one_more.gpu_tokens // 64 // 17
@@ -216,8 +223,20 @@ def test_a_pipeline_holds_what_its_smallest_stage_does(v3, memory, layers):
 
 
 def test_a_load_that_does_not_fit(lite):
-    plan = cost.make(question(lite, Layout(tp=1), context=163_840, batch=1000))
-    assert not plan.fits and plan.requests_that_fit < 1000
+    plan = cost.make(question(lite, Layout(tp=1), context=163_840))
+    most = plan.requests_that_fit
+    for batch, fits in ((most, True), (most + 1, False)):
+        plan = cost.make(question(lite, Layout(tp=1), context=163_840, batch=batch))
+        assert plan.fits is fits
+
+
+def test_weights_that_leave_no_room_are_refused(lite):
+    taken = sum(Layout(tp=1).weights(lite).values()) + 6 * GIB
+    half = {"utilization": 0.5}
+    plan = cost.make(question(lite, Layout(tp=1), memory=2 * (taken + GIB), **half))
+    assert plan.cache_bytes == GIB
+    with pytest.raises(ValueError, match="the weights of deepseek-v2-lite do not fit"):
+        cost.make(question(lite, Layout(tp=1), memory=2 * taken, **half))
 
 
 ROOFS = rates.Rates("test", "by hand", read_gbps=4000, gemm_tflops=500, cases=())
@@ -231,6 +250,9 @@ def test_attention_floor_by_hand(v3, v32, monkeypatch):
     plan = cost.make(question(v3, Layout(tp=1, dp=8, ep=True), rates=ROOFS, batch=512))
     assert plan.attention.floor_us == pytest.approx(61 * 146.0289, rel=1e-4)
     assert plan.attention.bound == "compute"
+    # 505 requests over 8 engines: 64 of one of them
+    uneven = cost.make(question(v3, Layout(tp=1, dp=8, ep=True), rates=ROOFS, batch=505))
+    assert uneven.attention.floor_us == plan.attention.floor_us
     # 16 heads: 64 * 4096 * 1152 bytes = 302 MB, 75.50 us at 4000 GB/s
     plan = cost.make(question(v3, Layout(tp=8), rates=ROOFS))
     assert plan.attention.floor_us == pytest.approx(61 * 75.4975, rel=1e-4)
@@ -244,11 +266,24 @@ def test_attention_floor_by_hand(v3, v32, monkeypatch):
     read = 64 * (2048 * 656 + 16384 * 132)
     assert plan.attention.floor_us == pytest.approx(61 * read / 4000e3, rel=1e-4)
     assert plan.attention.measured_us is None
+    # a context shorter than what is chosen of it
+    short = cost.make(question(v32, Layout(tp=8), **sparse | {"context": 1024}))
+    read = 64 * 1024 * (656 + 132)
+    assert short.attention.floor_us == pytest.approx(61 * read / 4000e3, rel=1e-4)
     # dcp 8: all 128 heads over an eighth of those tokens, 2 * 64 * 128 * 256 * 1088 = 4.56 GFLOP,
     # and 64 index heads of 128 over an eighth of the keys, 2 * 64 * 64 * 2048 * 128 = 2.15 GFLOP
     monkeypatch.setenv(SPARSE_DCP, "1")
     plan = cost.make(question(v32, Layout(tp=8, dcp=8), **sparse))
     assert plan.attention.floor_us == pytest.approx(61 * 13.4218, rel=1e-4)
+
+
+def test_the_largest_stage_is_the_one_with_more_indexers():
+    changes = {"num_hidden_layers": 60, "index_topk_pattern": "S" * 30 + "F" * 30}
+    model = from_config(config(V32, **changes), "m")
+    sparse = {"kv_cache_dtype": "fp8_ds_mla", "context": 16384, "memory": 200 * GIB}
+    plan = cost.make(question(model, Layout(tp=8, pp=2), rates=ROOFS, **sparse))
+    read = 64 * 30 * (2048 * 656 + 16384 * 132)
+    assert plan.attention.floor_us == pytest.approx(read / 4000e3, rel=1e-4)
 
 
 def test_why_there_is_no_time_of_our_kernels(v3, v32):
@@ -335,6 +370,23 @@ def test_no_time_is_less_than_the_least_measured(v3, dtype, cache):
     assert (times.measured_us, times.nearest, times.least) == (61 * least.us, least.name, True)
 
 
+def test_the_report_says_what_the_plan_has(v3):
+    plan = cost.make(question(v3, Layout(tp=1, dp=8, ep=True)))
+    answer, times = json.loads(report.as_json(plan)), plan.attention
+    assert answer["weights"]["bytes_per_gpu"] == plan.weight_bytes
+    cache = answer["kv_cache"]
+    assert (cache["tokens_per_gpu"], cache["tokens"]) == (plan.gpu_tokens, plan.cluster_tokens)
+    assert answer["load"]["requests_that_fit"] == plan.requests_that_fit
+    said = answer["attention"]
+    assert (said["floor_us"], said["measured_us"]) == (times.floor_us, times.measured_us)
+    text = report.as_text(plan)
+    assert f"{plan.weight_bytes / 2**30:.1f} GiB a GPU" in text
+    assert f"{plan.gpu_tokens:,} a GPU, {plan.cluster_tokens:,} in the cluster" in text
+    assert f" {plan.requests_that_fit:,} of 4,096 tokens" in text
+    floor, ours = f"{times.floor_us / 1000:.2f} ms", f"{times.measured_us / 1000:.2f} ms"
+    assert f"floor {floor} ({times.bound}), our kernel {ours}, as" in text
+
+
 @pytest.mark.parametrize("gpu", ["h200", "h100"])
 def test_rates_are_those_of_the_committed_results(gpu):
     """Up to a quarter: the plan need not follow every new measurement, but a faster kernel."""
@@ -349,6 +401,13 @@ def test_rates_are_those_of_the_committed_results(gpu):
         assert case.us == pytest.approx(measured[case.name], rel=0.25), (
             f"{case.name}: run python -m mla_serving.plan.rates {ours.source}"
         )
+
+
+def test_memory_is_what_nvidia_smi_says():
+    assert rates.MEMORY_MIB == {
+        "a100-40": 40_960, "a100": 81_920, "h20": 97_871, "h100": 81_559, "h200": 143_771,
+        "b200": 183_359, "l40s": 46_068, "rtx4090": 24_564,
+    }  # fmt: skip
 
 
 def test_gpus_are_known_by_the_names_of_their_drivers():
@@ -445,6 +504,13 @@ def test_slices_that_cut_a_block_are_refused(folder, changes, layout, said):
         Layout(**layout).check(model)
 
 
+def test_the_most_that_a_layout_can_be():
+    five = from_config(config(V3), "m")
+    Layout(tp=1, pp=5).check(five)
+    Layout(tp=8, dp=32, ep=True).check(five)  # an expert a GPU
+    Layout(tp=8, ep=True).check(from_config(config(V3, n_routed_experts=None), "dense"))
+
+
 def test_slices_of_whole_blocks_are_planned(v3):
     Layout(tp=8, dp=4, ep=True).check(v3)
     of_tensors = {"quant_method": "fp8", "activation_scheme": "static"}  # one scale a tensor
@@ -461,6 +527,8 @@ def test_weight_bits_and_wrapped_configs():
     inner = config("deepseek-v3-5-layers")
     model = from_config({"model_type": "x", "text_config": inner}, "wrapped", weight_bits=4)
     assert model.scheme.bits == 4 and model.layers == 5
+    model = from_config({"text_config": inner, "quantization_config": FP8}, "wrapped")
+    assert model.scheme.bits == 8 + 32 / 128**2
 
 
 def test_fp8_ds_mla_is_for_512_and_64():

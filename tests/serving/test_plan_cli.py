@@ -81,6 +81,20 @@ def test_errors(capsys, argv, said):
     assert err.startswith("mla-backend plan: ") and said in err
 
 
+@pytest.mark.parametrize(
+    "argv, room",
+    [
+        ([], 0.9 * 143_771 * 2**20 - 6 * 2**30),
+        (["--gpu-memory-gib", "200", "--gpu-memory-utilization", "0.8", "--reserve-gib", "10"],
+         150 * 2**30),
+    ],
+)  # fmt: skip
+def test_room_for_the_cache(capsys, argv, room):
+    answer = json.loads(run(capsys, *V3, "--gpus", "1", *argv, "--json")[1])
+    weights = sum(answer["weights"]["parts"].values())
+    assert answer["kv_cache"]["bytes_per_gpu"] == pytest.approx(room - weights, rel=1e-9)
+
+
 @pytest.mark.parametrize("option", ["--batch", "--context", "--gpus", "--pp"])
 @pytest.mark.parametrize("value", ["0", "1000000001", f"{10**400}"])
 def test_sizes_beyond_reason_are_refused(capsys, option, value):
