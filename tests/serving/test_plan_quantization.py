@@ -150,6 +150,7 @@ def test_a_cache_that_our_kernels_do_not_read_is_refused():
         (packed(INT4, group(8, type="int")), "quantised by compressed-tensors.*--weight-bits"),
         (packed(group(4, ["MoELayer"], type="int", group_size=32)), "--weight-bits"),
         (packed(), "--weight-bits"),
+        (packed(group(4, [])), "--weight-bits"),
     ],
 )  # fmt: skip
 def test_what_the_config_does_not_tell_is_asked_for(quantisation, said):
@@ -164,6 +165,7 @@ def test_what_the_config_does_not_tell_is_asked_for(quantisation, said):
         (AWQ | {"group_size": "128"}, "group_size of 1 to 65536 .*, got '128'"),
         (AWQ | {"bits": 10**400}, "bits of 1 to 65536"),
         (AWQ | {"modules_to_not_convert": "lm_head"}, "a list of layers .*, got 'lm_head'"),
+        (packed(INT4 | {"targets": 5}), "a list of layers .*, got 5"),
         (packed(INT4, ignore=["re:("]), "in a pattern of quantization_config"),
         (packed(INT4) | {"config_groups": [1]}, r"a mapping as config_groups .*, got \[1\]"),
         ({"quant_method": "modelopt", "quantization": "NVFP4"}, "a mapping as quantization in"),

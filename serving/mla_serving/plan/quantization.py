@@ -116,7 +116,7 @@ def _gptq(config: Mapping[str, Any]) -> Scheme:
 def _compressed_tensors(config: Mapping[str, Any]) -> Scheme:
     groups = [group for group in _mapping(config, "config_groups").values() if group]
     sizes: set[float | None] = set()
-    targets: list[Any] = []
+    targets: list[str] = []
     sides: tuple[int, ...] = ()
     for group in groups:
         weights = _mapping(group, "weights")
@@ -127,10 +127,10 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Scheme:
             sizes.add(bits + 32 / math.prod(sides))
         else:
             sizes.add(_grouped(bits, _integer(weights, "group_size"), 8 if floats else 16, zero))
-        targets += group.get("targets") or []
+        targets += _names(group.get("targets"))
     skipped = _patterns(config.get("ignore"), _exact)
-    by_class = [x for x in targets if not str(x).startswith("re:") and "." not in str(x)]
-    if len(sizes) != 1 or set(by_class) - {"Linear"}:
+    by_class = {x for x in targets if not x.startswith("re:") and "." not in x}
+    if len(sizes) != 1 or not targets or by_class - {"Linear"}:
         return Scheme(None, skipped=skipped)
     return Scheme(sizes.pop(), sides, skipped, None if by_class else _patterns(targets, _exact))
 
@@ -178,16 +178,20 @@ def _sides(block: Any, key: str) -> tuple[int, ...]:
     return tuple(block)
 
 
+def _names(value: Any) -> list[str]:
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise ValueError(f"expected a list of layers in quantization_config, got {value!r}")
+    return value
+
+
 def _patterns(names: Any, *forms: Callable[[str], str]) -> tuple[re.Pattern[str], ...]:
     """Of a list of layers: each name in each of `forms`, or the pattern that it has after "re:".
 
     vLLM loads a model inside a wrapper by the same names without "language_model.".
     """
-    if names is None:
-        return ()
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"expected a list of layers in quantization_config, got {names!r}")
-    plain = [name.replace("language_model.", "") for name in names]
+    plain = [name.replace("language_model.", "") for name in _names(names)]
     texts = [name[3:] if name.startswith("re:") else form(name) for name in plain for form in forms]
     try:
         return tuple(map(re.compile, texts))
