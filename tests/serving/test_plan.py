@@ -517,6 +517,8 @@ def test_slices_of_whole_blocks_are_planned(v3):
     lite = "deepseek-v2-lite"
     Layout(tp=2).check(from_config(config(lite, quantization_config=of_tensors), "x"))
     Layout(tp=1).check(from_config(config(lite, quantization_config=FP8), "x"))
+    no_dense = config(lite, first_k_dense_replace=0, intermediate_size=10_941)
+    Layout(tp=2).check(from_config(no_dense, "x"))
     plain = FP8 | {
         "ignored_layers": [f"model.layers.0.mlp.{x}_proj" for x in ("gate", "up", "down")]
     }

@@ -91,9 +91,11 @@ def test_bits_of_a_weight(quantisation, bits):
 )  # fmt: skip
 def test_layers_that_are_not_quantised(quantisation, plain):
     layout = Layout(tp=8)
-    parts, whole = layout.weights(model(quantisation)), layout.weights(model(None))
-    parts.pop("absorbed W_UK, W_UV", None)
-    assert {name for name in parts if parts[name] == whole[name]} == {plain, "embeddings"}
+    whole = layout.weights(model(None))
+    for bits in (None, 5):  # of its own, and of --weight-bits
+        parts = layout.weights(model(quantisation, bits))
+        parts.pop("absorbed W_UK, W_UV", None)
+        assert {name for name in parts if parts[name] == whole[name]} == {plain, "embeddings"}
 
 
 def test_an_nvfp4_release_with_plain_attention():
