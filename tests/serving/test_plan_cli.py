@@ -35,6 +35,8 @@ def test_text(capsys):
     assert status == 0
     assert "5,760 bytes a token: 5 layers x 1152, bfloat16" in out
     assert "as b96_h128_q1_k4096" in out
+    status, out, _ = run(capsys, *V3, "--gpus", "8", "--batch", "1", "--context", "128")
+    assert "our kernel 0.09 ms or less, the least measured (b1_" in out
     status, out, _ = run(capsys, *V3, "--gpus", "1", "--gpu", "b200", "--batch", "9999999")
     assert status == 1
     assert "fewer than the 9999999 asked for" in out
@@ -55,11 +57,18 @@ def test_text(capsys):
         (["--gpus", "1", "--gpu", "tpu"], "Expected --gpu in a100-40, a100,"),
         (["--gpus", "1", "--gpu-memory-utilization", "1.5"], "above 0 and up to 1, got 1.5"),
         (["--gpus", "1", "--gpu-memory-utilization", "nan"], "above 0 and up to 1, got nan"),
-        (["--gpus", "1", "--gpu-memory-gib", "nan"], "--gpu-memory-gib above 0, got nan"),
-        (["--gpus", "1", "--gpu-memory-gib", "inf"], "--gpu-memory-gib above 0, got inf"),
+        (
+            ["--gpus", "1", "--gpu-memory-gib", "nan"],
+            "--gpu-memory-gib above 0 and up to 1000000, got nan",
+        ),
+        (["--gpus", "1", "--gpu-memory-gib", "1e300"], "above 0 and up to 1000000, got 1e+300"),
+        (["--gpus", "1", "--gpu-memory-gib", "1000001"], "above 0 and up to 1000000, got 1000001"),
         (["--model", "", "--gpus", "1"], "--model is empty"),
-        (["--gpus", "1", "--reserve-gib", "-1"], "--reserve-gib of 0 or more, got -1"),
-        (["--gpus", "1", "--reserve-gib", "nan"], "--reserve-gib of 0 or more, got nan"),
+        (["--gpus", "1", "--reserve-gib", "-1"], "--reserve-gib of 0 to 1000000, got -1"),
+        (["--gpus", "1", "--reserve-gib", "nan"], "--reserve-gib of 0 to 1000000, got nan"),
+        (["--gpus", "1", "--weight-bits", "0"], "--weight-bits above 0 and up to 32, got 0"),
+        (["--gpus", "1", "--weight-bits", "nan"], "--weight-bits above 0 and up to 32, got nan"),
+        (["--gpus", "1", "--reserve-gib", "1e300"], "of 0 to 1000000, got 1e+300"),
         (["--gpus", "1", "--model", "/no/such"], "/no/such: no such file"),
         (["--gpus", "1", "--model", str(ROOT / "Makefile")], "is not JSON"),
         (["--gpus", "1", "--model", str(MODELS)], "configs/models: a directory without config"),
@@ -70,6 +79,35 @@ def test_errors(capsys, argv, said):
     status, out, err = run(capsys, *V3, *argv)
     assert status == 1 and out == ""
     assert err.startswith("mla-backend plan: ") and said in err
+
+
+@pytest.mark.parametrize(
+    "argv, room",
+    [
+        ([], 0.9 * 143_771 * 2**20 - 6 * 2**30),
+        (["--gpu-memory-gib", "200", "--gpu-memory-utilization", "0.8", "--reserve-gib", "10"],
+         150 * 2**30),
+    ],
+)  # fmt: skip
+def test_room_for_the_cache(capsys, argv, room):
+    answer = json.loads(run(capsys, *V3, "--gpus", "1", *argv, "--json")[1])
+    weights = sum(answer["weights"]["parts"].values())
+    assert answer["kv_cache"]["bytes_per_gpu"] == pytest.approx(room - weights, rel=1e-9)
+
+
+@pytest.mark.parametrize("option", ["--batch", "--context", "--gpus", "--pp"])
+@pytest.mark.parametrize("value", ["0", "1000000001", f"{10**400}"])
+def test_sizes_beyond_reason_are_refused(capsys, option, value):
+    with pytest.raises(SystemExit, match="2"):
+        run(capsys, *V3, "--gpus", "1", option, value)
+    assert f"argument {option}: expected 1 to 1000000000, got {value}" in capsys.readouterr().err
+
+
+def test_bits_of_a_weight_need_not_be_whole(capsys):
+    argv = (*V3, "--gpus", "1", "--weight-bits", "4.5", "--json")
+    answer = json.loads(run(capsys, *argv)[1])
+    experts = 2 * 256 * 3 * 7168 * 2048  # of the two MoE layers
+    assert answer["weights"]["parts"]["routed experts"] == experts * 4.5 / 8
 
 
 @pytest.mark.parametrize(("context", "said"), [("163840", False), ("163841", True)])

@@ -21,8 +21,10 @@ class AttentionTime:
 
     floor_us     the larger of FLOP / GEMM rate and bytes / read rate, both measured
     bound        which of the two it is: "compute" or "memory"
-    measured_us  the floor over the share of its floor that the nearest measured case reaches
+    measured_us  the floor over the share of its floor that the nearest measured case reaches, but
+                 no less than the least that was measured with this cache: a launch has its price
     nearest      name of that case
+    least        whether it is the one of the least time
     unmeasured   why there is neither
     """
 
@@ -30,6 +32,7 @@ class AttentionTime:
     bound: str
     measured_us: float | None
     nearest: str | None
+    least: bool = False
     unmeasured: str | None = None
 
 
@@ -62,11 +65,18 @@ def time(
     cache = {"fp8": "fp8", "fp8_e4m3": "fp8", "fp8_ds_mla": "fp8_ds_mla"}.get(kv_cache_dtype)
     if model.sparse:
         why = f"no rates of sparse attention here; whole steps are in {_SPARSE_STEPS}"
-        return AttentionTime(floor, bound, None, None, why)
+        return AttentionTime(floor, bound, None, None, unmeasured=why)
     if model.dims != _MEASURED:
         widths = f"{_MEASURED.kv_lora_rank} + {_MEASURED.rope_dim}"
-        return AttentionTime(floor, bound, None, None, f"only rows of {widths} were measured")
-    nearest = rates.nearest(requests, heads, tokens, cache or "16 bit")
-    if nearest is None:
-        return AttentionTime(floor, bound, None, None, f"no {kv_cache_dtype} cache was measured")
-    return AttentionTime(floor, bound, floor * nearest.us / nearest.floor_us, nearest.name)
+        why = f"only rows of {widths} were measured"
+        return AttentionTime(floor, bound, None, None, unmeasured=why)
+    cases = rates.with_cache(cache or "16 bit")
+    if not cases:
+        why = f"no {kv_cache_dtype} cache was measured"
+        return AttentionTime(floor, bound, None, None, unmeasured=why)
+    nearest = min(cases, key=lambda case: case.distance(requests, heads, tokens))
+    least = min(cases, key=lambda case: case.us)
+    measured, shortest = floor * nearest.us / nearest.floor_us, len(stage) * least.us
+    if measured < shortest:
+        return AttentionTime(floor, bound, shortest, least.name, least=True)
+    return AttentionTime(floor, bound, measured, nearest.name)

@@ -35,10 +35,12 @@ class Question:
 
 @dataclass(frozen=True)
 class Plan:
-    """The answer. Bytes and tokens of "gpu" are those of the GPU that holds most weights."""
+    """The answer. Bytes and tokens of "gpu" are those of the GPU that holds fewest tokens: each
+    stage of a pipeline caches its layers of all requests."""
 
     question: Question
     weights: dict[str, float]
+    kv_cache_dtype: str  # never "auto"
     row_bytes: int
     indexer_row_bytes: int
     token_bytes: int  # all layers, the whole cache of one token
@@ -69,11 +71,20 @@ def make(question: Question) -> Plan:
     model, layout = question.model, question.layout
     layout.check(model)
     dtype = question.kv_cache_dtype
+    if dtype == "auto":
+        dtype = model.kv_cache_dtype
     served.check(model, layout, dtype)
-    weights = layout.weights(model)
-    gpu_token = max(kv_cache.token_bytes(model, dtype, x) for x in layout.stages(model.layers))
     usable = question.memory * question.utilization
-    cache = usable - sum(weights.values()) - question.reserve
+    stages = [
+        (layout.weights(model, layers), kv_cache.token_bytes(model, dtype, layers))
+        for layers in layout.stages(model.layers)
+    ]
+
+    def room(weights: dict[str, float]) -> float:
+        return usable - sum(weights.values()) - question.reserve
+
+    weights, gpu_token = min(stages, key=lambda stage: room(stage[0]) / stage[1])
+    cache = room(weights)
     if cache <= 0:
         raise ValueError(
             f"the weights of {model.name} do not fit: {sum(weights.values()) / GIB:.1f} GiB a GPU "
@@ -94,6 +105,7 @@ def make(question: Question) -> Plan:
     return Plan(
         question=question,
         weights=weights,
+        kv_cache_dtype=dtype,
         row_bytes=kv_cache.row_bytes(model, dtype),
         indexer_row_bytes=kv_cache.indexer_row_bytes(model),
         token_bytes=kv_cache.token_bytes(model, dtype, range(model.layers)),

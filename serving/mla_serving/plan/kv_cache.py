@@ -9,7 +9,8 @@ _FP8_DS_MLA = MlaDims(512, 64)
 
 
 def row_bytes(model: MlaModel, kv_cache_dtype: str) -> int:
-    """One token in one layer: the latent and rope row. ValueError for a layout it has not."""
+    """One token in one layer: the latent and rope row. Of a dtype that is not "auto"; ValueError
+    for a layout it has not."""
     if kv_cache_dtype == "fp8_ds_mla":
         if model.dims != _FP8_DS_MLA:
             widths = f"{model.dims.kv_lora_rank} + {model.dims.rope_dim}"
@@ -17,8 +18,7 @@ def row_bytes(model: MlaModel, kv_cache_dtype: str) -> int:
                 f"fp8_ds_mla rows are for 512 + 64 elements, {model.name} has {widths}"
             )
         return Fp8DsMlaLayout(model.dims).row_bytes
-    element = {"auto": model.dtype_bytes, "fp8": 1, "fp8_e4m3": 1}.get(kv_cache_dtype, 2)
-    return model.dims.head_dim * element
+    return model.dims.head_dim * {"fp8": 1, "fp8_e4m3": 1}.get(kv_cache_dtype, 2)
 
 
 def indexer_row_bytes(model: MlaModel) -> int:

@@ -2,9 +2,11 @@
 """How vLLM spreads a model over GPUs: tensor, data, pipeline, expert and context parallelism."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from mla_serving.plan.model import MlaModel
+from mla_serving.plan.model import KV_B, MlaModel
 
 GIB = 1024**3
 
@@ -43,19 +45,38 @@ class Layout:
         if self.pp > model.layers:
             raise ValueError(f"Expected --pp up to {model.layers} (layers), got {self.pp}")
         ranks = self.tp * self.dp
-        if not model.experts:
-            return
-        if self.ep and ranks > model.experts:
+        if self.ep and ranks > model.experts > 0:
             raise ValueError(
                 f"Expected at most {model.experts} GPUs a stage (experts of the model), got {ranks}"
             )
-        unit = model.weight_block
-        if not self.ep and (model.expert_width % (ranks * unit)):
-            raise ValueError(
-                f"{ranks} GPUs cannot slice experts of width {model.expert_width}"
-                + (f" in blocks of {unit}" if unit > 1 else "")
-                + ". Mend: --expert-parallel, or more stages (--pp)"
-            )
+        self._check_slices(model)
+
+    def _check_slices(self, model: MlaModel) -> None:
+        """ValueError where a GPU's slice of a matrix would not be of whole blocks of scales."""
+        every, heads, tp = range(model.layers), model.heads, self.tp
+        dense = [layer for layer in every if not model.is_moe(layer)]
+        moe = [layer for layer in every if model.is_moe(layer)]
+        q = "self_attn.q_b_proj" if model.q_lora_rank else "self_attn.q_proj"
+        shared = model.shared_experts * model.expert_width
+        slices: list[tuple[str, str, Sequence[int], int, int]] = [
+            ("queries", q, every, heads * (model.nope + model.dims.rope_dim), tp),
+            ("keys and values", KV_B, every, heads * (model.nope + model.v), tp),
+            ("the attention's output", "self_attn.o_proj", every, heads * model.v, tp),
+            ("dense MLPs", "mlp.down_proj", dense, model.dense_width, tp),
+            ("shared experts", "mlp.shared_experts.down_proj", moe, shared, self._shared_ranks),
+        ]
+        if not self.ep:
+            ranks = tp * self.dp
+            slices += [("experts", "mlp.experts.0.down_proj", moe, model.expert_width, ranks)]
+        for what, matrix, layers, width, ranks in slices:
+            unit = model.block(matrix, layers)
+            if layers and (ranks > 1 or what == "experts") and width % (ranks * unit):
+                experts = "--expert-parallel, or more stages (--pp)"
+                raise ValueError(
+                    f"{ranks} GPUs cannot slice {what} of width {width}"
+                    + (f" in blocks of {unit}" if unit > 1 else "")
+                    + f". Mend: {experts if what == 'experts' else 'a lower --tp'}"
+                )
 
     def stages(self, layers: int) -> list[range]:
         """Layers of each pipeline stage, as vLLM's get_pp_indices cuts them."""
@@ -65,30 +86,39 @@ class Layout:
         starts = [sum(sizes[:i]) for i in range(self.pp)]
         return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
 
-    def weights(self, model: MlaModel) -> dict[str, float]:
-        """Bytes of weights on the GPU that holds most, by part."""
-        return max(
-            (self._stage_weights(model, layers) for layers in self.stages(model.layers)),
-            key=lambda parts: sum(parts.values()),
-        )
+    def weights(self, model: MlaModel, stage: range | None = None) -> dict[str, float]:
+        """Bytes of weights by part, on a GPU of `stage`, or (None) of the one that holds most."""
+        if stage is not None:
+            return self._stage_weights(model, stage)
+        stages = [self._stage_weights(model, layers) for layers in self.stages(model.layers)]
+        return max(stages, key=lambda parts: sum(parts.values()))
 
     def _stage_weights(self, model: MlaModel, layers: range) -> dict[str, float]:
-        linear, plain = model.weight_bytes, model.dtype_bytes
-        moe = sum(map(model.is_moe, layers))
-        attention = model.attention_replicated + model.attention_sharded / self.tp
-        indexer = model.indexer * linear + model.indexer_unquantised * plain
-        parts = {
-            "attention": len(layers) * (attention * linear + model.norms * plain)
-            + model.indexers(layers) * indexer,
-            "dense MLPs": (len(layers) - moe) * model.dense_mlp / self.tp * linear,
-            "routed experts": moe * self._experts_per_rank(model) * model.expert * linear,
-            "shared experts, routers": moe
-            * (model.shared_experts * model.expert / self.tp * linear + model.router * plain),
-            "embeddings": self._embeddings(model, layers) / self.tp * plain,
-        }
-        if model.quantised:  # W_UK and W_UV, taken out of kv_b_proj in the model's dtype
-            parts["absorbed W_UK, W_UV"] = len(layers) * model.kv_b / self.tp * plain
+        plain = model.dtype_bytes
+        names = ("attention", "dense MLPs", "routed experts", "shared experts, routers")
+        parts = dict.fromkeys((*names, "embeddings", "absorbed W_UK, W_UV"), 0.0)
+        for layer in layers:
+            stored = partial(model.stored, layer)
+            sharded = stored(model.attention_sharded) / self.tp
+            parts["attention"] += stored(model.attention_replicated) + sharded + model.norms * plain
+            if model.indexers(range(layer, layer + 1)):
+                parts["attention"] += stored(model.indexer) + model.indexer_unquantised * plain
+            if model.is_moe(layer):
+                parts["routed experts"] += self._experts_per_rank(model) * stored(model.expert)
+                shared = stored(model.shared_mlp) / self._shared_ranks
+                parts["shared experts, routers"] += shared + model.router * plain
+            else:
+                parts["dense MLPs"] += stored(model.dense_mlp) / self.tp
+            if model.quantised(layer, KV_B):  # taken out of kv_b_proj in the model's dtype
+                parts["absorbed W_UK, W_UV"] += model.kv_b / self.tp * plain
+        parts["embeddings"] = self._embeddings(model, layers) / self.tp * plain
         return {name: size for name, size in parts.items() if size}
+
+    @property
+    def _shared_ranks(self) -> int:
+        """Over how many GPUs a shared expert is sliced. Where vLLM splits the tokens of its MoE
+        layers over tp (ParallelConfig.use_sequence_parallel_moe), each has all of it."""
+        return 1 if self.ep and self.dp > 1 else self.tp
 
     def _experts_per_rank(self, model: MlaModel) -> float:
         ranks = self.tp * self.dp

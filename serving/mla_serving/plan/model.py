@@ -3,7 +3,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,9 +11,13 @@ from typing import Any
 
 from mla_kernels.layouts import MlaDims
 
-_FP8 = ("fp8", "deepseek_fp8")
+from mla_serving.plan import quantization
+from mla_serving.plan.quantization import Scheme
+
+KV_B = "self_attn.kv_b_proj"
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-_SCALE_BYTES = 4  # fp32, one a block of a quantised weight
+_MOST = 1_000_000_000  # of a width or a count
+_MOST_LAYERS = 10_000
 # Keys of models whose other layers are linear attention (Kimi Linear, Ling 2.5).
 _HYBRID = ("linear_attn_config", "layer_group_size")
 
@@ -35,6 +39,7 @@ class MlaModel:
     max_context: int  # tokens of a request; 0: config.json does not say
     dense_width: int
     dense_layers: int
+    moe_layer_freq: int
     experts: int
     expert_width: int
     shared_experts: int
@@ -44,9 +49,8 @@ class MlaModel:
     index_topk: int
     index_shared: frozenset[int]  # layers that read what an earlier layer's indexer chose
     dtype: str
-    weight_bytes: float  # of one weight of a quantised linear layer, scales included
-    quantised: bool
-    weight_block: int  # widths of a quantised layer that a GPU can hold are multiples of it
+    scheme: Scheme | None  # of the linear layers; None: all in `dtype`
+    kv_cache_dtype: str  # what "auto" is
 
     @property
     def dtype_bytes(self) -> int:
@@ -56,31 +60,49 @@ class MlaModel:
     def sparse(self) -> bool:
         return self.index_topk > 0
 
-    # Weights of one layer (or of one expert), as DeepSeek's releases name the matrices.
+    def quantised(self, layer: int, matrix: str) -> bool:
+        return self.scheme is not None and self.scheme.covers(f"model.layers.{layer}.{matrix}")
+
+    def block(self, matrix: str, layers: Sequence[int]) -> int:
+        """Of whole multiples of it are the slices of `matrix` that GPUs can hold, in elements."""
+        quantised = any(self.quantised(layer, matrix) for layer in layers)
+        return math.lcm(*self.scheme.sides) if self.scheme and quantised else 1
+
+    def stored(self, layer: int, matrices: Mapping[str, int]) -> float:
+        """Bytes of matrices of `layer`, each as the checkpoint has it, scales included."""
+        bits = (self.scheme and self.scheme.bits) or 0
+        sizes = {True: bits / 8, False: self.dtype_bytes}
+        return sum(n * sizes[self.quantised(layer, name)] for name, n in matrices.items())
+
+    # Weights of one layer (or of one expert) by matrix, as DeepSeek's releases name them.
     @property
-    def attention_replicated(self) -> int:
-        """q_a_proj and kv_a_proj_with_mqa: every tensor-parallel rank has all of them."""
-        return self.hidden * ((self.q_lora_rank or 0) + self.dims.head_dim)
+    def attention_replicated(self) -> dict[str, int]:
+        """Every tensor-parallel rank has all of them."""
+        q = {"self_attn.q_a_proj": self.hidden * self.q_lora_rank} if self.q_lora_rank else {}
+        return q | {"self_attn.kv_a_proj_with_mqa": self.hidden * self.dims.head_dim}
 
     @property
-    def attention_sharded(self) -> int:
-        """q_b_proj (or q_proj), kv_b_proj and o_proj: split by heads."""
-        q_in = self.q_lora_rank or self.hidden
-        q = q_in * self.heads * (self.nope + self.dims.rope_dim)
-        return q + self.kv_b + self.heads * self.v * self.hidden
+    def attention_sharded(self) -> dict[str, int]:
+        """Split by heads."""
+        q_in, name = (self.q_lora_rank, "q_b_proj") if self.q_lora_rank else (self.hidden, "q_proj")
+        return {
+            f"self_attn.{name}": q_in * self.heads * (self.nope + self.dims.rope_dim),
+            KV_B: self.kv_b,
+            "self_attn.o_proj": self.heads * self.v * self.hidden,
+        }
 
     @property
     def kv_b(self) -> int:
         return self.dims.kv_lora_rank * self.heads * (self.nope + self.v)
 
     @property
-    def indexer(self) -> int:
-        """wq_b and wk of one Lightning Indexer; replicated."""
-        if not self.sparse:
-            return 0
-        return (self.q_lora_rank or self.hidden) * self.index_heads * self.index_dim + (
-            self.hidden * self.index_dim
-        )
+    def indexer(self) -> dict[str, int]:
+        """Of one Lightning Indexer; replicated."""
+        q_in = self.q_lora_rank or self.hidden
+        return {
+            "self_attn.indexer.wq_b": q_in * self.index_heads * self.index_dim,
+            "self_attn.indexer.wk": self.hidden * self.index_dim,
+        }
 
     @property
     def indexer_unquantised(self) -> int:
@@ -101,12 +123,21 @@ class MlaModel:
         return self.experts * (self.hidden + self.router_bias)
 
     @property
-    def dense_mlp(self) -> int:
-        return 3 * self.hidden * self.dense_width
+    def dense_mlp(self) -> dict[str, int]:
+        return self._mlp("mlp", self.dense_width)
 
     @property
-    def expert(self) -> int:
-        return 3 * self.hidden * self.expert_width
+    def expert(self) -> dict[str, int]:
+        """The first of a layer, for all of them."""
+        return self._mlp("mlp.experts.0", self.expert_width)
+
+    @property
+    def shared_mlp(self) -> dict[str, int]:
+        """All shared experts of a layer: they are one matrix each of this width."""
+        return self._mlp("mlp.shared_experts", self.shared_experts * self.expert_width)
+
+    def _mlp(self, path: str, width: int) -> dict[str, int]:
+        return {f"{path}.{name}_proj": self.hidden * width for name in ("gate", "up", "down")}
 
     @property
     def embeddings(self) -> int:
@@ -114,24 +145,33 @@ class MlaModel:
         return self.vocab * self.hidden * (1 if self.tied else 2)
 
     def is_moe(self, layer: int) -> bool:
-        return self.experts > 0 and layer >= self.dense_layers
+        moe = layer >= self.dense_layers and layer % self.moe_layer_freq == 0
+        return self.experts > 0 and moe
 
     @property
     def parameters(self) -> int:
         """All weights of the main model; an MTP layer is not counted."""
         moe = sum(map(self.is_moe, range(self.layers)))
-        attention = self.attention_replicated + self.attention_sharded
-        experts = self.router + self.expert * (self.experts + self.shared_experts)
-        indexers = self.indexers(range(self.layers)) * (self.indexer + self.indexer_unquantised)
-        dense = (self.layers - moe) * self.dense_mlp
-        layers = self.layers * (attention + self.norms) + indexers + dense + moe * experts
+        attention = _sum(self.attention_replicated) + _sum(self.attention_sharded) + self.norms
+        experts = self.router + self.experts * _sum(self.expert) + _sum(self.shared_mlp)
+        indexers = self.indexers(range(self.layers))
+        layers = (
+            self.layers * attention
+            + indexers * (_sum(self.indexer) + self.indexer_unquantised)
+            + (self.layers - moe) * _sum(self.dense_mlp)
+            + moe * experts
+        )
         return layers + self.embeddings + self.hidden
 
 
-def load(model: str, weight_bits: int | None = None) -> MlaModel:
+def _sum(matrices: Mapping[str, int]) -> int:
+    return sum(matrices.values())
+
+
+def load(model: str, weight_bits: float | None = None) -> MlaModel:
     """The model at `model`: a config.json, a directory with one, or a name on the Hugging Face Hub.
 
-    weight_bits  bits of one quantised weight where config.json names a method other than fp8
+    weight_bits  bits of one quantised weight, scales included, where config.json does not tell
 
     OSError if there is no such config, ValueError if it describes no MLA model.
     """
@@ -148,6 +188,8 @@ def load(model: str, weight_bits: int | None = None) -> MlaModel:
         config = json.loads(path.read_text())
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply for a config.json") from None
     if not isinstance(config, dict):
         raise ValueError(f"{path}: expected a JSON object, got {type(config).__name__}")
     name = path.parent.name if Path(model).exists() else model
@@ -171,7 +213,7 @@ def _download(model: str) -> Path:
         ) from None
 
 
-def from_config(config: Mapping[str, Any], name: str, weight_bits: int | None = None) -> MlaModel:
+def from_config(config: Mapping[str, Any], name: str, weight_bits: float | None = None) -> MlaModel:
     """`config`: the content of config.json, of a model or of a wrapper with `text_config`."""
     quantisation = config.get("quantization_config")
     config = config.get("text_config") or config
@@ -186,6 +228,7 @@ def from_config(config: Mapping[str, Any], name: str, weight_bits: int | None = 
             "linear ones keep a state, not rows"
         )
     read = partial(_integer, name, config)
+    layers = read("num_hidden_layers", most=_MOST_LAYERS)
     experts, index_topk = read("n_routed_experts", 0, 0), read("index_topk", 0, 0)
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     if dtype not in _DTYPE_BYTES:
@@ -193,10 +236,15 @@ def from_config(config: Mapping[str, Any], name: str, weight_bits: int | None = 
     quantisation = quantisation or config.get("quantization_config")
     if quantisation is not None and not isinstance(quantisation, Mapping):
         raise ValueError(f"{name}: expected a mapping as quantization_config, got {quantisation!r}")
+    try:
+        scheme = quantization.read(quantisation, weight_bits)
+        kv_cache_dtype = quantization.kv_cache_dtype(quantisation) or dtype
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
     return MlaModel(
         name=name,
         hidden=read("hidden_size"),
-        layers=read("num_hidden_layers"),
+        layers=layers,
         heads=read("num_attention_heads"),
         q_lora_rank=read("q_lora_rank", 1, 0) or None,
         dims=MlaDims(read("kv_lora_rank"), read("qk_rope_head_dim", 0)),
@@ -207,6 +255,7 @@ def from_config(config: Mapping[str, Any], name: str, weight_bits: int | None = 
         max_context=read("max_position_embeddings", 1, 0),
         dense_width=read("intermediate_size"),
         dense_layers=read("first_k_dense_replace", 0, 0),
+        moe_layer_freq=read("moe_layer_freq", 1, 1),
         experts=experts,
         expert_width=read("moe_intermediate_size") if experts else 0,
         shared_experts=read("n_shared_experts", 0, 0),
@@ -214,18 +263,22 @@ def from_config(config: Mapping[str, Any], name: str, weight_bits: int | None = 
         index_heads=read("index_n_heads") if index_topk else 0,
         index_dim=read("index_head_dim") if index_topk else 0,
         index_topk=index_topk,
-        index_shared=_index_shared(name, config),
+        index_shared=_index_shared(name, config, range(layers)),
         dtype=dtype,
-        weight_bytes=_weight_bytes(name, quantisation, weight_bits, _DTYPE_BYTES[dtype]),
-        quantised=bool(quantisation) or weight_bits is not None,
-        weight_block=max(_weight_block(name, quantisation) or [1]),
+        scheme=scheme,
+        kv_cache_dtype=kv_cache_dtype,
     )
 
 
 def _integer(
-    name: str, config: Mapping[str, Any], key: str, low: int = 1, absent: int | None = None
+    name: str,
+    config: Mapping[str, Any],
+    key: str,
+    low: int = 1,
+    absent: int | None = None,
+    most: int = _MOST,
 ) -> int:
-    """config[key], of `low` or more. Without the key, or with null, `absent`; None: required."""
+    """config[key], of `low` to `most`. Without the key, or with null, `absent`; None: required."""
     value = config.get(key)
     if value is None:
         if absent is None:
@@ -233,13 +286,15 @@ def _integer(
         return absent
     if not isinstance(value, int) or isinstance(value, bool) or value < low:
         raise ValueError(f"{name}: expected {key} an integer of {low} or more, got {value!r}")
+    if value > most:
+        raise ValueError(f"{name}: expected {key} an integer of up to {most}, got {value}")
     return value
 
 
-def _index_shared(name: str, config: Mapping[str, Any]) -> frozenset[int]:
+def _index_shared(name: str, config: Mapping[str, Any], layers: range) -> frozenset[int]:
     """Layers without an indexer of their own, as vLLM's DeepSeek model reads the config."""
     read = partial(_integer, name, config)
-    pattern, layers = config.get("index_topk_pattern"), range(read("num_hidden_layers"))
+    pattern = config.get("index_topk_pattern")
     if pattern is not None:
         if not isinstance(pattern, (str, list)):
             raise ValueError(
@@ -248,33 +303,3 @@ def _index_shared(name: str, config: Mapping[str, Any]) -> frozenset[int]:
         return frozenset(i for i, kind in zip(layers, pattern, strict=False) if kind == "S")
     every, offset = read("index_topk_freq", 1, 1), read("index_skip_topk_offset", 0, 2)
     return frozenset(i for i in layers if max(i - offset + 1, 0) % every)
-
-
-def _weight_bytes(
-    name: str, quantisation: Mapping[str, Any] | None, bits: int | None, dtype_bytes: int
-) -> float:
-    if bits is not None:
-        return bits / 8
-    if not quantisation:
-        return dtype_bytes
-    method = quantisation.get("quant_method")
-    if method not in _FP8:
-        raise ValueError(
-            f"{name}: weights quantised by {method}, whose size config.json does not tell. "
-            "Give --weight-bits"
-        )
-    block = _weight_block(name, quantisation)
-    return 1 + _SCALE_BYTES / math.prod(block) if block else 1
-
-
-def _weight_block(name: str, quantisation: Mapping[str, Any] | None) -> list[int] | None:
-    """Sides of the blocks of weights that share a scale; None without such."""
-    block = (quantisation or {}).get("weight_block_size")
-    if block is None:
-        return None
-    whole = isinstance(block, list) and all(type(side) is int and side > 0 for side in block)
-    if not whole or len(block) != 2:
-        raise ValueError(
-            f"{name}: expected weight_block_size of two integers of 1 or more, got {block!r}"
-        )
-    return block

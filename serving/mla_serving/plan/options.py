@@ -2,34 +2,36 @@
 """The command line of `mla-backend plan`, and the question it asks."""
 
 import argparse
-import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mla_serving.plan.cost import Question
 
+_MOST = 1_000_000_000  # tokens, requests, GPUs: far beyond any cluster, and still a number to print
+_MOST_GIB = 1_000_000
 # Spelled out here so that `mla-backend --help` imports neither torch nor the tables.
 _KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_ds_mla")
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Options as vLLM names them where it has them."""
-    size = _at_least(1)
     parser.add_argument(
         "--model", required=True, help="config.json, a directory with one, or a name on the Hub"
     )
-    parser.add_argument("--gpus", type=size, required=True, help="GPUs of the whole cluster")
+    parser.add_argument("--gpus", type=_size, required=True, help="GPUs of the whole cluster")
     parser.add_argument("--gpu", default="h200", help="their kind (default: h200)")
     parser.add_argument("--gpu-memory-gib", type=float, help="memory of one, if not its kind's")
-    parser.add_argument("--tp", type=size, help="tensor parallel size (default: the rest)")
-    parser.add_argument("--dp", type=size, default=1, help="data parallel size")
-    parser.add_argument("--pp", type=size, default=1, help="pipeline parallel size")
-    parser.add_argument("--dcp", type=size, default=1, help="decode context parallel size")
+    parser.add_argument("--tp", type=_size, help="tensor parallel size (default: the rest)")
+    parser.add_argument("--dp", type=_size, default=1, help="data parallel size")
+    parser.add_argument("--pp", type=_size, default=1, help="pipeline parallel size")
+    parser.add_argument("--dcp", type=_size, default=1, help="decode context parallel size")
     parser.add_argument("--expert-parallel", action="store_true", help="whole experts on each GPU")
     parser.add_argument("--kv-cache-dtype", choices=_KV_CACHE_DTYPES, default="auto")
-    parser.add_argument("--context", type=size, default=8192, help="tokens a request (8192)")
-    parser.add_argument("--batch", type=size, default=64, help="requests at once (64)")
-    parser.add_argument("--weight-bits", type=size, help="of a quantised weight, if not fp8")
+    parser.add_argument("--context", type=_size, default=8192, help="tokens a request (8192)")
+    parser.add_argument("--batch", type=_size, default=64, help="requests at once (64)")
+    parser.add_argument(
+        "--weight-bits", type=float, help="of a quantised weight, scales included (4.5, say)"
+    )
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9, help="vLLM's (0.9)")
     parser.add_argument(
         "--reserve-gib",
@@ -55,15 +57,19 @@ def read(args: argparse.Namespace) -> "Question":
     memory_gib = args.gpu_memory_gib
     if memory_gib is None:
         memory_gib = rates.MEMORY_MIB[gpu] / 1024
-    if not 0 < memory_gib < math.inf:
-        raise ValueError(f"Expected --gpu-memory-gib above 0, got {memory_gib:g}")
+    if not 0 < memory_gib <= _MOST_GIB:
+        raise ValueError(
+            f"Expected --gpu-memory-gib above 0 and up to {_MOST_GIB}, got {memory_gib:.9g}"
+        )
     if not 0 < args.gpu_memory_utilization <= 1:
         raise ValueError(
             f"Expected --gpu-memory-utilization above 0 and up to 1, got "
             f"{args.gpu_memory_utilization:g}"
         )
-    if not 0 <= args.reserve_gib < math.inf:
-        raise ValueError(f"Expected --reserve-gib of 0 or more, got {args.reserve_gib:g}")
+    if not 0 <= args.reserve_gib <= _MOST_GIB:
+        raise ValueError(f"Expected --reserve-gib of 0 to {_MOST_GIB}, got {args.reserve_gib:.9g}")
+    if args.weight_bits is not None and not 0 < args.weight_bits <= 32:
+        raise ValueError(f"Expected --weight-bits above 0 and up to 32, got {args.weight_bits:g}")
     others = args.dp * args.pp
     tp = args.tp or max(args.gpus // others, 1)
     if tp * others != args.gpus:
@@ -85,12 +91,11 @@ def read(args: argparse.Namespace) -> "Question":
     )
 
 
-def _at_least(low: int) -> type[int]:
-    def parse(text: str) -> int:
-        value = int(text)
-        if value < low:
-            raise argparse.ArgumentTypeError(f"expected {low} or more, got {value}")
-        return value
+def _size(text: str) -> int:
+    value = int(text)
+    if not 1 <= value <= _MOST:
+        raise argparse.ArgumentTypeError(f"expected 1 to {_MOST}, got {text}")
+    return value
 
-    parse.__name__ = "integer"
-    return parse  # type: ignore[return-value]
+
+_size.__name__ = "integer"  # as argparse calls what is none

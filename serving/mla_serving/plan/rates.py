@@ -42,6 +42,12 @@ class Case:
     us: float
     floor_us: float
 
+    def distance(self, batch: int, heads: int, context: float) -> float:
+        """How unlike another call it is, by ratios; heads weigh most."""
+        work = abs(math.log(self.batch * self.context / (batch * context)))
+        heads_apart = abs(math.log(self.heads / heads))
+        return 4 * heads_apart + work + abs(math.log(self.batch / batch))
+
 
 @dataclass(frozen=True)
 class Rates:
@@ -53,16 +59,8 @@ class Rates:
     gemm_tflops: float
     cases: tuple[Case, ...]
 
-    def nearest(self, batch: float, heads: int, context: float, cache: str) -> Case | None:
-        """The measured case most like this one, by ratios; heads weigh most."""
-        alike = [case for case in self.cases if case.cache == cache]
-
-        def distance(case: Case) -> float:
-            work = abs(math.log(case.batch * case.context / (batch * context)))
-            heads_apart = abs(math.log(case.heads / heads))
-            return 4 * heads_apart + work + abs(math.log(case.batch / batch))
-
-        return min(alike, key=distance, default=None)
+    def with_cache(self, cache: str) -> list[Case]:
+        return [case for case in self.cases if case.cache == cache]
 
 
 def load(gpu: str) -> Rates | None:

@@ -33,7 +33,7 @@ def as_json(plan: Plan) -> str:
         },
         "weights": {"bytes_per_gpu": plan.weight_bytes, "parts": plan.weights},
         "kv_cache": {
-            "dtype": question.kv_cache_dtype,
+            "dtype": plan.kv_cache_dtype,
             "bytes_per_token": plan.token_bytes,
             "bytes_per_token_per_gpu": plan.gpu_token_bytes,
             "row_bytes": plan.row_bytes,
@@ -56,6 +56,7 @@ def as_json(plan: Plan) -> str:
             "bound": attention.bound,
             "measured_us": attention.measured_us,
             "nearest_case": attention.nearest,
+            "least_measured": attention.least,
             "unmeasured": attention.unmeasured,
             "source": question.rates.source,
         }
@@ -73,7 +74,6 @@ def as_text(plan: Plan) -> str:
     rows = f"{model.layers} layers x {plan.row_bytes}"
     if model.sparse:
         rows += f" + {model.indexers(range(model.layers))} indexers x {plan.indexer_row_bytes}"
-    dtype = model.dtype if question.kv_cache_dtype == "auto" else question.kv_cache_dtype
     usable = question.memory * question.utilization
     longest = model.max_context or question.context
     beyond = f", beyond the model's {longest:,}" if question.context > longest else ""
@@ -83,7 +83,7 @@ def as_text(plan: Plan) -> str:
                   f", {model.heads} heads{experts}; MTP layers, if any, are not counted"),
         ("cluster", f"{layout.gpus} x {question.gpu}: {sizes}{expert_parallel}"),
         ("weights", f"{plan.weight_bytes / GIB:.1f} GiB a GPU: {parts}"),
-        ("KV cache", f"{plan.token_bytes:,} bytes a token: {rows}, {dtype}"),
+        ("KV cache", f"{plan.token_bytes:,} bytes a token: {rows}, {plan.kv_cache_dtype}"),
         ("memory", f"{plan.cache_bytes / GIB:.1f} GiB a GPU for the cache: {usable / GIB:.1f} "
                    f"({question.utilization:g} of {question.memory / GIB:.1f}) less weights and "
                    f"{question.reserve / GIB:.1f} for activations and graphs, an assumption"),
@@ -105,7 +105,9 @@ def _attention(plan: Plan) -> str:
     if question.layout.pp > 1:
         text += ", in the largest of its stages"
     if times.measured_us is not None:
-        text += f", our kernel {times.measured_us / 1e3:.2f} ms, as {times.nearest}"
+        text += f", our kernel {times.measured_us / 1e3:.2f} ms"
+        least = f" or less, the least measured ({times.nearest})"
+        text += least if times.least else f", as {times.nearest}"
     else:
         text += f", no time of our kernels ({times.unmeasured})"
     return f"{text}; rates of {question.rates.source}"

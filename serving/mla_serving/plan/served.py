@@ -35,6 +35,11 @@ def _check_rows(model: MlaModel, kv_cache_dtype: str) -> None:
             f"{' and '.join(support.GPU_DTYPES)}. Mend: one of them in config.json and as --dtype "
             "of the server"
         )
+    if kv_cache_dtype == "nvfp4":
+        raise ValueError(
+            f"{model.name} asks for a cache of nvfp4, which our kernels do not read. Mend: "
+            f"--kv-cache-dtype {model.dtype} or fp8"
+        )
     if kv_cache_dtype in support.DTYPES and kv_cache_dtype != model.dtype:
         raise ValueError(
             f"Expected --kv-cache-dtype auto, {model.dtype} (the model's) or one of fp8, got "

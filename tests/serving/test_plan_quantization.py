@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bits of a weight, and the layers that are not quantised, by `quantization_config`."""
+
+import json
+from pathlib import Path
+
+import pytest
+from mla_serving.plan import cost
+from mla_serving.plan.layout import GIB, Layout
+from mla_serving.plan.model import from_config
+
+CONFIG = Path(__file__).parents[2] / "configs/models/deepseek-v3-5-layers/config.json"
+V3 = {**json.loads(CONFIG.read_text()), "num_hidden_layers": 61}
+NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}
+
+
+def packed(*groups, **changes):
+    named = {f"group_{i}": group for i, group in enumerate(groups)}
+    return {"quant_method": "compressed-tensors", "config_groups": named, **changes}
+
+
+def group(bits, targets=("Linear",), **weights):
+    return {"weights": {"num_bits": bits, **weights}, "targets": list(targets)}
+
+
+INT4 = group(4, type="int", strategy="group", group_size=32, symmetric=True)
+
+
+def model(quantisation, bits=None):
+    return from_config({**V3, "quantization_config": quantisation}, "m", bits)
+
+
+def plan(model, kv_cache_dtype):
+    sizes = {"memory": 300 * GIB, "utilization": 0.9, "reserve": 0, "context": 1, "batch": 1}
+    question = cost.Question(
+        model, Layout(tp=8), "h200", rates=None, kv_cache_dtype=kv_cache_dtype, **sizes
+    )
+    return cost.make(question)
+
+
+@pytest.mark.parametrize(
+    "quantisation, bits",
+    [
+        ({"quant_method": "fp8"}, 8),  # one scale a tensor
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 8 + 32 / 128**2),
+        (NVFP4, 4.5),
+        ({"quant_method": "modelopt", "quantization": {"quant_algo": "nvfp4"}}, 4.5),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, 8),
+        ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, 8 + 32 / 128**2),
+        ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, 8.25),
+        (AWQ, 4 + 20 / 128),
+        (AWQ | {"zero_point": False}, 4 + 16 / 128),
+        ({"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "zero_point": True}, 4.3125),
+        (GPTQ, 4 + 20 / 128),
+        (GPTQ | {"group_size": -1, "bits": 8}, 8),
+        (packed(INT4), 4.5),
+        (packed(INT4, INT4), 4.5),
+        (packed(group(4, type="int", group_size=128, symmetric=False)), 4 + 20 / 128),
+        (packed(group(4, type="float", strategy="tensor_group", group_size=16)), 4.5),
+        (packed(group(4, type="float", strategy="group", group_size=32)), 4.25),  # MXFP4
+        (packed(group(8, type="float", strategy="channel")), 8),
+        (packed(group(8, type="float", block_structure=[128, 128])), 8 + 32 / 128**2),
+    ],
+)
+def test_bits_of_a_weight(quantisation, bits):
+    assert model(quantisation).scheme.bits == bits
+    assert model(quantisation, 6.5).scheme.bits == 6.5
+
+
+@pytest.mark.parametrize(
+    "quantisation, plain",
+    [
+        (NVFP4 | {"ignore": ["*self_attn*"]}, "attention"),
+        (NVFP4 | {"ignore": ["self_attn"]}, "attention"),
+        (NVFP4 | {"ignore": ["language_model.model.layers.*.self_attn.*"]}, "attention"),
+        ({"quant_method": "modelopt", "quantization": {"quant_algo": "NVFP4", "exclude_modules": [
+            f"model.layers.{i}.self_attn*" for i in range(61)]}}, "attention"),
+        (NVFP4 | {"ignore": ["model.layers.*.mlp.experts"]}, "routed experts"),
+        (AWQ | {"modules_to_not_convert": ["self_attn"]}, "attention"),
+        (AWQ | {"modules_to_not_convert": [f"layers.{i}.mlp." for i in range(3)]}, "dense MLPs"),
+        (GPTQ | {"dynamic": {r"-:.*\.self_attn\.": {}}}, "attention"),
+        (GPTQ | {"modules_in_block_to_quantize": [["mlp"]]}, "attention"),
+        (packed(INT4, ignore=["lm_head", "re:.*self_attn.*"]), "attention"),
+        (packed(group(4, ["re:.*mlp.*"], type="int", group_size=32)), "attention"),
+        ({"quant_method": "fp8", "ignored_layers": [
+            f"model.layers.{i}.mlp.{name}_proj" for i in range(3)
+            for name in ("gate", "up", "down")]}, "dense MLPs"),
+    ],
+)  # fmt: skip
+def test_layers_that_are_not_quantised(quantisation, plain):
+    layout = Layout(tp=8)
+    whole = layout.weights(model(None))
+    for bits in (None, 5):  # of its own, and of --weight-bits
+        parts = layout.weights(model(quantisation, bits))
+        parts.pop("absorbed W_UK, W_UV", None)
+        assert {name for name in parts if parts[name] == whole[name]} == {plain, "embeddings"}
+
+
+def test_an_nvfp4_release_with_plain_attention():
+    plain = model(NVFP4 | {"ignore": ["*self_attn*"]})
+    parts = Layout(tp=4).weights(plain)
+    assert "absorbed W_UK, W_UV" not in parts  # views of a kv_b_proj that is not quantised
+    assert sum(parts.values()) / GIB == pytest.approx(93.80, abs=0.01)
+
+
+FLOAT8 = {"num_bits": 8, "type": "float", "dynamic": False}
+
+
+@pytest.mark.parametrize(
+    "quantisation, dtype",
+    [
+        (None, "bfloat16"),
+        (NVFP4, "bfloat16"),
+        (NVFP4 | {"kv_cache_quant_algo": "FP8"}, "fp8_e4m3"),
+        (NVFP4 | {"kv_cache_scheme": FLOAT8}, "fp8_e4m3"),
+        (NVFP4 | {"kv_cache_scheme": FLOAT8 | {"dynamic": True}}, "bfloat16"),
+        (NVFP4 | {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}, "fp8_e4m3"),
+        (packed(INT4, kv_cache_scheme=FLOAT8), "bfloat16"),  # MLA's layers do not read it
+    ],
+)
+def test_auto_is_the_cache_that_the_checkpoint_asks_for(quantisation, dtype):
+    assert model(quantisation).kv_cache_dtype == dtype
+    made = plan(model(quantisation), "auto")
+    assert made.kv_cache_dtype == dtype and made.row_bytes == (576 if "fp8" in dtype else 1152)
+
+
+def test_auto_is_what_it_is_to_vllm():
+    from vllm.utils.torch_utils import get_kv_cache_quant_algo_string
+
+    asks = NVFP4 | {"kv_cache_quant_algo": "FP8"}
+    assert get_kv_cache_quant_algo_string(asks) == model(asks).kv_cache_dtype
+    assert get_kv_cache_quant_algo_string(packed(INT4, kv_cache_scheme=FLOAT8)) is None
+
+
+def test_a_cache_that_our_kernels_do_not_read_is_refused():
+    asked = model(NVFP4 | {"kv_cache_scheme": FLOAT8 | {"num_bits": 4}})
+    with pytest.raises(ValueError, match=r"asks for a cache of nvfp4.*--kv-cache-dtype bfloat16"):
+        plan(asked, "auto")
+    assert plan(asked, "fp8").kv_cache_dtype == "fp8"
+
+
+@pytest.mark.parametrize(
+    "quantisation, said",
+    [
+        ({"quant_method": "quark"}, "quantised by quark, whose size config.json does not tell. "
+         "Give --weight-bits"),
+        ({"quant_method": ["fp8"]}, "--weight-bits"),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "by modelopt.*--weight-b"),
+        (GPTQ | {"dynamic": {r"+:.*mlp.*": {"bits": 8}}}, "quantised by gptq.*--weight-bits"),
+        (packed(INT4, group(8, type="int")), "quantised by compressed-tensors.*--weight-bits"),
+        (packed(group(4, ["MoELayer"], type="int", group_size=32)), "--weight-bits"),
+        (packed(), "--weight-bits"),
+        (packed(group(4, [])), "--weight-bits"),
+    ],
+)  # fmt: skip
+def test_what_the_config_does_not_tell_is_asked_for(quantisation, said):
+    with pytest.raises(ValueError, match=f"^m: weights .*{said}"):
+        model(quantisation)
+    assert model(quantisation, 4.5).scheme.bits == 4.5
+
+
+@pytest.mark.parametrize(
+    "quantisation, said",
+    [
+        (AWQ | {"group_size": "128"}, "group_size of 1 to 65536 .*, got '128'"),
+        (AWQ | {"bits": 10**400}, "bits of 1 to 65536"),
+        (AWQ | {"modules_to_not_convert": "lm_head"}, "a list of layers .*, got 'lm_head'"),
+        (packed(INT4 | {"targets": 5}), "a list of layers .*, got 5"),
+        (packed(INT4, ignore=["re:("]), "in a pattern of quantization_config"),
+        (packed(INT4) | {"config_groups": [1]}, r"a mapping as config_groups .*, got \[1\]"),
+        ({"quant_method": "modelopt", "quantization": "NVFP4"}, "a mapping as quantization in"),
+    ],
+)
+def test_quantisations_that_make_no_sense(quantisation, said):
+    with pytest.raises(ValueError, match=f"^m: .*{said}"):
+        model(quantisation)
