@@ -236,3 +236,22 @@ def test_deterministic_wherever_the_rows_of_q_start(rescale):
     for b in range(6):
         alone = mla_decode(q[b : b + 1].clone(), kv_cache, block_table[:1], seq_lens[:1], **options)
         assert torch.equal(alone[0][0], out[b]) and torch.equal(alone[1][0], lse[b])
+
+
+@pytest.mark.parametrize("rescale", ["pow2", "amla"])
+@pytest.mark.parametrize("score, seen", [(-7.0e5, True), (-7.5e5, False)])
+def test_scores_below_the_first_reference_count_as_masked(rescale, score, seen):
+    """docs/numerics.md: below -2^20 ln 2, about -727000."""
+    dims = MlaDims()
+    tokens = random_tokens([3], dims)
+    tokens[0][:, 512:] = 0
+    tokens[0][:, 512] = 1.0
+    q = torch.zeros(1, 1, 2, dims.head_dim)
+    q[..., 512] = score
+    case = decode_case([3], tokens=tokens, q=q)
+    out, lse = mla_decode(*case.args, **case.options | {"scale": 1.0}, rescale=rescale)
+    if seen:
+        assert torch.allclose(lse, torch.tensor(q[0, 0, 0, 512].bfloat16().item()), rtol=1e-4)
+        assert torch.allclose(out[0, 0, 0].float(), tokens[0][:, :512].float().mean(0), atol=0.02)
+    else:
+        assert (out == 0).all() and (lse == -torch.inf).all()
