@@ -3,6 +3,7 @@
 
 from functools import partial
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -136,3 +137,87 @@ def test_accuracy_is_that_of_the_definition(monkeypatch):
     assert accuracy.relative_error(want + 0.01 * want, want) == pytest.approx(0.01)
     fewer = accuracy.golden(q, k[:-1])
     assert accuracy.relative_error(fewer, want) > 0.01
+
+
+class Servers:
+    """In the place of servers.Server; `said` are the greedy tokens by backend and dtype, `loads`
+    what was timed."""
+
+    def __init__(self, monkeypatch, said):
+        import serve_cpu
+
+        self.said, self.loads = said, []
+        monkeypatch.setattr(serve_cpu, "Server", self.start)
+        monkeypatch.setattr(serve_cpu, "demo_model_path", lambda family: Path("model"))
+        monkeypatch.setattr(serve_cpu, "describe_machine", lambda: dict.fromkeys(self.MACHINE, "m"))
+        monkeypatch.setattr(serve_cpu, "greedy_tokens", lambda url, *_: said.get(url, [1, 2, 3, 4]))
+        monkeypatch.setattr(serve_cpu, "run_load", self.load)
+        monkeypatch.setattr(serve_cpu, "exit_on_signals", lambda: None)
+
+    MACHINE = ("cpu", "cores", "vllm", "torch", "commit")
+
+    def start(self, backend, model, options, log):
+        server = MagicMock(
+            backend=backend, url=f"{backend} {options[options.index('--dtype') + 1]}"
+        )
+        server.__enter__.return_value = server
+        server.attention.return_value = backend.upper()
+        return server
+
+    def load(self, url, model, **load):
+        from load import METRICS, STATISTICS
+
+        self.loads.append(url)
+        fast = url.startswith("ours")
+        times = {f"{m}_{s}": 5.0 if fast else 10.0 for m in METRICS for s in STATISTICS}
+        if load["output_len"] == 1:
+            times["itl_p50"] = 0.0
+        return {"output_tok_s": 30.0 if fast else 20.0, "failed": 0, **times}
+
+
+WORDS = ["--concurrency", "2", "--repetitions", "2"]
+
+
+@pytest.mark.parametrize("dtypes", [["bfloat16"], ["bfloat16", "float32"], ["float32"]])
+def test_no_speed_of_servers_that_part_in_fp32(monkeypatch, tmp_path, capsys, dtypes):
+    import serve_cpu
+
+    servers = Servers(monkeypatch, {"ours float32": [1, 2, 3, 5]})
+    assert serve_cpu.main([*WORDS, "--dtype", *dtypes, "--results", str(tmp_path)]) == 1
+    assert servers.loads == [] and list(tmp_path.iterdir()) == []
+    assert "The backends disagree in fp32" in capsys.readouterr().err
+
+
+def test_a_speed_of_bf16_stands_on_the_gate_of_fp32(monkeypatch, tmp_path):
+    import serve_cpu
+
+    servers = Servers(monkeypatch, {"ours bfloat16": [1, 2, 3, 5]})
+    assert serve_cpu.main([*WORDS, "--dtype", "bfloat16", "--results", str(tmp_path)]) == 0
+    assert servers.loads == ["ours bfloat16", "stock bfloat16"] * 3  # the first warms up
+    page = (tmp_path / "serving.md").read_text()
+    assert "* float32: 100.0% same greedy tokens (ours = OURS, stock = STOCK)" in page
+    assert "* bfloat16: 75.0% same greedy tokens" in page
+    assert "| bfloat16 | 2 | 1.50 | 2.00 |" in page
+    assert "| float32 |" not in page
+
+
+def test_answers_of_one_token_have_no_time_between_tokens(monkeypatch, tmp_path):
+    import serve_cpu
+
+    Servers(monkeypatch, {})
+    words = [*WORDS, "--dtype", "float32", "--output-len", "1", "--results", str(tmp_path)]
+    assert serve_cpu.main(words) == 0
+    assert "| float32 | 2 | 1.50 |  |" in (tmp_path / "serving.md").read_text()
+
+
+def test_quick_gives_way_to_what_is_asked_for():
+    from serve_cpu import parse_arguments
+
+    def found(*words):
+        args = parse_arguments(words)
+        return args.eager, args.repetitions, args.output_len
+
+    assert found() == (False, 5, 128)
+    assert found("--quick") == (True, 2, 32)
+    assert found("--quick", "--repetitions", "7") == (True, 7, 32)
+    assert found("--quick", "--output-len", "128") == (True, 2, 128)
