@@ -22,7 +22,17 @@ def benchmarks_importable(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["accuracy", "decode_cpu", "sparse_cpu", "serve_cpu", "dense_decode", "sparse"]
+    "name",
+    [
+        "accuracy",
+        "decode_cpu",
+        "sparse_cpu",
+        "serve_cpu",
+        "extends",
+        "serve",
+        "dense_decode",
+        "sparse",
+    ],
 )
 def test_a_folder_that_cannot_be_written_is_said_at_once(name, tmp_path):
     (tmp_path / "file").write_text("")
@@ -84,12 +94,15 @@ def signals():
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize(("name", "measures"), [("serve_cpu", "measure")])
+@pytest.mark.parametrize(
+    ("name", "measures"), [("serve_cpu", "measure"), ("extends", "measure"), ("serve_load", "run")]
+)
 def test_a_benchmark_with_servers_leaves_by_its_with(
     name, measures, number, signals, monkeypatch, tmp_path
 ):
     """While it measures a signal is an exception, so that what was entered is left."""
     module = importlib.import_module(name)
+    main = importlib.import_module(name.removesuffix("_load")).main
 
     def told_to_end(*args, **options):
         os.kill(os.getpid(), number)
@@ -97,7 +110,7 @@ def test_a_benchmark_with_servers_leaves_by_its_with(
 
     monkeypatch.setattr(module, measures, told_to_end)
     with pytest.raises(SystemExit) as left:
-        module.main(["--results", str(tmp_path)])
+        main(["--results", str(tmp_path)])
     assert left.value.code == 128 + number
 
 
