@@ -73,6 +73,7 @@ def test_a_file_is_whole_or_as_it_was(tmp_path, monkeypatch):
         ("decode_cpu", "--repetitions 0", "expected 1 or more, got 0"),
         ("sparse_cpu", "--threads 0", "expected 1 or more, got 0"),
         ("serve_cpu", "--repetitions 0", "expected 1 or more, got 0"),
+        ("soak", "--blocks 0", "expected 1 or more, got 0"),
         ("dense_decode", "--cases (", "'(' is no regular expression"),
         ("sparse", "--impls (", "'(' is no regular expression"),
     ],
@@ -95,7 +96,13 @@ def signals():
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize(
-    ("name", "measures"), [("serve_cpu", "measure"), ("extends", "measure"), ("serve_load", "run")]
+    ("name", "measures"),
+    [
+        ("serve_cpu", "measure"),
+        ("extends", "measure"),
+        ("serve_load", "run"),
+        ("soak", "make_model"),
+    ],
 )
 def test_a_benchmark_with_servers_leaves_by_its_with(
     name, measures, number, signals, monkeypatch, tmp_path
