@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -37,6 +38,7 @@ TWICE = "attend = lambda f, q, keys, *r: f(q, torch.cat([keys[:, :64], keys[:, :
 
 
 @pytest.mark.engine
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it breaks the attention of a CPU")
 @pytest.mark.parametrize("broken", [None, TWICE])
 def test_engines_on_a_cpu(demo_checkpoint, tmp_path, monkeypatch, broken):
     """Sound ones agree; with attention broken in one of them there is no time."""
