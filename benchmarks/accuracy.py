@@ -21,8 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from arguments import count
 from mla_kernels.decode import rescale
 from mla_kernels.decode.rescale import STEPS, State, Step
+from outputs import claim, write, write_json
 
 HEADS, KEYS, HEAD_DIM, VALUE_DIM = 128, 8192, 576, 512
 SCALE = 1 / 24
@@ -223,12 +225,13 @@ def plot(result: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--kv-block", type=int, default=KV_BLOCK)
+    parser.add_argument("--seeds", type=count, default=10)
+    parser.add_argument("--kv-block", type=count, default=KV_BLOCK)
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results" / "cpu")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    claim(args.results)
     command = "python benchmarks/accuracy.py"
     command += "".join(
         f" --{name.replace('_', '-')} {getattr(args, name)}"
@@ -241,9 +244,8 @@ def main() -> int:
     result |= {"seeds": args.seeds, "kv_block": args.kv_block}
     result["rows"] = measure(args.seeds, args.kv_block)
     result["seconds"] = round(time.monotonic() - begin, 1)
-    args.results.mkdir(parents=True, exist_ok=True)
-    (args.results / "accuracy.json").write_text(json.dumps(result, indent=1) + "\n")
-    (args.results / "accuracy.md").write_text(markdown(result))
+    write_json(args.results / "accuracy.json", result)
+    write(args.results / "accuracy.md", markdown(result))
     plot(result, args.results / "accuracy.png")
     return 0
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from arguments import pattern
 from dense_cases import LATENT, SCALE, SHAPES, Batch, Shape, golden, make_batch
 from dense_modes import MODES, sustained_roofs
 from dense_peers import PEERS, Run
@@ -29,6 +30,7 @@ from gpu import Timer, describe_gpu
 from mla_kernels import mla_decode, plan_mla_decode
 from mla_kernels.decode.choice import choose_decode_impl
 from mla_kernels.testing.metrics import SHORT_BAR, Bar, measure
+from outputs import claim
 
 CHECKED = 6  # requests compared with the definition, spread over the batch
 OURS = {
@@ -151,22 +153,23 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
             f"--{mode}", dest="mode", action="store_const", const=mode, help=MODES[mode].help
         )
     parser.add_argument("--seconds", type=float, default=2.0, help="of each sustained run")
-    parser.add_argument("--cases", help="regular expression on the case names")
-    parser.add_argument("--impls", help="regular expression on the implementations")
+    parser.add_argument("--cases", type=pattern, help="regular expression on the case names")
+    parser.add_argument("--impls", type=pattern, help="regular expression on the implementations")
     results = Path(__file__).parent / "results" / "h200"
     parser.add_argument("--results", type=Path, default=results)
     parser.set_defaults(mode="cold")
     args = parser.parse_args(argv)
     args.options = [] if args.mode == "cold" else [f"--{args.mode}"]
-    args.options += [f"--{k} '{v}'" for k in ("cases", "impls") if (v := getattr(args, k))]
+    args.options += [f"--{k} '{v.pattern}'" for k in ("cases", "impls") if (v := getattr(args, k))]
     mode = MODES[args.mode]
-    args.cases = re.compile(mode.cases if args.cases is None else args.cases)
-    args.impls = re.compile(mode.impls if args.impls is None else args.impls)
+    args.cases = args.cases or re.compile(mode.cases)
+    args.impls = args.impls or re.compile(mode.impls)
     return args
 
 
-def main() -> int:
-    args = parse()
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    claim(args.results)
     torch.backends.cuda.matmul.allow_tf32 = False
     report: dict[str, Any] = {"machine": describe_gpu(), "mode": args.mode}
     print(json.dumps(report), flush=True)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The dense decode results as JSON, a Markdown table and a roofline plot."""
 
-import json
 import statistics
 from pathlib import Path
 from typing import Any
 
 from dense_cases import SHAPES
 from dense_modes import MODES
+from outputs import write, write_json
 
 OURS = ("mla_kernels/hopper/pow2", "mla_kernels/triton/pow2")
 # What a caller gets, so not always the same kernel with another rescale in it.
@@ -29,10 +29,9 @@ FP8 = ("mla_kernels/hopper/fp8_query", "peer/flashmla_fp8")
 def write_report(report: dict[str, Any], folder: Path) -> None:
     """dense_decode.json, .md and .png in `folder`; of another mode than cold, dense_<mode> and no
     picture."""
-    folder.mkdir(parents=True, exist_ok=True)
     stem = "dense_decode" if report["mode"] == "cold" else f"dense_{report['mode']}"
-    (folder / f"{stem}.json").write_text(json.dumps(report, indent=1) + "\n")
-    (folder / f"{stem}.md").write_text(markdown(report))
+    write_json(folder / f"{stem}.json", report)
+    write(folder / f"{stem}.md", markdown(report))
     if report["mode"] == "cold":
         plot(report, folder / f"{stem}.png")
 

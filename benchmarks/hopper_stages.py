@@ -32,6 +32,7 @@ from mla_kernels.decode.hopper.layouts import (
 from mla_kernels.decode.hopper.scores import issue_scores
 from mla_kernels.decode.hopper.softmax import EXPONENT_FLOOR, publish_factors, softmax_step
 from mla_kernels.triton_common.gluon_compat import cta_barrier
+from outputs import claim, write_json
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -141,6 +142,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results" / "h200")
     args = parser.parse_args()
+    claim(args.results)
     scores, both, half = (stage_clocks(s) for s in (SCORES_ALONE, SCORES_SOFTMAX, VALUES))
     stages = {"C1": round(scores), "V1": round(both - scores), "C2": round(2 * half)}
     report = {
@@ -149,8 +151,7 @@ def main() -> int:
         "clocks": stages,
     }
     print(json.dumps(report))
-    args.results.mkdir(parents=True, exist_ok=True)
-    (args.results / "hopper_stages.json").write_text(json.dumps(report, indent=1) + "\n")
+    write_json(args.results / "hopper_stages.json", report)
     return 0
 
 

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from gpu import DEVICE, Timer, describe_gpu
@@ -23,6 +24,7 @@ from mla_kernels import mla_layer, plan_mla_decode
 from mla_kernels.layer import MlaLayerBuffers, MlaLayerConfig, MlaLayerWeights, rope_table
 from mla_kernels.layer.rope import rotate
 from mla_kernels.testing.naive_layer import NaiveMlaLayer
+from outputs import claim, write, write_json
 
 PAGE = 64
 PREFILLS = (512, 2048, 4096, 6144)
@@ -191,10 +193,18 @@ def run_case(case: Case, impls: list[str]) -> list[dict[str, object]]:
     return rows
 
 
-def markdown(rows: list[dict[str, object]]) -> str:
+def markdown(result: dict[str, Any]) -> str:
+    machine, rows = result["machine"], result["rows"]
     impls = list(dict.fromkeys(str(r["impl"]) for r in rows))
     cell = {(r["case"], r["impl"]): r for r in rows}
-    lines = ["| case | floor (us) | " + " | ".join(impls) + " |", "|---" * (2 + len(impls)) + "|"]
+    lines = [
+        f"# One decode step of an MLA layer ({machine['gpu']}, commit {machine['commit']})",
+        "",
+        f"`{result['command']}`, microseconds.",
+        "",
+        "| case | floor (us) | " + " | ".join(impls) + " |",
+        "|---" * (2 + len(impls)) + "|",
+    ]
     for case in dict.fromkeys(str(r["case"]) for r in rows):
         first = cell[case, impls[0]]
         shown = [cell[case, i]["us"] or cell[case, i]["note"] for i in impls]
@@ -211,6 +221,7 @@ def main() -> int:
     parser.add_argument("--impl", nargs="+", default=["hopper", "triton"])
     parser.add_argument("--results", type=Path, default=here / "results" / "h200")
     args = parser.parse_args()
+    claim(args.results)
     torch.backends.cuda.matmul.allow_tf32 = False
     naive = make_naive(MlaLayerConfig())
     weights = naive.absorbed_weights()
@@ -220,14 +231,9 @@ def main() -> int:
     machine = describe_gpu()
     options = [str(a) for a in sys.argv[1:] if "/" not in str(a) and a != "--results"]
     command = " ".join(["python benchmarks/mla_layer.py", *options])
-    args.results.mkdir(parents=True, exist_ok=True)
     result = {"machine": machine, "command": command, "rows": rows}
-    (args.results / "mla_layer.json").write_text(json.dumps(result, indent=1) + "\n")
-    title = (
-        f"# One decode step of an MLA layer ({machine['gpu']}, commit {machine['commit']})\n\n"
-        f"`{command}`, microseconds.\n\n"
-    )
-    (args.results / "mla_layer.md").write_text(title + markdown(rows))
+    write_json(args.results / "mla_layer.json", result)
+    write(args.results / "mla_layer.md", markdown(result))
     return int(any(r["note"] and r["note"] != "out of memory" for r in rows))
 
 

@@ -10,8 +10,9 @@
 `steps` times decode steps inside the engine at fixed batch and context, without prefill, and says
 how much of a step is attention. `serve` starts vLLM's server once per backend with the same options
 and loads it with vLLM's own generator: closed loops, then Poisson arrivals. Weights are random, of
-the shapes in configs/models. Results are written as they come, to results/h200 beside this file, of
-a cache that is not bf16 under a name that says so; `--report FILE` only renders a result again.
+the shapes in configs/models, and no result is checked here (README.md says where it is). Rows are
+written as they come, to results/h200 beside this file, of a cache that is not bf16 under a name
+that says so; `--report FILE` only renders a result again.
 """
 
 import argparse
@@ -21,6 +22,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ending import exit_on_signals
+from outputs import claim
 from serve_cases import (
     BACKENDS,
     CONCURRENCY,
@@ -36,6 +39,7 @@ from serve_cases import (
     Shape,
     depths_of,
 )
+from serve_report import Report
 
 Row = dict[str, Any]
 
@@ -71,7 +75,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     default = Path(__file__).parent / "results" / "h200"
     parser.add_argument("--results", type=Path, default=default)
-    parser.add_argument("--report", type=Path, help="render this JSON again, measure nothing")
+    parser.add_argument(
+        "--report", type=Report.path, help="render this JSON again, measure nothing"
+    )
     steps = parser.add_argument_group("--mode steps")
     steps.add_argument("--batches", nargs="+", type=int)
     steps.add_argument("--contexts", nargs="+", type=int)
@@ -111,12 +117,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
-    from serve_report import Report
     from serve_results import markdown, write_pages, write_results
 
     if args.report:
         write_pages(Report.read(args.report), args.report.with_suffix(""))
         return 0
+    claim(args.results)
+    exit_on_signals()
     from machine import describe_machine
 
     settings = {k: _plain(v) for k, v in vars(args).items() if k not in ("results", "report")}

@@ -5,13 +5,13 @@
 
 Both servers run the demo model with the same options and are loaded by vLLM's own generator, one
 after the other, again and again (ours, stock, ours, stock, ...), because the speed of a shared
-machine drifts. Before any timing, both must give the same greedy tokens in fp32; if they do not,
-nothing is measured. Writes serving.json and serving.md to results/cpu beside this file.
+machine drifts. Before any timing, whatever the dtypes, both must give the same greedy tokens in
+fp32; if they do not, nothing is measured. Writes serving.json and serving.md to results/cpu beside
+this file.
 """
 
 import argparse
 import contextlib
-import json
 import os
 import statistics
 import sys
@@ -19,9 +19,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from arguments import count
+from cells import number, quotient
+from ending import exit_on_signals
 from load import METRICS, STATISTICS, agreement, greedy_tokens, run_load
 from machine import describe_machine
 from mla_serving.demo_model import FAMILIES, demo_model_path
+from outputs import claim, write, write_json
 from servers import BACKENDS, Server
 
 NAME = "demo"
@@ -30,11 +34,14 @@ GATE_PROMPTS = (5, 64, 65, 200, 700)  # tokens
 GATE_TOKENS = 32
 # With AMX tiles vLLM chooses AMX_MLA for any dtype, and that does not start with fp32.
 STOCK_FP32 = ["--attention-backend", "CPU_MLA"]
+# {option: (default, with --quick)}
+DEFAULTS = {"repetitions": (5, 2), "output_len": (128, 32)}
 Row = dict[str, Any]
 
 
 def measure(dtype: str, args: argparse.Namespace, logs: Path) -> tuple[list[Row], Row]:
-    """All timed rows of one dtype, and what the gate saw. Empty rows when the gate is red."""
+    """All timed rows of one dtype, and what the gate saw. Empty rows when the gate is red, or when
+    nobody asked for fp32, of which the gate is needed all the same."""
     model = demo_model_path(args.family)
     options = ["--served-model-name", NAME, "--dtype", dtype]
     # Stock switches prefix caching off for MLA on a CPU; hits would be no comparison of attention.
@@ -52,7 +59,7 @@ def measure(dtype: str, args: argparse.Namespace, logs: Path) -> tuple[list[Row]
         gate: Row = {"dtype": dtype, "same_tokens": agreement(*said)}
         gate["attention"] = {server.backend: server.attention() for server in servers}
         print(f"{dtype}: same greedy tokens {gate['same_tokens']:.1%}", gate["attention"])
-        if dtype == "float32" and gate["same_tokens"] < 1:
+        if dtype not in args.dtype or red(gate):
             return [], gate
         for concurrency in args.concurrency:
             for repetition in range(-1, args.repetitions):  # -1 warms up
@@ -75,6 +82,11 @@ def measure(dtype: str, args: argparse.Namespace, logs: Path) -> tuple[list[Row]
                     rows.append({**key, "repetition": repetition, **row})
                     print(key, f"{row['output_tok_s']:.1f} tok/s", flush=True)
     return rows, gate
+
+
+def red(gate: Row) -> bool:
+    """Whether this gate forbids to report a speed: in bf16 near-ties part for rounding alone."""
+    return bool(gate["dtype"] == "float32" and gate["same_tokens"] < 1)
 
 
 def summary(rows: list[Row]) -> list[Row]:
@@ -134,57 +146,60 @@ def markdown(report: Row) -> str:
     for (dtype, concurrency, backend), row in by_key.items():
         if backend == "ours":
             stock = by_key[dtype, concurrency, "stock"]
-            tokens = row["output_tok_s"] / stock["output_tok_s"]
-            step = stock["itl_p50"] / row["itl_p50"]
-            lines.append(f"| {dtype} | {concurrency} | {tokens:.2f} | {step:.2f} |")
+            tokens = number(quotient(row["output_tok_s"], stock["output_tok_s"]), 2)
+            step = number(quotient(stock["itl_p50"], row["itl_p50"]), 2)
+            lines.append(f"| {dtype} | {concurrency} | {tokens} | {step} |")
     return "\n".join(lines) + "\n"
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--family", choices=sorted(FAMILIES), default="v3")
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--concurrency", nargs="+", type=int, default=[8, 32])
-    parser.add_argument("--input-len", type=int, default=256)
-    parser.add_argument("--output-len", type=int, default=128)
-    parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=2, help="requests per client")
+    parser.add_argument("--concurrency", nargs="+", type=count, default=[8, 32])
+    parser.add_argument("--input-len", type=count, default=256)
+    parser.add_argument("--output-len", type=count, help="default: 128, quick 32")
+    parser.add_argument("--repetitions", type=count, help="default: 5, quick 2")
+    parser.add_argument("--rounds", type=count, default=2, help="requests per client")
     parser.add_argument("--eager", action="store_true", help="without torch.compile, both")
     parser.add_argument("--quick", action="store_true", help="eager, 2 repetitions, short answers")
     default = Path(__file__).parent / "results" / "cpu"
     parser.add_argument("--results", type=Path, default=default)
-    args = parser.parse_args()
-    if args.quick:
-        args.eager, args.repetitions, args.output_len = True, 2, 32
+    args = parser.parse_args(argv)
+    args.eager |= args.quick
+    for name, values in DEFAULTS.items():
+        setattr(args, name, getattr(args, name) or values[args.quick])
     return args
 
 
-def main() -> int:
-    args = parse_arguments()
+def main(argv: list[str] | None = None) -> int:
+    args = parse_arguments(argv)
+    claim(args.results)
+    exit_on_signals()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     rows: list[Row] = []
     gates: list[Row] = []
     with tempfile.TemporaryDirectory() as logs:
-        for dtype in args.dtype:
+        for dtype in dict.fromkeys(["float32", *args.dtype]):
             measured, gate = measure(dtype, args, Path(logs))
             rows += measured
             gates.append(gate)
-            if not measured:
+            if red(gate):
                 print("The backends disagree in fp32: no speed is reported.", file=sys.stderr)
                 return 1
+    words = sys.argv[1:] if argv is None else argv
     settings = {k: v for k, v in vars(args).items() if k != "results"}
     report = {
-        "command": " ".join(["python", "benchmarks/serve_cpu.py", *sys.argv[1:]]),
+        "command": " ".join(["python", "benchmarks/serve_cpu.py", *words]),
         "machine": describe_machine(),
         "settings": settings,
         "gates": gates,
         "summary": summary(rows),
         "rows": rows,
     }
-    args.results.mkdir(parents=True, exist_ok=True)
-    (args.results / "serving.json").write_text(json.dumps(report, indent=1) + "\n")
-    (args.results / "serving.md").write_text(markdown(report))
+    write_json(args.results / "serving.json", report)
+    write(args.results / "serving.md", markdown(report))
     print(markdown(report))
     return 0
 

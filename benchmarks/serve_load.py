@@ -164,7 +164,11 @@ class Runner:
             row["not_run"] = "no closed loop of that shape was run on the first server"
         else:
             how = self._describe(load) | {"concurrency": load.concurrency, "rate": rate}
-            row |= run_load(server.url, self.args.model, **how)
+            measured = run_load(server.url, self.args.model, **how)
+            if measured["failed"]:
+                row["error"] = f"{measured['failed']} of {how['requests']} requests failed"
+            else:
+                row |= measured
         self.save(row)
         return row
 

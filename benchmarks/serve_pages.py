@@ -5,10 +5,10 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from cells import number, quotient
 from load import METRICS, STATISTICS
 from serve_cases import FEWEST, FP8_QUERY, LABELS, OURS, RELEASED_HEADS, Shape, label
 from serve_report import Report
-from step_pages import number
 
 Row = dict[str, Any]
 FEW_LAYERS = 16  # below, a step takes no longer than its host needs with many clients
@@ -86,7 +86,7 @@ def _serve_ratios(report: Report) -> list[str]:
     for row in serve_rows(report):
         groups.setdefault(load_key(row), {})[row["backend"]] = row
     peers = [name for name in report.backends if name not in LABELS]
-    if not any(OURS in rows and len(rows) > 1 for rows in groups.values()):
+    if not peers or not any(OURS in rows and len(rows) > 1 for rows in groups.values()):
         return []
     best = []
     lines = [
@@ -103,11 +103,14 @@ def _serve_ratios(report: Report) -> list[str]:
             if OURS not in rows or peer not in rows:
                 cells.append("")
                 continue
-            speed = rows[OURS]["output_tok_s"] / rows[peer]["output_tok_s"]
-            speeds.append(speed)
-            cells.append(f"{speed:.2f}, {rows[peer]['itl_p50'] / rows[OURS]['itl_p50']:.2f}")
+            speed = quotient(rows[OURS]["output_tok_s"], rows[peer]["output_tok_s"])
+            speeds += [speed] if speed else []
+            step = quotient(rows[peer]["itl_p50"], rows[OURS]["itl_p50"])
+            cells.append(f"{number(speed, 2)}, {number(step, 2)}")
         best += [min(speeds)] if speeds else []
         lines.append("| " + " | ".join(cells) + " |")
+    if not best:
+        return lines
     won = sum(speed >= 1 for speed in best)
     mean = statistics.geometric_mean(best)
     line = f"Output tokens a second, ours over the best peer's: geometric mean {mean:.3f}"
@@ -135,6 +138,7 @@ def plot_serve(report: Report, path: Path) -> None:
         for backend in report.backends:
             line = [r for r in rows if r["shape"] == shape and r["backend"] == backend]
             line.sort(key=lambda row: row["concurrency"])
+            line = [row for row in line if row["tpot_p50"]]  # answers of one token have none
             users = [1e3 / row["tpot_p50"] for row in line]
             colour = COLOURS.get(backend, "tab:gray")
             axes.plot(users, [r["output_tok_s"] for r in line], marker="o", color=colour,

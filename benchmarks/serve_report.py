@@ -2,10 +2,12 @@
 """What a run of benchmarks/serve.py measured, and the names of its files."""
 
 import json
+from argparse import ArgumentTypeError
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from outputs import write_json
 from serve_cases import RELEASED_HEADS
 
 Row = dict[str, Any]
@@ -15,17 +17,28 @@ SPARSE_STEMS = {"serve": "sparse_serving", "steps": "sparse_steps"}
 
 @dataclass
 class Report:
-    """One run. `rows` hold what was measured and what was not, in the order it came."""
+    """One run. `rows` hold what was measured and what was not, in the order it came; `note` is what
+    a reader must know of the run beside it."""
 
     mode: str
     command: str
     machine: Row
     settings: Row
     rows: list[Row] = field(default_factory=list)
+    note: str = ""
 
     @classmethod
     def read(cls, path: Path) -> "Report":
         return cls(**json.loads(path.read_text()))
+
+    @classmethod
+    def path(cls, text: str) -> Path:
+        """The argument that names a result; ArgumentTypeError if no result is there."""
+        try:
+            cls.read(Path(text))
+        except (OSError, TypeError, ValueError) as error:
+            raise ArgumentTypeError(f"{text} is no result of serve.py: {error}") from error
+        return Path(text)
 
     @property
     def stem(self) -> str:
@@ -39,8 +52,7 @@ class Report:
         return stem if quantised == "auto" else f"{stem}_{quantised}"
 
     def write_json(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{self.stem}.json").write_text(json.dumps(asdict(self), indent=1) + "\n")
+        write_json(folder / f"{self.stem}.json", asdict(self))
 
     @property
     def backends(self) -> list[str]:

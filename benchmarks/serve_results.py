@@ -3,20 +3,23 @@
 
 from pathlib import Path
 
+from outputs import write
 from serve_pages import plot_serve, serve_lines
 from serve_report import Report
 from step_pages import plot_steps, steps_lines
 
 
 def write_results(report: Report, folder: Path) -> None:
-    """`report.stem` in `folder`: .json, .md and .png."""
+    """`report.stem` in `folder`: .json, .md and .png; those that are there stay if nothing came."""
+    if not report.rows:
+        return
     report.write_json(folder)
     write_pages(report, folder / report.stem)
 
 
 def write_pages(report: Report, place: Path) -> None:
     """`place` with .md and .png added to its name."""
-    place.with_name(f"{place.name}.md").write_text(markdown(report))
+    write(place.with_name(f"{place.name}.md"), markdown(report))
     try:
         import matplotlib
     except ImportError:
@@ -32,6 +35,7 @@ def markdown(report: Report) -> str:
     title = "Decode steps in the engine" if report.mode == "steps" else "Serving on a GPU"
     machine = ", ".join(f"{k} {v}" for k, v in report.machine.items())
     lines = [f"# {title}", "", f"{machine}.", "", f"`{report.command}`", ""]
+    lines += [report.note, ""] if report.note else []
     lines += (steps_lines if report.mode == "steps" else serve_lines)(report)
     left_out = [row for row in report.rows if "error" in row or "not_run" in row]
     if left_out:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The servers that are compared: ours, and vLLM as it is without this project's plugins."""
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from serve_cases import engine_of
 
 START_SECONDS = 600
 STOP_SECONDS = 60
+TREE_SECONDS = 10  # of the engine's processes, after the server's own
 BACKENDS = ("ours", "stock")  # on a CPU; any other name is one of vLLM's --attention-backend
 QUIET = {
     "VLLM_LOGGING_LEVEL": "INFO",
@@ -49,6 +51,7 @@ class Server:
             options = [*options, "--attention-backend", name]
         options = [*options, "--host", "127.0.0.1", "--port", str(self.port)]
         self.log = log
+        self._tree: set[psutil.Process] = set()
         self.started = time.monotonic()
         with log.open("w") as out:
             self._process = subprocess.Popen(
@@ -65,8 +68,13 @@ class Server:
     @property
     def pids(self) -> set[int]:
         """Of the server and of the processes that it started."""
-        children = psutil.Process(self.pid).children(recursive=True)
-        return {self.pid, *(child.pid for child in children)}
+        return {self.pid, *(process.pid for process in self._children())}
+
+    def _children(self) -> list[psutil.Process]:
+        try:
+            return psutil.Process(self.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
 
     @property
     def url(self) -> str:
@@ -82,6 +90,7 @@ class Server:
                 break
             try:
                 with urllib.request.urlopen(f"{self.url}/health"):
+                    self._tree.update(self._children())  # who outlives a server that crashes
                     return
             except (urllib.error.URLError, ConnectionError):
                 time.sleep(0.5)
@@ -97,6 +106,7 @@ class Server:
 
     def terminate(self) -> None:
         """Ask it to end, without waiting."""
+        self._tree.update(self._children())
         self._process.terminate()
 
     def __exit__(
@@ -105,8 +115,16 @@ class Server:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.terminate()
+        """Nothing of it is left: what does not end when it is asked to is killed."""
         try:
+            self.terminate()
             self._process.wait(STOP_SECONDS)
+            psutil.wait_procs(self._tree, TREE_SECONDS)
         except subprocess.TimeoutExpired:
+            pass
+        finally:
+            for process in self._tree:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
             self._process.kill()
+            self._process.wait()

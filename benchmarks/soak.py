@@ -7,7 +7,7 @@ Completions of random lengths, streamed or not, clients that leave, bad requests
 known answers, and a cache so small that requests are preempted. Ends with one line; the exit status
 is 1 if anything was wrong. Writes soak.json and soak.md to results/cpu or h200 beside this file, as
 it goes too: a soak that is killed leaves what it had seen. SIGTERM ends the load early, and the end
-is judged as ever.
+is judged as ever; before the load it ends the soak.
 """
 
 import argparse
@@ -25,8 +25,11 @@ from typing import Any
 
 import httpx
 import psutil
+from arguments import count
+from ending import exit_on_signals
 from machine import describe_machine, nvidia_smi
 from mla_serving.demo_model import FAMILIES, demo_model_path, make_demo_model
+from outputs import claim
 from prometheus_client.parser import text_string_to_metric_families
 from servers import Server
 from soak_ledger import End, Ledger, verdict
@@ -37,6 +40,8 @@ BLOCK = 64
 IDLE_SECONDS = 60.0
 MIB = 1024**2
 PREEMPTED = "vllm:num_preemptions_total"
+# What reading a server that is not well may raise.
+UNREADABLE = (httpx.HTTPError, psutil.Error, LookupError, ValueError, OSError)
 # Nats. In bf16 other neighbours in a batch round a random model's logits otherwise. In the model of
 # the H200's soak bf16 is off fp32 by 0.11 in half of 3660 tokens, by 0.53 in one of 100, by 0.78 in
 # one. Behind 64 wrong tokens of 732 half of the last 32 move by 4.4 and more, the largest by 10;
@@ -52,13 +57,15 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="default: a demo model of the context asked for")
     parser.add_argument("--overrides", type=json.loads, default={}, help="of its config.json")
     parser.add_argument("--dtype", choices=TOLERANCE, default="bfloat16" if gpu else "float32")
-    parser.add_argument("--max-model-len", type=int, default=8192)
-    parser.add_argument("--concurrency", type=int, default=32)
-    parser.add_argument("--longest-answer", type=int, default=1024 if gpu else 512)
-    step = parser.add_argument("--max-num-batched-tokens", type=int, default=8192 if gpu else 1024)
+    parser.add_argument("--max-model-len", type=count, default=8192)
+    parser.add_argument("--concurrency", type=count, default=32)
+    parser.add_argument("--longest-answer", type=count, default=1024 if gpu else 512)
+    step = parser.add_argument(
+        "--max-num-batched-tokens", type=count, default=8192 if gpu else 1024
+    )
     step.help = "of a step; few cut long prompts, and answers go on meanwhile"
     parser.add_argument("--eager", action="store_true", default=not gpu, help="default on a CPU")
-    parser.add_argument("--blocks", type=int, help="of cache; default: 1.1 contexts")
+    parser.add_argument("--blocks", type=count, help="of cache; default: 1.1 contexts")
     parser.add_argument("--tolerance", type=float, help="of probes under load, nats")
     parser.add_argument("--sample-seconds", type=float, default=5)
     parser.add_argument("--seed", type=int, default=0)
@@ -66,7 +73,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     default = Path(__file__).parent / "results" / ("h200" if gpu else "cpu")
     parser.add_argument("--results", type=Path, default=default)
     args = parser.parse_args(argv)
-    args.tolerance = args.tolerance or TOLERANCE[args.dtype]
+    if args.tolerance is None:  # 0 is bit for bit
+        args.tolerance = TOLERANCE[args.dtype]
     args.blocks = args.blocks or 1 + -(-args.max_model_len * 11 // (10 * BLOCK))  # 1 is padding
     return args
 
@@ -139,7 +147,7 @@ class Watch:
         while True:
             try:
                 await self.sample()
-            except (httpx.HTTPError, psutil.Error) as error:
+            except UNREADABLE as error:
                 self.ledger.fault(f"the server cannot be watched: {type(error).__name__}: {error}")
             report.so_far((time.monotonic() - self.start) / 60, self.ledger)
             await asyncio.sleep(every)
@@ -178,11 +186,11 @@ async def soak(
         client = Client(http, ledger, scope, args.tolerance)
         try:
             client.references = await client.probe_idle("before")
-        except (httpx.HTTPError, ValueError) as error:
+            before = await watch.metrics()
+            tensors = gpu_mib(await watch.info())
+        except UNREADABLE as error:
             ledger.fault(f"before the load: {type(error).__name__}: {error}")
             return 0.0, ledger, None
-        before = await watch.metrics()
-        tensors = gpu_mib(await watch.info())
         start = watch.start = time.monotonic()
         watching = asyncio.create_task(watch.run(args.sample_seconds, report))
         rngs = [random.Random(f"{args.seed}-{i}") for i in range(args.concurrency)]
@@ -190,10 +198,12 @@ async def soak(
         await asyncio.gather(*(client.work(rng, ended, pause=1.0) for rng in rngs))
         minutes = (time.monotonic() - start) / 60
         watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
+        (how,) = await asyncio.gather(watching, return_exceptions=True)
+        if not isinstance(how, asyncio.CancelledError):
+            ledger.fault(f"nobody watched the server to its end: {type(how).__name__}: {how}")
         try:
             end = await final_state(client, watch, before, tensors, server.log)
-        except (httpx.HTTPError, psutil.Error, ValueError) as error:
+        except UNREADABLE as error:
             ledger.fault(f"after the load: {type(error).__name__}: {error}")
             end = None
         return minutes, ledger, end
@@ -247,6 +257,8 @@ def describe(args: argparse.Namespace, config: Row, words: list[str]) -> Row:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
+    claim(args.results)
+    exit_on_signals()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_COMPUTE_NANS_IN_LOGITS", "1")  # of every token, asked for or not
     # oneDNN keeps a kernel for each number of tokens it meets, 1024 of them: no leak, but like one.
@@ -261,9 +273,9 @@ def main(argv: list[str] | None = None) -> int:
         with Server("ours", model, server_options(args, model), log) as server:
             server.wait_ready()
             minutes, ledger, end = asyncio.run(soak(server, args, scope, report))
+            exit_on_signals()  # asyncio left the default in the place of its own handler
         wrong = verdict(ledger, end)
         if wrong:
-            args.results.mkdir(parents=True, exist_ok=True)
             (args.results / "soak-server.log").write_bytes(log.read_bytes())
     line = report.write(minutes, ledger, end, wrong)
     for text in wrong:

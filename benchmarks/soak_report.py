@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The files that a soak leaves, while it runs too."""
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from outputs import write, write_json
 from soak_ledger import (
     GPU_LEAK_MIB,
     GROWTH_MIB,
@@ -44,9 +44,8 @@ class Report:
             "end": asdict(end) if end else None,
             "samples": ledger.samples,
         }
-        self.results.mkdir(parents=True, exist_ok=True)
-        (self.results / "soak.json").write_text(json.dumps(report, indent=1) + "\n")
-        (self.results / "soak.md").write_text(markdown(report))
+        write_json(self.results / "soak.json", report)
+        write(self.results / "soak.md", markdown(report))
         return line
 
 
@@ -61,6 +60,17 @@ def counts_of(ledger: Ledger) -> Row:
     at = {"median": len(moves) // 2, "99 of 100": len(moves) * 99 // 100, "largest": -1}
     quantiles = {name: round(moves[i], 4) for name, i in at.items()}
     return kept | {"moves": {"tokens": len(ledger.moves), **quantiles}}
+
+
+def moved(counts: Row) -> str:
+    """How far probes moved; older results know the largest move alone."""
+    if "moves" not in counts:
+        return f"logprobs moved by at most {counts['widest_drift']:.2g} nats"
+    moves = counts["moves"]
+    return (
+        f"the logprobs of {moves['tokens']} tokens moved by at most {moves['largest']:.2g} nats "
+        f"(half of them by {moves['median']:.2g}, 99 of 100 by {moves['99 of 100']:.2g})"
+    )
 
 
 def markdown(report: Row) -> str:
@@ -85,10 +95,8 @@ def markdown(report: Row) -> str:
         f"* The cache was at most {max((row['kv_cache_usage'] for row in samples), default=0):.0%} "
         f"full; at the end {end.get('blocks_used', '?')} blocks are in use.",
         "* Probes are the same bit for bit on the idle server before and after: "
-        f"{yes_or_no(end.get('same_probes'))}. Under load the logprobs of "
-        f"{counts['moves']['tokens']} tokens moved by at most "
-        f"{counts['moves']['largest']:.2g} nats (half of them by {counts['moves']['median']:.2g}, "
-        f"99 of 100 by {counts['moves']['99 of 100']:.2g}), and {counts['other_tokens']} of "
+        f"{yes_or_no(end.get('same_probes'))}. Under load {moved(counts)}, and "
+        f"{counts['other_tokens']} of "
         f"{counts['outcomes'].get('probes', 0)} answers had another token, held at most "
         f"{counts['widest_gap']:.2g} nats below. Allowed: {settings['tolerance']:g} a token, "
         f"{TYPICAL:g} of that for half of a probe's tokens, twice for another one.",

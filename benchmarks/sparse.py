@@ -20,11 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from arguments import pattern
 from dense_cases import LATENT, SCALE
 from gpu import DEVICE, Timer, describe_gpu
 from mla_kernels import mla_sparse_attention, mla_sparse_workspace
 from mla_kernels.flash_mla import flash_mla_sparse_fwd
 from mla_kernels.testing.metrics import SHORT_BAR, measure
+from outputs import claim
 from sparse_cases import SHAPES, Batch, K, Shape, golden, make_batch
 from sparse_peers import PEERS, Run
 from sparse_report import write_report
@@ -117,21 +119,22 @@ def bench(shape: Shape, timer: Timer, wanted: re.Pattern[str]) -> list[dict[str,
     return rows
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", type=re.compile, default="", help="on the case names")
-    parser.add_argument("--impls", type=re.compile, default="", help="on the implementations")
+    parser.add_argument("--cases", type=pattern, default="", help="on the case names")
+    parser.add_argument("--impls", type=pattern, default="", help="on the implementations")
     results = Path(__file__).parent / "results" / "h200"
     parser.add_argument("--results", type=Path, default=results)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    claim(args.results)
     torch.backends.cuda.matmul.allow_tf32 = False
     machine = describe_gpu()
     print(json.dumps(machine), flush=True)
     timer, rows = Timer(), []
     for shape in SHAPES:
-        if not re.search(args.cases, shape.name):
+        if not args.cases.search(shape.name):
             continue
-        found = bench(shape, timer, re.compile(args.impls))
+        found = bench(shape, timer, args.impls)
         floor = round(shape.floor_us(machine), 1)
         rows += [{**row, "floor_us": floor} for row in found]
         shown = [f"{r['impl']} {r.get('us', r.get('failed'))}" for r in found]

@@ -12,13 +12,13 @@ sparse.md to results/cpu beside this file.
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from decode_cpu import DK, DV, SCALE, least_ms, paged
+from arguments import count
+from decode_cpu import DK, DV, SCALE, check, least_ms, paged
 from machine import describe_machine
 from mla_kernels import (
     exact_topk,
@@ -29,7 +29,7 @@ from mla_kernels import (
     positions_to_slots,
     write_indexer_cache,
 )
-from mla_kernels.testing.metrics import MIRROR_BAR, SHORT_BAR, measure
+from outputs import claim, write, write_json
 
 BLOCK, INDEX_HEADS, INDEX_DIM = 64, 64, 128
 # Requests, their tokens (each, the new ones included), new tokens of each, index_topk.
@@ -54,12 +54,6 @@ def chosen_of(lengths: torch.Tensor, k: int) -> torch.Tensor:
     for row, n in zip(chosen, lengths.tolist(), strict=True):
         row[: min(n, k)] = torch.arange(n) if n <= k else torch.randperm(n)[:k].sort().values
     return chosen
-
-
-def check(out: torch.Tensor, want: torch.Tensor, case: str) -> None:
-    bar = MIRROR_BAR if out.dtype == torch.float32 else SHORT_BAR
-    if failures := bar.failures(measure(out, want)):
-        raise RuntimeError(f"{case} differs from the reference: {failures}")
 
 
 def check_indexer(chosen: torch.Tensor, few: slice, *batch: torch.Tensor) -> None:
@@ -91,7 +85,8 @@ def measure_case(
     q = torch.randn(T, heads, DK).to(dtype)
     options: dict[str, Any] = {"scale": SCALE, "kv_lora_rank": DV}
     few = slice(0, T, max(T // 16, 1))  # the reference takes long
-    want = mla_sparse_attention(q[few], cache, slots[few], impl="reference", **options)[0]
+    exact = (q[few].float(), cache.float())  # a rounded reference has an error too
+    want = mla_sparse_attention(*exact, slots[few], impl="reference", **options)[0]
     calls = {}
     for rescale in ("flash", "pow2"):
         calls[rescale] = lambda rescale=rescale: mla_sparse_attention(
@@ -103,7 +98,7 @@ def measure_case(
         calls["dense"] = lambda: mla_decode(
             queries, cache, table, seq_lens, rescale="flash", **options
         )
-        first = (queries[:1], cache, table[:1], seq_lens[:1])
+        first = (queries[:1].float(), cache.float(), table[:1], seq_lens[:1])
         want = mla_decode(*first, impl="reference", **options)[0]
         check(calls["dense"]()[0][:1].flatten(0, 1), want.flatten(0, 1), f"{case} dense")
     keys = torch.zeros(len(cache), BLOCK, INDEX_DIM + 4, dtype=torch.uint8)
@@ -141,14 +136,15 @@ def markdown(report: Row) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--threads", nargs="+", type=count, default=[1, 2])
+    parser.add_argument("--heads", type=count, default=16)
+    parser.add_argument("--repetitions", type=count, default=5)
     default = Path(__file__).parent / "results" / "cpu"
     parser.add_argument("--results", type=Path, default=default)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    claim(args.results)
     torch.manual_seed(0)
     rows = []
     for threads in args.threads:
@@ -163,9 +159,8 @@ def main() -> int:
     command = " ".join(["python", "benchmarks/sparse_cpu.py", *sys.argv[1:]])
     machine = describe_machine()
     report = {"command": command, "machine": machine, "heads": args.heads, "rows": rows}
-    args.results.mkdir(parents=True, exist_ok=True)
-    (args.results / "sparse.json").write_text(json.dumps(report, indent=1) + "\n")
-    (args.results / "sparse.md").write_text(markdown(report))
+    write_json(args.results / "sparse.json", report)
+    write(args.results / "sparse.md", markdown(report))
     return 0
 
 

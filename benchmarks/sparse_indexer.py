@@ -10,17 +10,18 @@ CUDA-graph replays with a cold L2. Peers need vLLM. Writes sparse_indexer.json t
 
 import argparse
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+from arguments import pattern
 from gpu import DEVICE, Timer, describe_gpu
 from indexer_peers import Run, deepgemm_logits, topk_peers
 from mla_kernels import exact_topk, indexer_scores, indexer_topk
 from mla_kernels.indexer.reference import indexer_scores_reference
 from mla_kernels.testing.indexer_case import IndexerCase
+from outputs import claim, write_json
 
 K = 2048
 HEADS = 64
@@ -141,27 +142,27 @@ def bench(timer: Timer, B: int, n: int) -> list[dict[str, Any]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", default="", help="regular expression on the case names")
+    parser.add_argument("--cases", type=pattern, default="", help="on the case names")
     results = Path(__file__).parent / "results" / "h200"
     parser.add_argument("--results", type=Path, default=results)
     args = parser.parse_args()
+    claim(args.results)
     torch.backends.cuda.matmul.allow_tf32 = False
     machine = describe_gpu()
     print(json.dumps(machine), flush=True)
     timer, rows = Timer(), []
     for B, n in SHAPES:
-        if re.search(args.cases, f"b{B}x{n}"):
+        if args.cases.search(f"b{B}x{n}"):
             rows += bench(timer, B, n)
             torch.cuda.empty_cache()
     for B, n in TOPK_ONLY:
-        if re.search(args.cases, f"b{B}x{n}"):
+        if args.cases.search(f"b{B}x{n}"):
             scores = torch.randn(B, n, device=DEVICE)
             lengths = torch.full((B,), n, dtype=torch.int32, device=DEVICE)
             rows += bench_topk(timer, f"b{B}x{n}", scores, lengths)
     command = "python benchmarks/sparse_indexer.py " + " ".join(sys.argv[1:])
-    args.results.mkdir(parents=True, exist_ok=True)
     report = {"machine": machine, "command": command.strip(), "rows": rows}
-    (args.results / "sparse_indexer.json").write_text(json.dumps(report, indent=1) + "\n")
+    write_json(args.results / "sparse_indexer.json", report)
     return 1 if any("failed" in row for row in rows) else 0
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from mla_kernels.sparse.choice import is_few
+from outputs import write, write_json
 
 HOPPER, PORTABLE = "mla_kernels/hopper", "mla_kernels/triton"
 DETERMINISTIC, DROP_IN = "mla_kernels/deterministic", "mla_kernels/flash_mla_sparse_fwd"
@@ -19,11 +20,10 @@ Cases = dict[str, dict[str, dict[str, Any]]]
 
 def write_report(report: dict[str, Any], folder: Path) -> None:
     """sparse.json and sparse.md in `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "sparse.json").write_text(json.dumps(report, indent=1) + "\n")
+    write_json(folder / "sparse.json", report)
     indexer = folder / "sparse_indexer.json"
     also = json.loads(indexer.read_text()) if indexer.exists() else None
-    (folder / "sparse.md").write_text(markdown(report, also))
+    write(folder / "sparse.md", markdown(report, also))
 
 
 def by_case(rows: list[dict[str, Any]], op: str) -> Cases:

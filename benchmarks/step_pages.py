@@ -5,6 +5,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from cells import number
 from serve_cases import FP8_QUERY, LABELS, OURS, label
 from serve_report import Report
 
@@ -117,10 +118,6 @@ def _steps_table(report: Report, heads: int) -> list[str]:
                 line = f"{what}, best peer / {words}: geometric mean {mean:.3f}"
                 lines += ["", f"{line}, at least as fast in {won} of {len(found)} cases."]
     return [*lines, ""]
-
-
-def number(value: float | None, digits: int) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
 
 
 def plot_steps(report: Report, path: Path) -> None:

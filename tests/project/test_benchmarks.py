@@ -25,7 +25,9 @@ def report(mode: str, **extra) -> dict:
     power = {"joule_per_step": 0.45, "watts": 690.4, "sm_mhz": 1400}
     rows = [
         row("mla_kernels/hopper/pow2", 700.0, **(power if extra.get("power") else {})),
+        row("mla_kernels/triton/pow2", 800.0),
         row("peer/flashmla", 770.0),
+        row("peer/vllm_triton", 2000.0),
         {"case": "b96_h128_q1_k16384", "impl": "peer/fa3", "failed": "fro inf", "mode": mode,
          "floor_us": 651.2},
     ]  # fmt: skip
@@ -42,11 +44,79 @@ def test_dense_report(mode, tmp_path):
     stem = "dense_decode" if mode == "cold" else f"dense_{mode}"
     text = (tmp_path / f"{stem}.md").read_text()
     assert json.loads((tmp_path / f"{stem}.json").read_text())["mode"] == mode
-    assert "| b96_h128_q1_k16384 | 651.2 | 700.0 | 770.0 | failed | 1.10 |" in text
+    assert (
+        "| b96_h128_q1_k16384 | 651.2 | 700.0 | 800.0 | 770.0 | 2000.0 | failed | 1.10 | 2.50 |"
+        in text
+    )
     assert "geometric mean 1.100, at least as fast in 1 of 1 cases" in text
     assert "peer/fa3: fro inf" in text
     assert ("0.450 (690, 1400)" in text) == (mode == "sustained")
     assert (tmp_path / f"{stem}.png").exists() == (mode == "cold")
+
+
+def test_ours_is_held_to_the_better_peer():
+    from dense_report import markdown
+
+    found = report("cold")
+    fa3 = next(row for row in found["rows"] if row["impl"] == "peer/fa3")
+    for us, ratio in ((630.0, "0.90"), (900.0, "1.10")):
+        fa3.pop("failed", None)
+        fa3["us"] = us
+        assert f"| 2000.0 | {us} | {ratio} | 2.50 |" in markdown(found)
+
+
+def test_the_floor_is_the_longer_of_the_two():
+    from dense_cases import even
+
+    roofs = {"bf16_gemm_tflops": 700.0, "read_gbps": 4000.0}
+    many, few = even(96, 128, 1, 4096), even(128, 8, 1, 4096)
+    assert many.flops == 2 * 96 * 4096 * 128 * (576 + 512)
+    assert few.bytes == 128 * 4096 * 1152 + 128 * 8 * (576 + 512) * 2
+    assert many.floor_us(roofs) == pytest.approx(many.flops / 700e12 * 1e6)
+    assert few.floor_us(roofs) == pytest.approx(few.bytes / 4000e9 * 1e6)
+
+
+def test_what_fails_is_not_timed_and_rates_are_of_what_is(monkeypatch):
+    """On a CPU, with ours in the place of a kernel: one that is sound, one that is not, one that
+    raises."""
+    import re
+
+    import dense_decode
+    from dense_cases import even, golden, make_batch
+
+    def broken(batch):
+        raise RuntimeError("no kernel image")
+
+    def sound(batch):
+        return lambda: golden(batch, [0, 1]).bfloat16()
+
+    def wrong(batch):
+        return lambda: 1.1 * golden(batch, [0, 1]).bfloat16()
+
+    timed = []
+
+    class Timer:
+        def medians(self, runs, repeats):
+            timed.extend(runs)
+            return dict.fromkeys(runs, 50.0)
+
+    shape = even(2, 4, 1, 100)
+    batch = make_batch(shape, "cpu")
+    monkeypatch.setattr(dense_decode, "make_batch", lambda shape: batch)
+    monkeypatch.setattr(dense_decode, "OURS", {})
+    monkeypatch.setattr(
+        dense_decode,
+        "PEERS",
+        {"sound": sound, "wrong": wrong, "broken": lambda b: lambda: broken(b)},
+    )
+    rows = dense_decode.bench(shape, Timer(), re.compile(""), "cold", 1.0)
+    rows = {row["impl"]: row for row in rows}
+    assert timed == ["sound"]
+    assert "failed" not in rows["sound"] and rows["sound"]["us"] == 50.0
+    assert rows["sound"]["gbps"] == round(shape.bytes / 50e-6 / 1e9, 1)
+    assert rows["sound"]["tflops"] == round(shape.flops / 50e-6 / 1e12, 1)
+    assert "fro" in rows["wrong"]["failed"] and "us" not in rows["wrong"]
+    assert "no kernel image" in rows["broken"]["failed"] and "us" not in rows["broken"]
 
 
 def test_fp8_queries_have_a_table_of_their_own():
@@ -131,13 +201,3 @@ def test_sparse_ratios_are_those_of_what_auto_takes():
     assert "| 60.0 | 45.0 |  |  | portable | 90.0 | 2.00 |" in lines[2]
     assert "| 60.0 | 45.0 |  |  | Hopper | 90.0 | 1.50 |" in lines[3]
     assert lines[-1] == "Geometric mean 1.73; at least as fast in 2 of 2."
-
-
-def test_sparse_page_is_that_of_the_results():
-    from sparse_report import markdown
-
-    folder = BENCHMARKS / "results" / "h200"
-    sparse, indexer = (
-        json.loads((folder / f"{name}.json").read_text()) for name in ("sparse", "sparse_indexer")
-    )
-    assert (folder / "sparse.md").read_text() == markdown(sparse, indexer)

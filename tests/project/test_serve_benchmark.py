@@ -3,10 +3,12 @@
 
 import io
 import json
+import math
 import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -359,6 +361,115 @@ def test_report_of_serving(tmp_path):
     assert "best peer's: geometric mean 1.500, at least as many in 1 of 1 loads." in page
     assert "* backend FLASHMLA: FLASHMLA did not start" in page
     assert (tmp_path / "serving.png").exists()
+
+
+SETTINGS = {
+    "model": "m", "dtype": "bfloat16", "compile": False, "rounds": 3, "layers": 4,
+    "open_requests": 5, "together": False, "slo": "ttft:1 tpot:2", "as_is": False, "heads": [128],
+    "eager": False, "reduced": False,
+}  # fmt: skip
+
+
+def serve_row(backend, speed, clients=4, **more):
+    from load import METRICS, STATISTICS
+
+    times = {f"{m}_{s}": 10.0 for m in METRICS for s in STATISTICS}
+    load = {"shape": "8/8", "loop": "closed", "concurrency": clients, "failed": 0}
+    return {"backend": backend, **load, **times, "output_tok_s": speed, **more}
+
+
+def serve_page(*rows, folder=None):
+    from serve_report import Report
+    from serve_results import markdown, write_results
+
+    report = Report("serve", "python x", {"gpu": "G"}, SETTINGS, list(rows))
+    if folder:
+        write_results(report, folder)
+    return markdown(report)
+
+
+def test_the_mean_is_of_the_best_peer_in_each_load():
+    page = serve_page(
+        serve_row("CUSTOM", 100.0),
+        serve_row("FLASHMLA", 50.0),
+        serve_row("TRITON_MLA", 125.0),
+        serve_row("CUSTOM", 100.0, clients=8),
+        serve_row("FLASHMLA", 80.0, clients=8),
+        serve_row("TRITON_MLA", 40.0, clients=8),
+    )
+    assert "| 8/8 | 4 clients | 2.00, 1.00 | 0.80, 1.00 |" in page
+    assert "geometric mean 1.000, at least as many in 1 of 2 loads." in page
+
+
+def test_a_page_of_what_has_no_ratio(tmp_path):
+    """No peer, answers of one token, peers without a token: the page is written all the same."""
+    ours, fp8 = serve_row("CUSTOM", 100.0), serve_row("CUSTOM+fp8_query", 90.0)
+    assert "Ours beside each peer" not in serve_page(ours, fp8)
+    single = {f"{metric}_{at}": 0.0 for metric in ("itl", "tpot") for at in ("mean", "p50")}
+    page = serve_page(ours | single, serve_row("FLASHMLA", 50.0, **single), folder=tmp_path)
+    assert "| 8/8 | 4 clients | 2.00,  |" in page and (tmp_path / "serving.png").exists()
+    page = serve_page(ours, serve_row("FLASHMLA", 0.0))
+    assert "| 8/8 | 4 clients | , 1.00 |" in page and "geometric mean" not in page
+
+
+@pytest.mark.parametrize("failed", [0, 3])
+def test_a_load_with_failed_requests_is_not_measured(failed, monkeypatch):
+    import serve_load
+    from serve_cases import Load, Shape
+
+    measured = serve_row("CUSTOM", 100.0, request_s=9.0)
+    measured |= {"failed": failed}
+    monkeypatch.setattr(serve_load, "run_load", lambda *_, **load: measured)
+    args = MagicMock(rounds=5)
+    rows = []
+    runner = serve_load.Runner(args, [Load(Shape(8, 8), 4)], Path(), math.inf, rows.append)
+    runner.run([MagicMock(backend="CUSTOM")])
+    (row,) = rows
+    assert ("output_tok_s" in row) == (not failed) == bool(runner.fullest)
+    if failed:
+        page = serve_page(row, serve_row("FLASHMLA", 50.0))
+        assert "loop closed concurrency 4: 3 of 20 requests failed" in page
+        assert "geometric mean" not in page
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_results_stay_until_something_is_measured(rows, tmp_path, monkeypatch):
+    import serve
+    import serve_load
+
+    def run(args, save):
+        for _ in range(rows):
+            save(serve_row("CUSTOM", 100.0))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(serve_load, "run", run)
+    monkeypatch.setattr(serve, "exit_on_signals", lambda: None)
+    names = ["serving.json", "serving.md", "serving.png"]
+    for name in names:
+        (tmp_path / name).write_text("an earlier run")
+    with pytest.raises(KeyboardInterrupt):
+        serve.main(["--results", str(tmp_path)])
+    kept = [(tmp_path / name).read_bytes() == b"an earlier run" for name in names]
+    assert kept == [not rows] * 3
+
+
+@pytest.mark.parametrize("text", [None, "{", "[1]", '{"rows": []}'])
+def test_only_results_of_this_benchmark_are_rendered(text, tmp_path, capsys):
+    from serve import main
+
+    path = tmp_path / "result.json"
+    if text:
+        path.write_text(text)
+    with pytest.raises(SystemExit):
+        main(["--report", str(path)])
+    assert "is no result of serve.py" in capsys.readouterr().err
+
+
+def test_p99_is_of_the_slow_steps():
+    from step_driver import summary
+
+    steps = [float(ms) for ms in range(201, 0, -1)]
+    assert summary([steps, [500.0] * 201], 1)["p99_ms"] == 199.0
 
 
 @pytest.mark.engine

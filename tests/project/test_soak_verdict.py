@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """benchmarks/soak.py without a server: its verdict, and the page that it writes."""
 
+import asyncio
+import json
 import math
+import os
+import signal
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import AsyncMock, MagicMock
 
+import httpx
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -202,8 +208,6 @@ def test_how_far_probes_moved():
 
 
 def test_a_soak_that_is_killed_leaves_what_it_had_seen(tmp_path):
-    import json
-
     from soak import describe, parse_arguments
     from soak_report import Report
 
@@ -234,3 +238,107 @@ def test_what_rounding_does_not_explain_is_a_fault(moves, gap, says):
     from soak_ledger import moved_too_far
 
     assert moved_too_far(moves, gap, tolerance=1.0) == says
+
+
+def test_a_tolerance_of_nothing_is_none():
+    from soak import TOLERANCE, parse_arguments
+
+    assert parse_arguments(["--tolerance", "0"]).tolerance == 0
+    assert parse_arguments(["--dtype", "float32"]).tolerance == TOLERANCE["float32"]
+
+
+METRICS = """vllm:kv_cache_usage_perc 0.5
+vllm:num_requests_running 3.0
+vllm:num_requests_waiting 0.0
+vllm:num_preemptions_total 2.0
+"""
+
+
+def test_a_server_that_says_nothing_more_is_a_fault_of_every_sample():
+    """The watcher goes on: it may say more later."""
+    from soak import Watch
+    from soak_ledger import Ledger
+
+    ledger = Ledger()
+    calls = Counter()
+
+    def answer(request):
+        path = request.url.path
+        calls[path] += 1
+        mute = 3 <= calls[path] <= 4
+        if path == "/health":
+            return httpx.Response(500 if mute else 200)
+        return httpx.Response(200, text="" if mute else METRICS)
+
+    async def watch():
+        transport = httpx.MockTransport(answer)
+        async with httpx.AsyncClient(base_url="http://server", transport=transport) as http:
+            task = asyncio.create_task(Watch(http, os.getpid(), ledger).run(0.0, MagicMock()))
+            while calls["/health"] < 7 and not task.done():
+                await asyncio.sleep(0.01)
+            task.cancel()
+            return await asyncio.gather(task, return_exceptions=True)
+
+    (how,) = asyncio.run(watch())
+    assert isinstance(how, asyncio.CancelledError)
+    unread = "the server cannot be watched: KeyError: 'vllm:kv_cache_usage_perc'"
+    assert ledger.faults == ["/health said 500 under load", unread] * 2
+    assert len(ledger.samples) >= 4
+
+
+@pytest.fixture
+def terminate():
+    """The handler of SIGTERM is put back."""
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGHUP)
+    yield
+    signal.signal(signal.SIGTERM, before[0])
+    signal.signal(signal.SIGHUP, before[1])
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("gone"), OSError("disk full")])
+def test_a_watcher_that_ended_early_is_a_fault(monkeypatch, terminate, error):
+    import soak
+
+    async def work(rng, ended, pause):
+        await ended.wait()
+
+    async def run(every, report):
+        if error:
+            raise error
+        await asyncio.sleep(100)
+
+    client = MagicMock(work=work, probe_idle=AsyncMock(return_value=[]))
+    watch = MagicMock(run=run, metrics=AsyncMock(return_value={}))
+    watch.info = AsyncMock(return_value={"attention": {"workers": None}})
+    monkeypatch.setattr(soak, "Client", lambda *_: client)
+    monkeypatch.setattr(soak, "Watch", lambda *_: watch)
+    monkeypatch.setattr(soak, "final_state", AsyncMock(return_value=sound_end()))
+    args = soak.parse_arguments(["--minutes", "0.001", "--concurrency", "2"])
+    server = MagicMock(url="http://server", pid=1)
+    _, ledger, end = asyncio.run(soak.soak(server, args, MagicMock(), MagicMock()))
+    assert end == sound_end()
+    if error:
+        (fault,) = ledger.faults
+        assert f"to its end: {type(error).__name__}: {error}" in fault
+    else:
+        assert ledger.faults == []
+
+
+def test_a_soak_that_is_told_to_end_again_takes_its_server_along(monkeypatch, terminate, tmp_path):
+    """After the load too, while the server stops: asyncio takes its own handler away."""
+    import soak
+
+    async def loaded(*_):
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: None)
+        return 1.0, sound_ledger(), sound_end()
+
+    handlers = []
+    server = MagicMock()
+    server.__enter__.return_value = server
+    server.__exit__ = lambda *_: handlers.append(signal.getsignal(signal.SIGTERM))
+    monkeypatch.setattr(soak, "Server", lambda *_: server)
+    monkeypatch.setattr(soak, "soak", loaded)
+    model = BENCHMARKS.parent / "configs" / "models" / "deepseek-v3-5-layers"
+    assert soak.main(["--model", str(model), "--results", str(tmp_path)]) == 0
+    with pytest.raises(SystemExit):
+        handlers[0](signal.SIGTERM, None)

@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Types of arguments, so that a bad one is said before anything is measured."""
+
+import re
+from argparse import ArgumentTypeError
+
+
+def count(text: str) -> int:
+    """How many of something, at least one."""
+    value = int(text)
+    if value < 1:
+        raise ArgumentTypeError(f"expected 1 or more, got {value}")
+    return value
+
+
+def pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise ArgumentTypeError(f"{text!r} is no regular expression: {error}") from error

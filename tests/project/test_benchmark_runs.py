@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How benchmarks begin and end: arguments, the folder of the results, processes."""
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def benchmarks_importable(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "accuracy",
+        "decode_cpu",
+        "sparse_cpu",
+        "serve_cpu",
+        "extends",
+        "serve",
+        "dense_decode",
+        "sparse",
+    ],
+)
+def test_a_folder_that_cannot_be_written_is_said_at_once(name, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit, match="results cannot be written to"):
+        importlib.import_module(name).main(["--results", str(tmp_path / "file" / "results")])
+
+
+def test_a_folder_is_made_and_left_empty(tmp_path):
+    from outputs import claim
+
+    claim(tmp_path / "new" / "results")
+    assert list((tmp_path / "new" / "results").iterdir()) == []
+
+
+def test_a_file_is_whole_or_as_it_was(tmp_path, monkeypatch):
+    from outputs import write, write_json
+
+    path = tmp_path / "a.json"
+    write_json(path, {"a": 1})
+    assert json.loads(path.read_text()) == {"a": 1}
+
+    def stopped(self, text):
+        self.open("w").close()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        write(path, "half")
+    monkeypatch.undo()
+    assert json.loads(path.read_text()) == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "says"),
+    [
+        ("accuracy", "--seeds 0", "expected 1 or more, got 0"),
+        ("accuracy", "--kv-block 0", "expected 1 or more, got 0"),
+        ("decode_cpu", "--repetitions 0", "expected 1 or more, got 0"),
+        ("sparse_cpu", "--threads 0", "expected 1 or more, got 0"),
+        ("serve_cpu", "--repetitions 0", "expected 1 or more, got 0"),
+        ("soak", "--blocks 0", "expected 1 or more, got 0"),
+        ("dense_decode", "--cases (", "'(' is no regular expression"),
+        ("sparse", "--impls (", "'(' is no regular expression"),
+    ],
+)
+def test_bad_arguments_are_refused(name, words, says, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        importlib.import_module(name).main([*words.split(), "--results", str(tmp_path)])
+    assert says in capsys.readouterr().err
+
+
+@pytest.fixture
+def signals():
+    """Handlers are the process's: they are put back."""
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    ("name", "measures"),
+    [
+        ("serve_cpu", "measure"),
+        ("extends", "measure"),
+        ("serve_load", "run"),
+        ("soak", "make_model"),
+    ],
+)
+def test_a_benchmark_with_servers_leaves_by_its_with(
+    name, measures, number, signals, monkeypatch, tmp_path
+):
+    """While it measures a signal is an exception, so that what was entered is left."""
+    module = importlib.import_module(name)
+    main = importlib.import_module(name.removesuffix("_load")).main
+
+    def told_to_end(*args, **options):
+        os.kill(os.getpid(), number)
+        time.sleep(10)
+
+    monkeypatch.setattr(module, measures, told_to_end)
+    with pytest.raises(SystemExit) as left:
+        main(["--results", str(tmp_path)])
+    assert left.value.code == 128 + number
+
+
+# In the place of Python: a server that goes on when it is told to end, or leaves its engine behind.
+STUBBORN = "trap '' TERM\nsleep 300 &\nwait\nwait"
+CARELESS = "sleep 300 &\nexec sleep 300"
+
+
+def fake_python(folder, text):
+    path = folder / "python"
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def tree_of(server):
+    """The server's processes, once its child runs."""
+    for _ in range(100):
+        if len(server.pids) == 2:
+            return [psutil.Process(pid) for pid in server.pids]
+        time.sleep(0.05)
+    raise AssertionError("no child")
+
+
+def alive(processes):
+    return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.parametrize("text", [STUBBORN, CARELESS])
+def test_nothing_of_a_server_is_left(text, tmp_path, monkeypatch):
+    import servers
+
+    monkeypatch.setattr(servers, "STOP_SECONDS", 0.5)
+    monkeypatch.setattr(servers, "TREE_SECONDS", 0.5)
+    monkeypatch.setattr(servers.sys, "executable", fake_python(tmp_path, text))
+    with servers.Server("ours", tmp_path, [], tmp_path / "log") as server:
+        processes = tree_of(server)
+        assert len(alive(processes)) == 2
+    psutil.wait_procs(processes, timeout=5)
+    assert alive(processes) == []
+
+
+def test_a_benchmark_that_is_told_to_end_takes_its_server_along(tmp_path):
+    fake = fake_python(tmp_path, CARELESS)
+    program = f"""
+import sys, time
+from pathlib import Path
+sys.path.insert(0, {str(BENCHMARKS)!r})
+import servers
+from ending import exit_on_signals
+exit_on_signals()
+servers.TREE_SECONDS = 0.5
+servers.sys.executable = {fake!r}
+with servers.Server("ours", Path("m"), [], Path({str(tmp_path / "log")!r})) as server:
+    while len(server.pids) < 2:
+        time.sleep(0.05)
+    print(*server.pids, flush=True)
+    time.sleep(300)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
+    ) as run:
+        processes = [psutil.Process(int(pid)) for pid in run.stdout.readline().split()]
+        run.terminate()
+        assert run.wait(30) == 128 + signal.SIGTERM
+    psutil.wait_procs(processes, timeout=5)
+    assert alive(processes) == []

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmarks without a GPU: what is wrong is not timed."""
+
+from functools import partial
+from pathlib import Path
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def benchmarks_importable(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """What would have been timed, by name."""
+    import decode_cpu
+    import sparse_cpu
+
+    names = []
+
+    def least_ms(calls, repetitions):
+        names.extend(calls)
+        return dict.fromkeys(calls, 1.0)
+
+    for module in (decode_cpu, sparse_cpu):
+        monkeypatch.setattr(module, "least_ms", least_ms)
+    torch.manual_seed(0)
+    return names
+
+
+@pytest.fixture
+def stock(monkeypatch):
+    """The reference in the place of vLLM's operator, which a machine may lack; `stock["lost"]` of
+    the tokens it does not see."""
+    import decode_cpu
+
+    lost = {"lost": 0}
+
+    def operator(q, cache, table, seq_lens):
+        from mla_kernels import mla_decode
+
+        options = {"scale": decode_cpu.SCALE, "kv_lora_rank": decode_cpu.DV, "impl": "reference"}
+        return mla_decode(q.unsqueeze(1), cache, table, seq_lens - lost["lost"], **options)[0][:, 0]
+
+    monkeypatch.setattr(decode_cpu, "stock_operator", lambda dtype: "cpu")
+    monkeypatch.setattr(decode_cpu, "stock_cpu", operator)
+    return lost
+
+
+def short_sighted(call, q, cache, table, seq_lens, **options):
+    """`call` without the last token of every request, the reference excepted."""
+    lost = int(options.get("impl") != "reference")
+    return call(q, cache, table, seq_lens - lost, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [300, 4096])
+def test_decode_that_drops_a_token_is_not_timed(timed, stock, monkeypatch, dtype, tokens):
+    import decode_cpu
+
+    case = (1, tokens, False, 16, dtype, 1)
+    assert decode_cpu.measure(*case) == {"ours": 1.0, "stock": 1.0}
+    timed.clear()
+    stock["lost"] = 1
+    with pytest.raises(RuntimeError, match=f"stock, 1 x {tokens} differs from the reference"):
+        decode_cpu.measure(*case)
+    stock["lost"] = 0
+    broken = partial(short_sighted, decode_cpu.mla_decode)
+    monkeypatch.setattr(decode_cpu, "mla_decode", broken)
+    with pytest.raises(RuntimeError, match=f"ours, 1 x {tokens} differs from the reference"):
+        decode_cpu.measure(*case)
+    assert timed == []
+
+
+def test_rounding_alone_is_no_fault(timed, stock):
+    """With one head the largest of few numbers counts, and a reference in bf16 would be off too."""
+    import decode_cpu
+
+    for seed in range(20):
+        torch.manual_seed(seed)
+        decode_cpu.measure(1, 64, False, 1, torch.bfloat16, 1)
+    assert len(timed) == 40
+
+
+def fewer_slots(call, q, cache, slots, **options):
+    """`call` without the first slot of every token, the reference excepted."""
+    if options.get("impl") != "reference":
+        slots = slots.clone()
+        slots[:, 0] = -1
+    return call(q, cache, slots, **options)
+
+
+def other_choice(call, *batch, **options):
+    """`call`, but the first of the chosen tokens is another one."""
+    chosen = call(*batch, **options)
+    chosen[:, 0] = batch[4].max() - 1
+    return chosen
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("name", "broken", "says"),
+    [
+        ("mla_sparse_attention", fewer_slots, "flash differs from the reference"),
+        ("mla_decode", short_sighted, "dense differs from the reference"),
+        ("indexer_topk", other_choice, "the indexer's choice differs"),
+    ],
+)
+def test_sparse_attention_that_is_wrong_is_not_timed(timed, monkeypatch, dtype, name, broken, says):
+    import sparse_cpu
+
+    how = {"heads": 4, "dtype": dtype, "repetitions": 1}
+    sparse_cpu.measure_case((2, 400, 1, 128), **how)
+    assert timed == ["flash", "pow2", "dense", "indexer"]
+    timed.clear()
+    monkeypatch.setattr(sparse_cpu, name, partial(broken, getattr(sparse_cpu, name)))
+    with pytest.raises(RuntimeError, match=says):
+        sparse_cpu.measure_case((2, 400, 1, 128), **how)
+    assert timed == []
+
+
+def test_accuracy_is_that_of_the_definition(monkeypatch):
+    """On small inputs: bf16 outputs lie within bf16's rounding of fp64, and losing keys shows."""
+    import accuracy
+
+    monkeypatch.setattr(accuracy, "KEYS", 1024)
+    monkeypatch.setattr(accuracy, "HEADS", 8)
+    q, k = accuracy.make_inputs("normal", 1, seed=0)
+    scores = torch.einsum("hd,nd->hn", q.double(), k.double()) * accuracy.SCALE
+    want = torch.einsum("hn,nd->hd", scores.softmax(-1), k[:, : accuracy.VALUE_DIM].double())
+    torch.testing.assert_close(accuracy.golden(q, k), want)
+    errors = {
+        m: accuracy.relative_error(accuracy.attend(q, k, m, 256), want) for m in accuracy.METHODS
+    }
+    printed = errors.pop("AMLA as printed")
+    assert all(1e-3 < error < 2.5e-3 for error in errors.values())
+    assert (
+        printed > 1.3 * errors["AMLA corrected"]
+    )  # the paper's line 11 adds what it should remove
+    assert accuracy.relative_error(want + 0.01 * want, want) == pytest.approx(0.01)
+    fewer = accuracy.golden(q, k[:-1])
+    assert accuracy.relative_error(fewer, want) > 0.01
+
+
+class Servers:
+    """In the place of servers.Server; `said` are the greedy tokens by backend and dtype, `loads`
+    what was timed."""
+
+    def __init__(self, monkeypatch, said):
+        import serve_cpu
+
+        self.said, self.loads = said, []
+        monkeypatch.setattr(serve_cpu, "Server", self.start)
+        monkeypatch.setattr(serve_cpu, "demo_model_path", lambda family: Path("model"))
+        monkeypatch.setattr(serve_cpu, "describe_machine", lambda: dict.fromkeys(self.MACHINE, "m"))
+        monkeypatch.setattr(serve_cpu, "greedy_tokens", lambda url, *_: said.get(url, [1, 2, 3, 4]))
+        monkeypatch.setattr(serve_cpu, "run_load", self.load)
+        monkeypatch.setattr(serve_cpu, "exit_on_signals", lambda: None)
+
+    MACHINE = ("cpu", "cores", "vllm", "torch", "commit")
+
+    def start(self, backend, model, options, log):
+        server = MagicMock(
+            backend=backend, url=f"{backend} {options[options.index('--dtype') + 1]}"
+        )
+        server.__enter__.return_value = server
+        server.attention.return_value = backend.upper()
+        return server
+
+    def load(self, url, model, **load):
+        from load import METRICS, STATISTICS
+
+        self.loads.append(url)
+        fast = url.startswith("ours")
+        times = {f"{m}_{s}": 5.0 if fast else 10.0 for m in METRICS for s in STATISTICS}
+        if load["output_len"] == 1:
+            times["itl_p50"] = 0.0
+        return {"output_tok_s": 30.0 if fast else 20.0, "failed": 0, **times}
+
+
+WORDS = ["--concurrency", "2", "--repetitions", "2"]
+
+
+@pytest.mark.parametrize("dtypes", [["bfloat16"], ["bfloat16", "float32"], ["float32"]])
+def test_no_speed_of_servers_that_part_in_fp32(monkeypatch, tmp_path, capsys, dtypes):
+    import serve_cpu
+
+    servers = Servers(monkeypatch, {"ours float32": [1, 2, 3, 5]})
+    assert serve_cpu.main([*WORDS, "--dtype", *dtypes, "--results", str(tmp_path)]) == 1
+    assert servers.loads == [] and list(tmp_path.iterdir()) == []
+    assert "The backends disagree in fp32" in capsys.readouterr().err
+
+
+def test_a_speed_of_bf16_stands_on_the_gate_of_fp32(monkeypatch, tmp_path):
+    import serve_cpu
+
+    servers = Servers(monkeypatch, {"ours bfloat16": [1, 2, 3, 5]})
+    assert serve_cpu.main([*WORDS, "--dtype", "bfloat16", "--results", str(tmp_path)]) == 0
+    assert servers.loads == ["ours bfloat16", "stock bfloat16"] * 3  # the first warms up
+    page = (tmp_path / "serving.md").read_text()
+    assert "* float32: 100.0% same greedy tokens (ours = OURS, stock = STOCK)" in page
+    assert "* bfloat16: 75.0% same greedy tokens" in page
+    assert "| bfloat16 | 2 | 1.50 | 2.00 |" in page
+    assert "| float32 |" not in page
+
+
+def test_answers_of_one_token_have_no_time_between_tokens(monkeypatch, tmp_path):
+    import serve_cpu
+
+    Servers(monkeypatch, {})
+    words = [*WORDS, "--dtype", "float32", "--output-len", "1", "--results", str(tmp_path)]
+    assert serve_cpu.main(words) == 0
+    assert "| float32 | 2 | 1.50 |  |" in (tmp_path / "serving.md").read_text()
+
+
+def test_quick_gives_way_to_what_is_asked_for():
+    from serve_cpu import parse_arguments
+
+    def found(*words):
+        args = parse_arguments(words)
+        return args.eager, args.repetitions, args.output_len
+
+    assert found() == (False, 5, 128)
+    assert found("--quick") == (True, 2, 32)
+    assert found("--quick", "--repetitions", "7") == (True, 7, 32)
+    assert found("--quick", "--output-len", "128") == (True, 2, 128)

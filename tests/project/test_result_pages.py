@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every page in benchmarks/results is what the code makes of its JSON: no loss is left out by hand,
+and what is added by hand is in the JSON's note."""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+RESULTS = BENCHMARKS / "results"
+PLAIN = {"hopper_stages.json", "with_3.6.json"}  # without a page
+# Pages of tests/gpu, and what sparse.md shows.
+OTHERS = {"parity.json", "parity_ranks.json", "sparse_indexer.json"}
+# The module whose `markdown` makes a page, by the page's folder and name.
+MAKERS = {
+    "accuracy": "accuracy",
+    "decode": "decode_cpu",
+    "extends": "extends",
+    "mla_layer": "mla_layer",
+    "soak": "soak_report",
+    "cpu/serving": "serve_cpu",
+    "cpu/sparse": "sparse_cpu",
+}
+FILES = [path for path in sorted(RESULTS.rglob("*.json")) if path.name not in OTHERS]
+
+
+@pytest.fixture(autouse=True)
+def benchmarks_importable(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+def page_of(path):
+    result = json.loads(path.read_text())
+    device = path.relative_to(RESULTS).parts[0]
+    if path.stem.startswith("dense_"):
+        from dense_report import markdown
+    elif maker := MAKERS.get(path.stem) or MAKERS.get(f"{device}/{path.stem}"):
+        markdown = importlib.import_module(maker).markdown
+    elif path.stem == "sparse":
+        from sparse_report import markdown
+
+        return markdown(result, json.loads(path.with_name("sparse_indexer.json").read_text()))
+    else:
+        from serve_report import Report
+        from serve_results import markdown
+
+        return markdown(Report(**result))
+    return markdown(result)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(RESULTS)))
+def test_a_page_is_that_of_its_results(path):
+    page = path.with_suffix(".md")
+    assert page.exists() == (path.name not in PLAIN)
+    if page.exists():
+        assert page.read_text() == page_of(path)
