@@ -41,6 +41,12 @@ def lite():
     return load(str(MODELS / "deepseek-v2-lite"))
 
 
+def weights(layout, model):
+    """Of the GPU that holds most."""
+    stages = [layout.weights(model, layers) for layers in layout.stages(model.layers)]
+    return max(stages, key=lambda parts: sum(parts.values()))
+
+
 # Elements of DeepSeek-V3's matrices, multiplied out.
 Q_A, Q_B, KV_A = 11_010_048, 37_748_736, 4_128_768
 KV_B, O_PROJ = 16_777_216, 117_440_512
@@ -58,7 +64,7 @@ def test_parameters_of_v3(v3):
 def test_a_tied_head_is_the_embedding():
     tied = from_config(config(V3, tie_word_embeddings=True), "tied")
     assert tied.parameters == from_config(config(V3), "m").parameters - EMBEDDING
-    assert Layout(tp=8).weights(tied)["embeddings"] == EMBEDDING / 8 * 2
+    assert weights(Layout(tp=8), tied)["embeddings"] == EMBEDDING / 8 * 2
 
 
 def test_every_other_layer_may_be_a_moe_layer():
@@ -106,7 +112,7 @@ def test_layers_that_share_an_indexer_have_no_cache_of_keys(v32, changes, indexe
     assert plan.token_bytes == plan.gpu_token_bytes == 61 * 656 + indexers * 132
     indexer = 1536 * 64 * 128 + 7168 * 128 + 7168 * 64 + 256
     assert v32.parameters - shared.parameters == (61 - indexers) * indexer
-    less = layout.weights(v32)["attention"] - layout.weights(shared)["attention"]
+    less = weights(layout, v32)["attention"] - weights(layout, shared)["attention"]
     quantised = 1536 * 64 * 128 + 7168 * 128
     each = quantised * (1 + 4 / 128**2) + (indexer - quantised) * 2
     assert less == pytest.approx((61 - indexers) * each)
@@ -122,7 +128,7 @@ def test_layers_that_share_an_indexer_have_no_cache_of_keys(v32, changes, indexe
 
 def test_weights_of_v3_fp8_tp8(v3):
     fp8 = 1 + 4 / 128**2
-    parts = Layout(tp=8).weights(v3)
+    parts = weights(Layout(tp=8), v3)
     assert parts["routed experts"] == pytest.approx(58 * 32 * EXPERT * fp8)
     assert parts["dense MLPs"] == pytest.approx(3 * DENSE / 8 * fp8)
     attention = Q_A + KV_A + (Q_B + KV_B + O_PROJ) / 8
@@ -135,26 +141,26 @@ def test_weights_of_v3_fp8_tp8(v3):
 
 
 def test_weights_of_v3_with_expert_parallelism_over_dp(v3):
-    parts = Layout(tp=1, dp=8, ep=True).weights(v3)
+    parts = weights(Layout(tp=1, dp=8, ep=True), v3)
     fp8 = 1 + 4 / 128**2
     assert parts["routed experts"] == pytest.approx(58 * 32 * EXPERT * fp8)
     attention = Q_A + KV_A + Q_B + KV_B + O_PROJ  # whole on every GPU
     assert parts["attention"] == pytest.approx(61 * (attention * fp8 + NORMS * 2))
     assert parts["dense MLPs"] == pytest.approx(3 * DENSE * fp8)
     # 256 experts over 24 GPUs: some have 11
-    parts = Layout(tp=8, dp=3, ep=True).weights(v3)
+    parts = weights(Layout(tp=8, dp=3, ep=True), v3)
     assert parts["routed experts"] == pytest.approx(58 * 11 * EXPERT * fp8)
 
 
 @pytest.mark.parametrize("tp, dp, ep, slices", [(2, 4, True, 1), (8, 1, True, 8), (2, 4, False, 2)])
 def test_shared_experts_are_whole_where_their_tokens_are_split(v3, tp, dp, ep, slices):
-    parts = Layout(tp=tp, dp=dp, ep=ep).weights(v3)
+    parts = weights(Layout(tp=tp, dp=dp, ep=ep), v3)
     shared = EXPERT / slices * (1 + 4 / 128**2) + ROUTER * 2
     assert parts["shared experts, routers"] == pytest.approx(58 * shared)
 
 
 def test_bf16_weights_have_no_scales_and_no_second_kv_b(lite):
-    parts = Layout(tp=1).weights(lite)
+    parts = weights(Layout(tp=1), lite)
     assert sum(parts.values()) == 2 * (lite.parameters - 2048)  # the final norm is left out
 
 
@@ -164,10 +170,10 @@ def test_pipeline_stages_are_those_of_vllm(v3):
     for pp in (1, 2, 3, 4, 7, 8):
         theirs = [get_pp_indices(61, rank, pp) for rank in range(pp)]
         assert [(s.start, s.stop) for s in Layout(tp=1, pp=pp).stages(61)] == theirs
-    whole = sum(Layout(tp=8).weights(v3).values())
-    half = sum(Layout(tp=8, pp=2).weights(v3).values())
+    whole = sum(weights(Layout(tp=8), v3).values())
+    half = sum(weights(Layout(tp=8, pp=2), v3).values())
     assert 0.5 * whole < half < 0.54 * whole
-    assert Layout(tp=8, pp=2).weights(v3)["embeddings"] == EMBEDDING / 8 * 2  # one of the two
+    assert weights(Layout(tp=8, pp=2), v3)["embeddings"] == EMBEDDING / 8 * 2  # one of the two
 
 
 def question(model, layout, **changes):
@@ -231,7 +237,7 @@ def test_a_load_that_does_not_fit(lite):
 
 
 def test_weights_that_leave_no_room_are_refused(lite):
-    taken = sum(Layout(tp=1).weights(lite).values()) + 6 * GIB
+    taken = sum(weights(Layout(tp=1), lite).values()) + 6 * GIB
     half = {"utilization": 0.5}
     plan = cost.make(question(lite, Layout(tp=1), memory=2 * (taken + GIB), **half))
     assert plan.cache_bytes == GIB
@@ -542,6 +548,6 @@ def test_fp8_ds_mla_is_for_512_and_64():
 def test_the_table_of_models_is_current():
     readme = (MODELS / "README.md").read_text()
     for folder in sorted(path.parent.name for path in MODELS.glob("*/config.json")):
-        gigabytes = sum(Layout(tp=1).weights(load(str(MODELS / folder))).values()) / 1e9
+        gigabytes = sum(weights(Layout(tp=1), load(str(MODELS / folder))).values()) / 1e9
         row = next(line for line in readme.splitlines() if line.startswith(f"| `{folder}`"))
         assert row.endswith(f"| {gigabytes:.1f} GB |")

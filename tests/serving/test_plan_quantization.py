@@ -11,6 +11,7 @@ from mla_serving.plan.model import from_config
 
 CONFIG = Path(__file__).parents[2] / "configs/models/deepseek-v3-5-layers/config.json"
 V3 = {**json.loads(CONFIG.read_text()), "num_hidden_layers": 61}
+LAYERS = range(61)
 NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}
@@ -91,16 +92,16 @@ def test_bits_of_a_weight(quantisation, bits):
 )  # fmt: skip
 def test_layers_that_are_not_quantised(quantisation, plain):
     layout = Layout(tp=8)
-    whole = layout.weights(model(None))
+    whole = layout.weights(model(None), LAYERS)
     for bits in (None, 5):  # of its own, and of --weight-bits
-        parts = layout.weights(model(quantisation, bits))
+        parts = layout.weights(model(quantisation, bits), LAYERS)
         parts.pop("absorbed W_UK, W_UV", None)
         assert {name for name in parts if parts[name] == whole[name]} == {plain, "embeddings"}
 
 
 def test_an_nvfp4_release_with_plain_attention():
     plain = model(NVFP4 | {"ignore": ["*self_attn*"]})
-    parts = Layout(tp=4).weights(plain)
+    parts = Layout(tp=4).weights(plain, LAYERS)
     assert "absorbed W_UK, W_UV" not in parts  # views of a kv_b_proj that is not quantised
     assert sum(parts.values()) / GIB == pytest.approx(93.80, abs=0.01)
 

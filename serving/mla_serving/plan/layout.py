@@ -52,7 +52,8 @@ class Layout:
         self._check_slices(model)
 
     def _check_slices(self, model: MlaModel) -> None:
-        """ValueError where a GPU's slice of a matrix would not be of whole blocks of scales."""
+        """ValueError where a GPU's slice of a matrix would not be of whole blocks of scales. vLLM
+        takes a matrix that is not cut as it is, except an expert's."""
         every, heads, tp = range(model.layers), model.heads, self.tp
         dense = [layer for layer in every if not model.is_moe(layer)]
         moe = [layer for layer in every if model.is_moe(layer)]
@@ -86,14 +87,8 @@ class Layout:
         starts = [sum(sizes[:i]) for i in range(self.pp)]
         return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
 
-    def weights(self, model: MlaModel, stage: range | None = None) -> dict[str, float]:
-        """Bytes of weights by part, on a GPU of `stage`, or (None) of the one that holds most."""
-        if stage is not None:
-            return self._stage_weights(model, stage)
-        stages = [self._stage_weights(model, layers) for layers in self.stages(model.layers)]
-        return max(stages, key=lambda parts: sum(parts.values()))
-
-    def _stage_weights(self, model: MlaModel, layers: range) -> dict[str, float]:
+    def weights(self, model: MlaModel, layers: range) -> dict[str, float]:
+        """Bytes of weights by part, on a GPU of the stage with these layers."""
         plain = model.dtype_bytes
         names = ("attention", "dense MLPs", "routed experts", "shared experts, routers")
         parts = dict.fromkeys((*names, "embeddings", "absorbed W_UK, W_UV"), 0.0)
