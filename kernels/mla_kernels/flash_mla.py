@@ -303,8 +303,7 @@ def _check_out(q: torch.Tensor, out: torch.Tensor | None, shape: tuple[int, ...]
     if out is None:
         return
     checks.check_shape("out", out, shape)
-    if not out.is_contiguous():
-        raise ValueError(f"Expected a contiguous out, got strides {out.stride()}")
+    checks.check_contiguous("out", out)
     _check_beside(q, "out", out, shape, q.dtype)
 
 

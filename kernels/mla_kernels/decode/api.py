@@ -264,8 +264,7 @@ def check_arguments(
             checks.check_shape(name, tensor, shape)
             checks.check_dtype(name, tensor, (of,))
             checks.check_device(name, tensor, device)
-            if not tensor.is_contiguous():
-                raise ValueError(f"Expected a contiguous {name}, got strides {tensor.stride()}")
+            checks.check_contiguous(name, tensor)
     return choose_decode_impl(
         impl,
         device,

@@ -13,7 +13,7 @@ from triton.runtime.jit import JITFunction
 from mla_kernels.arch import AMD, Arch
 from mla_kernels.offline import amd, nvidia
 from mla_kernels.offline.spec import KernelSpec
-from mla_kernels.triton_common.launch import ALWAYS
+from mla_kernels.triton_common.launch import COMMON_OPTIONS
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def compile_spec(spec: KernelSpec, arch: Arch, dump: Path | None = None) -> Comp
     vendor = amd if arch == AMD else nvidia
     start = time.monotonic()
     try:
-        kernel = vendor.build(source, {**ALWAYS, **spec.options}, arch)
+        kernel = vendor.build(source, {**COMMON_OPTIONS, **spec.options}, arch)
     except Exception as error:  # any stage of the compiler may fail, each with its own type
         return CompileReport(spec, arch, error=_last_words(error))
     seconds = time.monotonic() - start

@@ -12,8 +12,7 @@ def timeline_text(timeline: Timeline, width: int = 100) -> str:
     """One line a unit, `width` columns for the whole time; "C1.0" is [C1] of block 0, "." idle.
 
     The third line marks the phases. A stage too short for its name shows as much as fits; one of
-    duration 0 does not show. Raises ValueError unless width is in
-    20..10000.
+    duration 0 does not show. Raises ValueError unless width is in 20..10000.
     """
     checks.check_range("width", width, 20, 10_000)
     scale = width / timeline.end

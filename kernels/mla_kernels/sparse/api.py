@@ -214,8 +214,7 @@ def _check_arguments(
             checks.check_shape(name, tensor, shape)
             checks.check_dtype(name, tensor, (of,))
             tensors[name] = tensor
-            if not tensor.is_contiguous():
-                raise ValueError(f"Expected a contiguous {name}, got strides {tensor.stride()}")
+            checks.check_contiguous(name, tensor)
     for name, x in tensors.items():
         checks.check_device(name, x, device)
     if rescale == "flash" and max_logits is not None:

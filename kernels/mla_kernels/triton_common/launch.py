@@ -24,7 +24,7 @@ _ALIVE: dict[int, Any] = {}
 _LARGEST_INT32 = 2**31
 # Of every kernel, as they are tested: Triton's own default is an environment variable's
 # (TRITON_DEFAULT_FP_FUSION), and 3.9 announces that it will change.
-ALWAYS = {"enable_fp_fusion": True}
+COMMON_OPTIONS = {"enable_fp_fusion": True}
 # Options that AMD's compiler does not know; both ask for speed alone.
 NVIDIA_OPTIONS = frozenset({"maxnreg", "launch_pdl"})
 
@@ -43,7 +43,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **named: Any) -> None
     if not isinstance(kernel, JITFunction) or torch.version.hip is not None:
         # The interpreter, or AMD, where Triton looks at more of a tensor.
         named = {k: v for k, v in named.items() if k not in NVIDIA_OPTIONS}
-        kernel[grid](*args, **ALWAYS, **named)
+        kernel[grid](*args, **COMMON_OPTIONS, **named)
         if record is not None:
             record.spoil()
         return
@@ -63,7 +63,7 @@ def _launch(
     key = (id(kernel), device, *map(_kind, args), *named, *named.values())
     ready = _READY.get(key)
     if ready is None:
-        compiled = kernel[grid](*args, **ALWAYS, **named)
+        compiled = kernel[grid](*args, **COMMON_OPTIONS, **named)
         behind = list(kernel.signature.parameters.values())[len(args) :]
         rest = tuple(named.get(p.name, p.default) for p in behind)
         _READY[key] = (compiled, rest)

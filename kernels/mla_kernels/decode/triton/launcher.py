@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import triton
 
+from mla_kernels import checks
 from mla_kernels.arch import Arch
 from mla_kernels.decode.call import DecodeCall, scale_argument
 from mla_kernels.decode.plan import MlaDecodePlan
@@ -101,10 +102,8 @@ def check_supported(q: torch.Tensor, out: torch.Tensor, dims: MlaDims) -> None:
         raise ValueError(f"Expected (kv_lora_rank, rope dim) in {allowed} for triton, got {got}")
     if q.dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"Expected q in bfloat16 or float16 for triton, got {q.dtype}")
-    if q.stride(-1) != 1:
-        raise ValueError(f"Expected q with a contiguous last dimension, got strides {q.stride()}")
-    if not out.is_contiguous():
-        raise ValueError(f"Expected a contiguous out, got strides {out.stride()}")
+    checks.check_last_contiguous("q", q)
+    checks.check_contiguous("out", out)
 
 
 def launch_decode(call: DecodeCall, tile: Tile, dims: MlaDims, arch: Arch) -> None:
