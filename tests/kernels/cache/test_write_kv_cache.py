@@ -163,7 +163,7 @@ def test_layout_numbers():
 
 
 def test_a_nan_of_a_group_is_for_itself_alone():
-    """As the kernel writes it: with the scale of the others, which keep their codes."""
+    """Its group has the scale of the others, which keep their codes."""
     kv_c, k_pe = torch.randn(1, 512), torch.randn(1, 64)
     kv_c[0, 2] = 0.0
     cache = torch.zeros(2, 1, 64, 656, dtype=torch.uint8)

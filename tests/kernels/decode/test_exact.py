@@ -255,3 +255,11 @@ def test_scores_below_the_first_reference_count_as_masked(rescale, score, seen):
         assert torch.allclose(out[0, 0, 0].float(), tokens[0][:, :512].float().mean(0), atol=0.02)
     else:
         assert (out == 0).all() and (lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+def test_nothing_is_recorded_for_gradients(impl):
+    case = decode_case([5, 70])
+    q = case.q.requires_grad_()
+    results = mla_decode(q, *case.args[1:], **case.options, impl=impl)
+    assert not any(x.requires_grad for x in results)

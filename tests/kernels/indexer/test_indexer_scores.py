@@ -308,3 +308,11 @@ def test_the_reference_chooses_by_the_scores_that_it_gives():
     scores = indexer_scores(*args, impl="reference")
     assert indexer_topk(*args, 1, impl="reference").tolist() == [[0]]
     assert exact_topk(scores, 1, impl="reference").tolist() == [[0]]
+
+
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+def test_nothing_is_recorded_for_gradients(impl):
+    case = make_indexer_case([70], heads=4)
+    weights = case.args[2].requires_grad_()
+    args = (*case.args[:2], weights, *case.args[3:])
+    assert not indexer_scores(*args, impl=impl).requires_grad

@@ -237,3 +237,23 @@ def test_queries_that_want_gradients():
     got = mla_sparse_attention(q, kv, slots, **options, max_logits=again)
     assert not got[0].requires_grad
     assert all(map(torch.equal, (*got, again), (*want, top)))
+
+
+def test_deterministic_wherever_the_rows_of_q_start():
+    """Products of fp32 depend on it: those of 103 columns start at all multiples of 4 bytes."""
+    g = torch.Generator().manual_seed(0)
+    q, kv_cache = torch.randn(6, 3, 103, generator=g), torch.randn(2, 64, 103, generator=g)
+    slots = torch.stack([torch.randperm(128, generator=g)[:90] for _ in range(6)]).int()
+    options = {"scale": 0.1, "kv_lora_rank": 100, "impl": "torch", "deterministic": True}
+    out, lse = mla_sparse_attention(q, kv_cache, slots, **options)
+    for t in range(6):
+        alone = mla_sparse_attention(q[t : t + 1].clone(), kv_cache, slots[t : t + 1], **options)
+        assert torch.equal(alone[0][0], out[t]) and torch.equal(alone[1][0], lse[t])
+
+
+def test_nothing_is_recorded_for_gradients():
+    q = torch.randn(2, 3, 576).requires_grad_()
+    slots = torch.arange(2).view(2, 1).int()
+    for impl in ("torch", "reference"):
+        results = mla_sparse_attention(q, torch.randn(1, 64, 576), slots, scale=0.1, impl=impl)
+        assert not any(x.requires_grad for x in results)

@@ -155,3 +155,18 @@ def test_no_tokens_is_no_work(device):
     cache = empty_cache(1, DIMS[0], torch.bfloat16, device)
     launch_write_kv_cache(kv_c[:0], k_pe[:0], cache, torch.zeros(0, dtype=torch.int64))
     assert (cache.view(torch.uint8) == JUNK).all()
+
+
+def test_both_implementations_write_the_same_bytes_beside_nan(device):
+    """A NaN is left out of its group's scale; the sign of a NaN is nobody's."""
+    kv_c, k_pe = make_rows(8, DIMS[0], torch.bfloat16, device)
+    kv_c[::2, ::100] = torch.nan
+    slots = slots_for(8, 2, device)
+    caches = [empty_cache(2, DIMS[0], torch.uint8, device) for _ in range(2)]
+    launch_write_kv_cache(kv_c, k_pe, caches[0], slots)
+    write_kv_cache(kv_c, k_pe, caches[1], slots, impl="torch")
+    nan = [cache & 0x7F == 0x7F for cache in caches]
+    assert torch.equal(nan[0], nan[1]) and nan[0].any()
+    assert torch.equal(
+        *(cache.masked_fill(is_nan, 0) for cache, is_nan in zip(caches, nan, strict=True))
+    )
