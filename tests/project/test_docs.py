@@ -124,5 +124,9 @@ def test_what_a_newer_triton_costs_is_what_was_measured(version, cases):
         means[name] = f"{statistics.geometric_mean(ratios):.3f}"
     support = (ROOT / "docs/support.md").read_text()
     assert f"{means['hopper']} of the time with the Hopper kernels, {means['triton']} w" in support
+    if version == "3.9.0":
+        queries = [us / old[key] for key, us in new.items() if key[1].endswith("/fp8_query")]
+        mean = f"{statistics.geometric_mean(queries):.3f}"
+        assert f"{mean} with fp8 queries ({len(queries)})" in support
     readme = (ROOT / "README.md").read_text()
     assert re.search(rf"\b{means['hopper']}\b[\s\S]{{0,150}}{results.relative_to(ROOT)}", readme)

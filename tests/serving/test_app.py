@@ -285,7 +285,7 @@ def test_info_on_the_cache_row_of_fp8_ds_mla(stand):
     assert "[blocks, 64, 656] uint8" in s.request("GET", "/mla/info").json()["cache"]["layout"]
 
 
-def test_what_is_refused_is_in_one_shape_and_read_by_nobody_else(stand, openai_error):
+def test_the_order_of_refusals(stand, openai_error):
     """The key is asked for before a place is taken or a body read."""
     s = stand(keys=["secret"], limit=1, body_mib=0.001)
     s.gate.enter()
