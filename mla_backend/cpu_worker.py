@@ -19,7 +19,7 @@ from vllm.v1.worker.cpu_worker import CPUModelRunner, CPUWorker
 
 
 class MlaCpuWorker(CPUWorker):
-    """vLLM's, with a model runner that keeps generators by their state."""
+    """vLLM's, with both mends."""
 
     def init_device(self) -> None:
         super().init_device()
