@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from mla_serving.plan import cost
+from mla_serving.plan import cost, report
 from mla_serving.plan.layout import GIB, Layout
 from mla_serving.plan.model import from_config
 
@@ -177,3 +177,17 @@ def test_what_the_config_does_not_tell_is_asked_for(quantisation, said):
 def test_quantisations_that_make_no_sense(quantisation, said):
     with pytest.raises(ValueError, match=f"^m: .*{said}"):
         model(quantisation)
+
+
+@pytest.mark.parametrize(
+    ("quantisation", "said"),
+    [
+        (None, "; linear layers in bfloat16"),
+        (AWQ, "; linear layers in 4.156 bits, all of them"),
+        (NVFP4 | {"ignore": ["*self_attn*"]}, "in 4.5 bits, but those that its config leaves out"),
+    ],
+)
+def test_the_report_says_what_weights_were_taken_for(quantisation, said):
+    """An AWQ config may name no layer that the checkpoint leaves as it is."""
+    text = report.as_text(plan(model(quantisation), "auto"))
+    assert said in text

@@ -6,6 +6,7 @@ from typing import Any
 
 from mla_serving.plan.cost import Plan
 from mla_serving.plan.layout import GIB
+from mla_serving.plan.model import MlaModel
 
 
 def as_json(plan: Plan) -> str:
@@ -82,7 +83,7 @@ def as_text(plan: Plan) -> str:
         ("model", f"{model.name}: {model.parameters / 1e9:.1f} B parameters, {model.layers} layers"
                   f", {model.heads} heads{experts}; MTP layers, if any, are not counted"),
         ("cluster", f"{layout.gpus} x {question.gpu}: {sizes}{expert_parallel}"),
-        ("weights", f"{plan.weight_bytes / GIB:.1f} GiB a GPU: {parts}"),
+        ("weights", f"{plan.weight_bytes / GIB:.1f} GiB a GPU: {parts}; {_stored(model)}"),
         ("KV cache", f"{plan.token_bytes:,} bytes a token: {rows}, {plan.kv_cache_dtype}"),
         ("memory", f"{plan.cache_bytes / GIB:.1f} GiB a GPU for the cache: {usable / GIB:.1f} "
                    f"({question.utilization:g} of {question.memory / GIB:.1f}) less weights and "
@@ -92,6 +93,16 @@ def as_text(plan: Plan) -> str:
         ("attention", _attention(plan)),
     ]  # fmt: skip
     return "\n".join(f"{name:<10} {text}" for name, text in lines)
+
+
+def _stored(model: MlaModel) -> str:
+    """What the linear layers were taken for: a checkpoint may say less than it holds."""
+    scheme = model.scheme
+    if scheme is None:
+        return f"linear layers in {model.dtype}"
+    some = scheme.skipped or scheme.only is not None
+    which = "but those that its config leaves out" if some else "all of them"
+    return f"linear layers in {scheme.bits:.4g} bits, {which}"
 
 
 def _attention(plan: Plan) -> str:
