@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All engines start at once, several at a time on one GPU; tests read what they generated."""
+"""All engines start at once, several at a time on each GPU; tests read what they generated."""
 
 import contextlib
 import functools
 import importlib.metadata
+import itertools
 import json
 import os
 import re
@@ -30,6 +31,7 @@ STACK_SECONDS = 10
 # Of engines whose sparse layers are under decode context parallelism, which hung where many engines
 # shared two GPUs (docs/plugin.md).
 SPARSE_DCP_AT_ONCE = 1
+KIND = re.compile(r"\b[A-Z]+\d+")  # the H200 of "NVIDIA H200", the H100 of "NVIDIA H100 80GB HBM3"
 # Process groups of engines; the lock is held while one starts.
 RUNNING: set[int] = set()
 STARTING = threading.Lock()
@@ -62,6 +64,12 @@ def take_engines_along(signum, _):
     for group in tuple(RUNNING):
         kill(group)
     os._exit(128 + signum)
+
+
+def each_gpu():
+    """What CUDA_VISIBLE_DEVICES must say for each GPU alone."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
 
 
 def run_engine(folder, spec, env):
@@ -118,7 +126,7 @@ def engines(request, tmp_path_factory, checkpoint):
     folder = Path(kept) if kept else tmp_path_factory.mktemp("engines")
     folder.mkdir(parents=True, exist_ok=True)
     only = (request.config.getoption("--engines", default=None) or "").split(",")
-    futures = {}
+    futures, gpus = {}, itertools.cycle(each_gpu())
     pools = ThreadPoolExecutor(AT_ONCE), ThreadPoolExecutor(SPARSE_DCP_AT_ONCE)
     with pools[0], pools[1]:
         for name, (heads, engine, env, scenarios) in all_engines().items():
@@ -132,6 +140,8 @@ def engines(request, tmp_path_factory, checkpoint):
             }
             place = folder / name.replace(" ", "-").replace(",", "")
             pool = pools[SPARSE_DCP in env]
+            if "tensor_parallel_size" not in engine:
+                env = env | {"CUDA_VISIBLE_DEVICES": next(gpus)}
             futures[name] = pool.submit(run_engine, place, spec, env)
 
         def result(name):
@@ -178,10 +188,11 @@ def write_parity(folder, stem, rows, chosen):
     """stem.json and stem.md; chosen: the end of the command that made them."""
     from machine import commit  # of benchmarks/
 
-    gpus = torch.cuda.device_count()
+    gpus, gpu = torch.cuda.device_count(), torch.cuda.get_device_name()
+    results = f"benchmarks/results/{kind.group().lower() if (kind := KIND.search(gpu)) else '...'}"
     head = {
-        "command": f"python -m pytest tests/gpu -m gpu --results benchmarks/results/h200{chosen}",
-        "gpu": f"{gpus} x " * (gpus > 1) + torch.cuda.get_device_name(),
+        "command": f"python -m pytest tests/gpu -m gpu --results {results}{chosen}",
+        "gpu": f"{gpus} x " * (gpus > 1) + gpu,
         "torch": torch.__version__,
         "vllm": importlib.metadata.version("vllm"),
         "commit": commit(),

@@ -50,8 +50,14 @@ def logprobs_given(checkpoint, output, choices):
 
 
 def distance(checkpoint, outputs):
-    rows = (logprobs(checkpoint, output["prompt"], output["tokens"]) for output in outputs)
-    return distance_to(rows, outputs)
+    return pooled((checkpoint, outputs))
+
+
+def pooled(*of):
+    """The distance over the tokens of several models: (checkpoint, outputs) of each."""
+    all_outputs = [(path, output) for path, outputs in of for output in outputs]
+    rows = (logprobs(path, output["prompt"], output["tokens"]) for path, output in all_outputs)
+    return distance_to(rows, [output for _, output in all_outputs])
 
 
 def distance_to(logprobs_of_outputs, outputs):

@@ -8,7 +8,7 @@ moves a logprob, twice, since both candidates move.
 
 import pytest
 from engines import STOCK
-from oracle import NOISE, distance, divergences
+from oracle import NOISE, distance, divergences, pooled
 
 
 def outputs_of(result):
@@ -51,6 +51,18 @@ def test_fp8_queries_are_as_good_as_stock(heads, engines, checkpoint, parity_tab
     parity_table(names[1] + " beside it", stock, gaps, len(ours))
     assert all(gap <= 2 * stock.max for gap in gaps), (gaps, stock)
     assert mine.mean <= NOISE * stock.mean
+
+
+def test_the_tail_of_fp8_queries_is_as_good_as_stock(engines, checkpoint):
+    """Both models together: the 99th percentile of one is its 15th largest of 1536 distances, and
+    FLASHMLA's own, the only bar there is, was 1.75 on an H200 and 1.63 on an H100."""
+    mine, stock = (
+        pooled(
+            (checkpoint(16), outputs_of(engines(name))),
+            (checkpoint(128), outputs_of(engines(f"{name} 128"))),
+        )
+        for name in ("CUSTOM fp8 query", "FLASHMLA fp8")
+    )
     assert mine.p99 <= NOISE * stock.p99
 
 
