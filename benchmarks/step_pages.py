@@ -117,7 +117,18 @@ def _steps_table(report: Report, heads: int) -> list[str]:
                 mean = statistics.geometric_mean(found)
                 line = f"{what}, best peer / {words}: geometric mean {mean:.3f}"
                 lines += ["", f"{line}, at least as fast in {won} of {len(found)} cases."]
-    return [*lines, ""]
+    return [*lines, *_slower(groups), ""]
+
+
+def _slower(groups: dict[tuple[int, int], dict[str, Row]]) -> list[str]:
+    """The cases whose steps take longer than the best peer's, and whether the GPU works longer."""
+    said = []
+    for (batch, context), rows in groups.items():
+        if (ratio(rows, "step_ms") or 1) < 1:
+            gpu, rounds = ratio(rows, "gpu_ms"), rows[OURS].get("rounds_ms", [])
+            spread = f", our rounds {min(rounds):.2f} to {max(rounds):.2f} ms" if rounds else ""
+            said.append(f"{batch} x {context} (GPU {number(gpu, 2) or 'not measured'}{spread})")
+    return ["", f"Steps slower than the best peer's: {'; '.join(said)}."] if said else []
 
 
 def plot_steps(report: Report, path: Path) -> None:

@@ -232,6 +232,8 @@ def test_report_of_steps(tmp_path):
     assert "| 1.25 | 1.25 | 1.50 | 50% |" in page  # FLASHMLA over ours, not TRITON_MLA
     assert "| 0.50 | 0.50 | 0.50 | 20% |" in page
     assert "geometric mean 0.791, at least as fast in 1 of 2 cases" in page
+    slower = "Steps slower than the best peer's: "
+    assert f"{slower}1 x 16384 (GPU 0.50, our rounds 2.00 to 2.40 ms).\n" in page
     assert "| 1 x 16384 (2 layers) | 2.000" in page and "## 128 heads, 6 layers" in page
     assert "the host's doing: mla-backend 1 of 2, FLASHMLA 1 of 2, TRITON_MLA 0 of 1." in page
     assert "* heads 128 batch 8 context 65536 backend CUSTOM: no time" in page
