@@ -12,6 +12,7 @@ Import-light: vLLM is imported inside functions only, because the platform entry
 | layouts of a KV cache | by stride order | 0.29 | by name |
 | sparse layers under decode context parallelism | an experiment | 0.29 | refused: not run yet |
 | DeepSeek-V3.2's indexer on CUDA | a module | 0.29 | a function in the model's file |
+| its numbers below sm_89 | by another kernel | 0.29 | refused: vLLM's kernel does not compile |
 | its keys' scales on sm_100 | fp32 | 0.33 | four bytes of ue8m0, not read here |
 | names for `--attention-backend` | CUSTOM | 0.32 | CUSTOM, own names |
 | `get_supported_kernel_block_sizes` | () | 0.31 | (kv_cache_spec=None) |
@@ -19,8 +20,9 @@ Import-light: vLLM is imported inside functions only, because the platform entry
 | block size on CPU | chosen before the layers | 0.33 | and again, by their classes |
 | `do_kv_cache_update` | 6 arguments | 0.33 | + skip_scale |
 | reasons of `validate_configuration` | fewer keywords | 0.28 to 0.30 | + use_dcp, use_rswa, ... |
+| model runner on a GPU | the first, for most models | 0.29 | the second (run in `serve.py` alone) |
 
-The last five need no code here: the methods concerned serve both forms.
+The last six need no code here: the methods concerned serve both forms.
 """
 
 import importlib.metadata
@@ -187,6 +189,12 @@ def serves_sparse_dcp() -> bool:
     return _before((0, 29))
 
 
+def indexer_needs_fp8_type() -> bool:
+    """Whether vLLM's own part of DeepSeek-V3.2's indexer on CUDA is a Triton kernel of a type that
+    Triton has from sm_89 on. Before 0.29 it can be done without: see `replace_indexer`."""
+    return not _before((0, 29))
+
+
 def keep_kv_b_weight(kv_b_proj: Any) -> None:
     """Keep `kv_b_proj.weight` after loading on CPU: the MLA layer splits it into W_UK and W_UV.
 
@@ -240,7 +248,8 @@ def replace_indexer(
 
     `forward(hidden_states, q, k, weights)` takes the place of the kernels of vLLM's custom op;
     other layers and other models keep theirs. vLLM has no CPU kernel to quantise the queries, and
-    runs no such model on a CPU: there `quantise` takes that function's place.
+    runs no such model on a CPU: there `quantise` takes that function's place. Below sm_89 the
+    Triton kernel that does it along with RoPE does not compile: vLLM's CUDA operator is taken.
     """
     from vllm.model_executor.models import deepseek_v2
     from vllm.platforms import current_platform
@@ -249,6 +258,8 @@ def replace_indexer(
     indexer.k_cache.get_attn_backend = lambda: backend
     if current_platform.is_cpu():
         deepseek_v2.per_token_group_quant_fp8 = quantise
+    elif not current_platform.has_device_capability(89):
+        indexer.use_fused_indexer_q = False
 
 
 def request_ids() -> Sequence[str]:

@@ -24,6 +24,7 @@ GPU_DTYPES = ("float16", "bfloat16")
 SLOW_IMPLS = ("torch", "reference")
 GPU_IMPLS = ("hopper", "triton")
 COMPUTE_GENERATIONS = (8, 9, 10, 12)  # of compute capabilities: those of mla_kernels.arch
+FP8_TYPE = (8, 9)  # the first compute capability for which Triton has e4m3
 MAX_QUERY_LEN = 8
 MAX_HEADS = 128
 
@@ -277,7 +278,7 @@ def combination_reasons(config: dict[str, Any]) -> list[str]:
     if config["device_capability"] is None and config.get("use_batch_invariant"):
         reasons.append(batch_invariance_on_cpu_reason())
     if config["device_capability"] is not None:
-        reasons += _gpu_reasons(dtype, config["use_sparse"])
+        reasons += _gpu_reasons(dtype, config["use_sparse"], config["device_capability"])
     if kv_cache_dtype in ("float16", "bfloat16") and kv_cache_dtype != dtype:
         reasons.append(
             f"KV cache dtype {kv_cache_dtype} with model dtype {dtype}; they must agree. "
@@ -291,7 +292,7 @@ def combination_reasons(config: dict[str, Any]) -> list[str]:
     return reasons
 
 
-def _gpu_reasons(dtype: str, sparse: bool) -> list[str]:
+def _gpu_reasons(dtype: str, sparse: bool, capability: tuple[int, int]) -> list[str]:
     # Of dense layers torch would compute decode tokens alone: prompts are vLLM's, which has no
     # prefill backend for other dtypes.
     by_torch = sparse and envs.get("MLA_BACKEND_IMPL") in SLOW_IMPLS
@@ -301,5 +302,11 @@ def _gpu_reasons(dtype: str, sparse: bool) -> list[str]:
         reasons.append(
             f"model dtype {dtype} on a GPU, whose kernels take {' and '.join(GPU_DTYPES)}. "
             f"Mend: --dtype bfloat16{slow}"
+        )
+    old = capability[0] in COMPUTE_GENERATIONS and tuple(capability) < FP8_TYPE
+    if sparse and old and compat.indexer_needs_fp8_type():
+        reasons.append(
+            f"sparse attention on compute capability {'.'.join(map(str, capability))}, for which "
+            "vLLM 0.29 and later cannot compile their own part of the indexer. Mend: vLLM 0.28"
         )
     return reasons

@@ -29,6 +29,7 @@ class Asked(NamedTuple):
     what: str
     changes: dict[str, Any]
     env: tuple[tuple[str, str], ...] = ()
+    gpu: DeviceCapability = _GPU
 
 
 def _features() -> list[Asked]:
@@ -40,6 +41,11 @@ def _features() -> list[Asked]:
         *(Asked(f"cache row of {n} elements ({parts})", {"head_size": n}) for n, parts in rows),
         *(Asked(f"block size {size}", {"block_size": size}) for size in (16, 64, 128)),
         Asked("DeepSeek Sparse Attention (V3.2)", {"use_sparse": True}),
+        Asked(
+            "DeepSeek Sparse Attention (V3.2), a GPU of 8.0 or 8.6, vLLM 0.29 and later",
+            {"use_sparse": True},
+            gpu=DeviceCapability(8, 6),
+        ),
         *(
             Asked(f"sparse attention, KV cache dtype {name}", {"use_sparse": True} | _cache(name))
             for name in support.KV_CACHE_DTYPES
@@ -106,9 +112,9 @@ def section() -> str:
     """The table of features and the list of refusals."""
     rows: list[list[str]] = []
     refusals: list[tuple[str, str]] = []
-    for what, changes, env in _features():
+    for what, changes, env, gpu in _features():
         with _environment(env):
-            on_cpu, on_gpu = _reasons(changes, None), _reasons(changes, _GPU)
+            on_cpu, on_gpu = _reasons(changes, None), _reasons(changes, gpu)
         rows.append([what, yes(not on_cpu), yes(not on_gpu)])
         refusals += [(what, reason) for reason in on_gpu or on_cpu]
     builder = MlaBackend.get_builder_cls()

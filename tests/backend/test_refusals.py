@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import types
 from pathlib import Path
 
 import pytest
@@ -229,6 +230,58 @@ def test_a_gpu_that_no_kernel_is_made_for(capability, monkeypatch):
     assert f"{shown}; the kernels are made for 8.x, 9.x, 10.x and 12.x. Mend" in reason
     monkeypatch.setenv("MLA_BACKEND_IMPL", "torch")
     assert MlaBackend.validate_configuration(**asked) == []
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0)])
+@pytest.mark.parametrize("needs_fp8", [True, False])
+def test_sparse_layers_where_triton_has_no_fp8_type(capability, needs_fp8, monkeypatch):
+    """vLLM's own part of the indexer would fail to compile in the first step."""
+    from vllm.platforms.interface import DeviceCapability
+
+    from mla_backend import compat
+    from mla_backend.attention.backend import MlaBackend
+    from mla_backend.attention.sparse.backend import SparseMlaBackend
+
+    monkeypatch.setattr(compat, "indexer_needs_fp8_type", lambda: needs_fp8)
+    gpu = {"device_capability": DeviceCapability(*capability)}
+    layer = gpu | selector_config(dtype=torch.bfloat16)._asdict()
+    assert MlaBackend.validate_configuration(**layer) == []
+    reasons = SparseMlaBackend.validate_configuration(**layer | {"use_sparse": True})
+    if needs_fp8 and capability < (8, 9):
+        shown = ".".join(map(str, capability))
+        assert f"sparse attention on compute capability {shown}" in reasons[0]
+        assert "Mend: vLLM 0.28" in reasons[0]
+    else:
+        assert reasons == []
+
+
+@pytest.mark.parametrize("version, needs", [((0, 26), False), ((0, 28), False), ((0, 29), True)])
+def test_which_vllm_needs_the_fp8_type(version, needs, monkeypatch):
+    from mla_backend import compat
+
+    monkeypatch.setattr(compat, "_before", lambda limit: version < limit)
+    assert compat.indexer_needs_fp8_type() is needs
+
+
+@pytest.mark.parametrize("capability, fused", [(80, False), (86, False), (89, True), (90, True)])
+def test_the_fused_queries_of_an_indexer_below_sm_89(capability, fused, monkeypatch):
+    import vllm.platforms
+    from vllm.model_executor.models import deepseek_v2  # noqa: F401  # before the platform changes
+
+    from mla_backend import compat
+
+    indexer = types.SimpleNamespace(
+        indexer_op=types.SimpleNamespace(),
+        k_cache=types.SimpleNamespace(),
+        use_fused_indexer_q=True,
+    )
+    gpu = types.SimpleNamespace(
+        is_cpu=lambda: False, has_device_capability=lambda least: capability >= least
+    )
+    monkeypatch.setattr(vllm.platforms, "current_platform", gpu)
+    compat.replace_indexer(indexer, print, object, print)
+    assert indexer.use_fused_indexer_q is fused
+    assert indexer.indexer_op._forward_method is print
 
 
 def test_the_gpus_are_those_of_the_kernels():
