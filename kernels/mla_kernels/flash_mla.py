@@ -6,6 +6,7 @@ runs is `mla_decode` and `mla_sparse_attention`, so any device will do. docs/fla
 the two differ. Dense prefill with separate keys and values (`flash_attn_varlen_*`) is not here.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,7 +35,7 @@ class FlashMLASchedMeta:
     for other lengths. Filled by the first call."""
 
     shape: tuple[object, ...] | None = None
-    plan: MlaDecodePlan | None = None
+    plans: Sequence[MlaDecodePlan] = ()  # dense: one for every MAX_S_Q new tokens
     checked: tuple[object, ...] | None = None  # the kinds of arguments of the last call
 
 
@@ -133,33 +134,60 @@ def flash_mla_with_kvcache(
             checks.check_contents(
                 block_table, cache_seqlens, num_blocks, block_size, "cache_seqlens"
             )
-        plan = meta.plan
-        if plan is None:
-            plan = plan_mla_decode(
-                cache_seqlens,
-                num_heads=H,
-                s_q=s_q,
-                kv_lora_rank=head_dim_v,
-                rope_dim=Dk - head_dim_v,
-                dtype=q.dtype,
-                kv_cache_dtype=kv_cache.dtype,
-                block_size=k_cache.shape[1],
-            )
-        result, lse = mla_decode(
-            q,
-            kv_cache,
-            block_table,
-            cache_seqlens,
-            scale=scale,
-            kv_lora_rank=head_dim_v,
-            causal=causal,
-            plan=plan,
-            out=out,
+        result, lse, meta.plans = _dense(
+            q, kv_cache, block_table, cache_seqlens, scale, head_dim_v, causal, meta.plans, out
         )
-        meta.plan = plan
     # Only now: what was refused leaves the metadata as it was.
     meta.shape, meta.checked = shape, kinds
     return result, _lonely_to_inf(lse).transpose(1, 2)
+
+
+def _dense(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    scale: float,
+    head_dim_v: int,
+    causal: bool,
+    plans: Sequence[MlaDecodePlan],
+    out: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, Sequence[MlaDecodePlan]]:
+    """(out, lse [B, s_q, H], plans) of `mla_decode`, which takes MAX_S_Q new tokens a call."""
+    s_q, H, Dk = q.shape[1:]
+    results, used = [], []
+    for i, start in enumerate(range(0, s_q, MAX_S_Q)):
+        tokens = q[:, start : start + MAX_S_Q]
+        later = s_q - start - tokens.shape[1]
+        lengths = (cache_seqlens - later).clamp_(min=0) if causal and later else cache_seqlens
+        plan = plans[i] if plans else plan_mla_decode(
+            lengths,
+            num_heads=H,
+            s_q=tokens.shape[1],
+            kv_lora_rank=head_dim_v,
+            rope_dim=Dk - head_dim_v,
+            dtype=q.dtype,
+            kv_cache_dtype=kv_cache.dtype,
+            block_size=kv_cache.shape[1],
+        )  # fmt: skip
+        used.append(plan)
+        results.append(
+            mla_decode(
+                tokens,
+                kv_cache,
+                block_table,
+                lengths,
+                scale=scale,
+                kv_lora_rank=head_dim_v,
+                causal=causal,
+                plan=plan,
+                out=out if s_q <= MAX_S_Q else None,
+            )
+        )
+    if len(results) == 1:
+        return *results[0], used
+    outs, sums = zip(*results, strict=True)
+    return torch.cat(outs, 1, out=out), torch.cat(sums, 1), used
 
 
 def flash_mla_sparse_fwd(
@@ -256,7 +284,7 @@ def _check_decode(
         for name, given in (("block_table", block_table), ("cache_seqlens", cache_seqlens)):
             if given is None:
                 raise ValueError(f"Expected {name} where there are no indices, got None")
-        checks.check_range("s_q (q.shape[1])", s_q, 1, MAX_S_Q)
+        checks.check_range("s_q (q.shape[1])", s_q, 1, 2**31 - 1)
         _check_beside(q, "block_table", block_table, (B, "max_blocks"), torch.int32)
         _check_beside(q, "cache_seqlens", cache_seqlens, (B,), torch.int32)
     _check_out(q, out, (B, s_q, H, head_dim_v))

@@ -104,7 +104,8 @@ def indexer_lengths(
         lengths = seq_lens[request_ids.clamp(min=0)]
         lengths = torch.where(request_ids >= 0, lengths, 0)
     assert positions is not None
-    return torch.minimum(lengths, positions + 1).clamp_(min=0)
+    # The last int32 is a position too: its successor is none.
+    return torch.minimum(lengths, positions.clamp(max=2**31 - 2) + 1).clamp_(min=0)
 
 
 def token_rows(

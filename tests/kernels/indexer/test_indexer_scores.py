@@ -58,6 +58,14 @@ def test_decode_rows(heads, s_q, q_fp8, k_fp8, impl, device):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+def test_the_last_position_there_is_sees_all_keys(impl, device):
+    case = make_indexer_case(LENGTHS, s_q=1, heads=8, device=device)
+    last = torch.full((len(case.q),), 2**31 - 1, dtype=torch.int32, device=device)
+    assert torch.equal(indexer_lengths(case.seq_lens, len(case.q), positions=last), case.seq_lens)
+    assert_scores(indexer_scores(*case.args, positions=last, impl=impl), expected(case)[0])
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("chunks", [[9, 0, 1, 3], [70, 1, 1, 64]])
 def test_prefill_rows_of_several_requests(chunks, impl, device):
     case = make_indexer_case([130, 3, 1, 64], chunks=chunks, heads=16, device=device)

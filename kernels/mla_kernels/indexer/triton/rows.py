@@ -32,7 +32,8 @@ def lengths_kernel(
     request = row_request(requests_ptr, row, inside, rows_per_request, RAGGED)
     length = tl.load(seq_lens_ptr + request, mask=inside & (request >= 0), other=0)
     if HAS_POSITIONS:
-        length = tl.minimum(length, tl.load(positions_ptr + row, mask=inside, other=-1) + 1)
+        position = tl.load(positions_ptr + row, mask=inside, other=-1)
+        length = tl.minimum(length, tl.minimum(position, 2147483646) + 1)
     else:
         length -= rows_per_request - 1 - row % rows_per_request
     tl.store(out_ptr + row, tl.maximum(length, 0), mask=inside)
