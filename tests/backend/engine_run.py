@@ -99,6 +99,7 @@ def main():
         "async_scheduling": config.scheduler_config.async_scheduling,
         "page_bytes": kv_page_bytes(llm) if in_process else None,
         "custom_ops": list(config.compilation_config.custom_ops),
+        "second_runner": bool(config.use_v2_model_runner),
         "scenarios": {},
     }
     chosen = watch_choices(llm) if spec.get("choices") else None

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engines that the GPU tests start: keywords of vllm.LLM, environment and scenarios of each."""
 
+import importlib.metadata
 import random
 
 import torch
 from checkpoint import LONG
+from packaging.version import Version
 
 VOCAB = 2048
 DRAFTS = 3
@@ -109,6 +111,28 @@ def long_prompts():
     }
 
 
+def add_other_runner(add, short, crowd):
+    """Engines whose steps the model runner prepares that this vLLM does not take by itself: from
+    0.29 on it takes its second one for every model, before that its first one for those here."""
+    second = Version(importlib.metadata.version("vllm")) >= Version("0.29")
+    env = {"VLLM_USE_V2_MODEL_RUNNER": "0" if second else "1"}
+    checked = env | {"MLA_BACKEND_CHECK": "1"}
+    mtp = MTP | {"compilation_config": MTP_GRAPHS}
+    add("other runner", env=env)
+    add("other runner compiled", env=env, **COMPILED)
+    add("other runner mtp", env=checked, **mtp)
+    add("other runner small cache", env=checked, num_gpu_blocks_override=40, **crowd)
+    add("CUSTOM v3.2 all other runner mtp", "v3.2 all", env, short, **mtp)
+    add("CUSTOM v3.2 other runner small cache", "v3.2 all", checked, num_gpu_blocks_override=40,
+        **crowd)  # fmt: skip
+    asleep = {"before": short["plain"], "after": short["plain"]}
+    add("other runner sleep", env=env, scenarios=asleep, enable_sleep_mode=True,
+        enable_prefix_caching=False)  # fmt: skip
+    if torch.cuda.device_count() > 1:
+        add("CUSTOM dcp 2 other runner", 128, env | NO_MULTICAST, disable_custom_all_reduce=True,
+            **RANKS["dcp 2"])  # fmt: skip
+
+
 def add_sparse_dcp(add, short):
     """V3.2 whose ranks share the context: graphs, piecewise ones, and a checked eager engine whose
     ranks take whole pages in turns. "v3.2 all" reads all of `short`. An experiment: see conftest.py
@@ -172,6 +196,7 @@ def all_engines():
     add("small cache", env=checked, num_gpu_blocks_override=40, **crowd)
     add("CUSTOM v3.2 roomy cache", "v3.2 all", **crowd)
     add("CUSTOM v3.2 small cache", "v3.2 all", checked, num_gpu_blocks_override=40, **crowd)
+    add_other_runner(add, short, crowd)
     for name, heads in (("batch-invariant", 16), ("CUSTOM v3.2 batch-invariant", "v3.2")):
         add(
             name,

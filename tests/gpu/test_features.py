@@ -97,7 +97,14 @@ def test_drafts_are_verified_inside_the_kernel(engines):
 
 @pytest.mark.parametrize(
     "name, scenario",
-    [("mtp 128", "plain"), ("small cache", "churn"), ("CUSTOM v3.2 small cache", "churn")],
+    [
+        ("mtp 128", "plain"),
+        ("small cache", "churn"),
+        ("CUSTOM v3.2 small cache", "churn"),
+        ("other runner mtp", "plain"),
+        ("other runner small cache", "churn"),
+        ("CUSTOM v3.2 other runner small cache", "churn"),
+    ],
 )
 def test_steps_are_checked_and_found_sound(name, scenario, engines):
     """Drafts that were rejected and requests that were preempted are no faults."""
@@ -115,15 +122,22 @@ def test_what_vllm_chooses(name, engines):
     assert result["block_size"] == 64
 
 
+@pytest.mark.parametrize("kind", ["", " compiled", " mtp", " small cache", " sleep"])
+def test_both_model_runners_are_tested(kind, engines):
+    other, default = engines(f"other runner{kind}"), engines("CUSTOM 16")
+    assert other["second_runner"] != default["second_runner"]
+
+
 def part_at_near_ties(path, outputs, others):
     """Same prompts, other batches: the oracle must find the tokens nearly alike where they part."""
     noise = max(distance(path, o).max for o in (outputs, others))
     return all(gap <= 2 * noise for gap in divergences(path, outputs, others))
 
 
+@pytest.mark.parametrize("runner", ["", "other runner "])
 @pytest.mark.parametrize("kind, heads", [("", 16), ("CUSTOM v3.2 ", "v3.2 all")])
-def test_preempted_requests_answer_the_same(kind, heads, engines, checkpoint):
-    roomy, small = engines(f"{kind}roomy cache"), engines(f"{kind}small cache")
+def test_preempted_requests_answer_the_same(kind, heads, runner, engines, checkpoint):
+    roomy, small = engines(f"{kind}roomy cache"), engines(f"{kind}{runner}small cache")
     assert roomy["preemptions"] == 0 < small["preemptions"]
     outputs = [scenario(result, "churn")["outputs"] for result in (small, roomy)]
     path = checkpoint(heads)
@@ -143,7 +157,12 @@ def test_batch_invariant_bits(engines):
 
 @pytest.mark.parametrize(
     "name, heads",
-    [("sleep", 16), ("sleep, portable kernel", 16), ("CUSTOM v3.2 sleep", "v3.2 all")],
+    [
+        ("sleep", 16),
+        ("sleep, portable kernel", 16),
+        ("other runner sleep", 16),
+        ("CUSTOM v3.2 sleep", "v3.2 all"),
+    ],
 )
 def test_sleep_and_wake(name, heads, engines, checkpoint):
     result, path = engines(name), checkpoint(heads)

@@ -79,6 +79,7 @@ def test_modes_of_fp8_queries_are_as_good_as_graphs(mode, engines, checkpoint, p
 
 
 MODES = ["eager", "compiled", "portable kernel", "mtp", "mtp 128", "CUSTOM fp8_ds_mla"]
+MODES += ["other runner", "other runner compiled", "other runner mtp"]
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -31,7 +31,7 @@ def bars(engines, checkpoint):
     return of
 
 
-@pytest.mark.parametrize("ranks", [*RANKS, "tp 2 mtp", f"{SPARSE} tp 2"])
+@pytest.mark.parametrize("ranks", [*RANKS, "tp 2 mtp", "dcp 2 other runner", f"{SPARSE} tp 2"])
 def test_two_ranks_answer_as_one(ranks, engines, checkpoint, bars, ranks_table):
     heads, stock = (SPARSE, SPARSE_STOCK) if SPARSE in ranks else (128, RANKS_STOCK)
     path, bars = checkpoint(heads), bars(heads)

@@ -19,17 +19,19 @@ MODES = ("eager", "compiled", "mtp", "fp8_ds_mla")
 
 def test_all_tokens_are_read_as_well_as_stock(engines, checkpoint, parity_table):
     path = checkpoint("v3.2 all")
-    names = ("CUSTOM v3.2 all", "FLASHMLA_SPARSE v3.2 all", "CUSTOM v3.2 all mtp")
-    ours, theirs, drafted = (outputs_of(engines(name)) for name in names)
-    mine, stock, mtp = (distance(path, outputs) for outputs in (ours, theirs, drafted))
-    parity_table(names[0], mine)
-    for name, d, outputs in ((names[1], stock, theirs), (names[2], mtp, drafted)):
-        gaps = divergences(path, ours, outputs)
-        parity_table(name, d, gaps, len(ours))
+    names = [f"CUSTOM v3.2 all{mode}" for mode in ("", " mtp", " other runner mtp")]
+    names.append("FLASHMLA_SPARSE v3.2 all")
+    outputs = {name: outputs_of(engines(name)) for name in names}
+    distances = {name: distance(path, outputs[name]) for name in names}
+    ours, stock = names[0], distances[names[-1]]
+    parity_table(ours, distances[ours])
+    for name in names[1:]:
+        gaps = divergences(path, outputs[ours], outputs[name])
+        parity_table(name, distances[name], gaps, len(outputs[ours]))
         assert all(gap <= 2 * stock.max for gap in gaps), (name, gaps, stock)
-    for name, d in ((names[0], mine), (names[2], mtp)):
-        assert d.mean <= NOISE * stock.mean, name
-        assert d.p99 <= NOISE * stock.p99, name
+    for name in names[:-1]:
+        assert distances[name].mean <= NOISE * stock.mean, name
+        assert distances[name].p99 <= NOISE * stock.p99, name
 
 
 def test_few_heads_part_from_stock_at_near_ties(engines, checkpoint, parity_table):
