@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from arguments import pattern
 from dense_cases import LATENT, SCALE
-from gpu import DEVICE, Timer, describe_gpu
+from gpu import Timer, describe_gpu
 from mla_kernels import mla_sparse_attention, mla_sparse_workspace
 from mla_kernels.flash_mla import flash_mla_sparse_fwd
 from mla_kernels.testing.metrics import SHORT_BAR, measure
 from outputs import claim
-from sparse_cases import SHAPES, Batch, K, Shape, golden, make_batch
+from sparse_cases import SHAPES, Batch, Shape, golden, make_batch
 from sparse_peers import PEERS, Run
 from sparse_report import write_report
 
@@ -37,8 +37,8 @@ CHECKED = 3  # tokens compared with the definition
 def ours(batch: Batch, impl: str, deterministic: bool = False) -> Run:
     """As every layer of a step calls it: results and workspace made beforehand."""
     T, H, _ = batch.q.shape
-    device = torch.device(DEVICE, torch.cuda.current_device())
-    workspace = mla_sparse_workspace(T, H, K, device=device, impl=impl)
+    slots = batch.shape.slots
+    workspace = mla_sparse_workspace(T, H, slots, device=batch.q.device, impl=impl)
     out = batch.q.new_full((T, H, LATENT), torch.nan)
     lse = out.new_empty((T, H), dtype=torch.float32)
 
@@ -52,6 +52,7 @@ def ours(batch: Batch, impl: str, deterministic: bool = False) -> Run:
             lse=lse,
             workspace=workspace,
             kv_scale=batch.kv_scale,
+            lengths=batch.lengths,
             deterministic=deterministic,
             impl=impl,
         )[0]

@@ -12,13 +12,22 @@ K = 2048
 GROUP = 128
 RUN = 16  # neighbouring slots in a row, with order "runs"
 KV_SCALES = {"fp8": 0.1}
+# What padding costs: slots a token has, and how many of them name a row.
+PADDINGS = {
+    "": (K, K),
+    "half_tail": (K, K // 2),  # a trailing -1 in half of them
+    "half_scattered": (K, K // 2),  # -1 at random places
+    "half_alone": (K // 2, K // 2),  # what the two above would take if -1 cost nothing
+    "lengths128": (K, 128),  # by `lengths`; slots behind it name rows that nothing may read
+    "128_alone": (128, 128),
+}
 
 
 @dataclass(frozen=True)
 class Shape:
     """One case. Decode: each request has `context` cached tokens of its own and s_q new ones;
     prefill: s_q tokens of one request, `context` cached. order: of a token's slots, "random",
-    "ascending", or "runs" of neighbours at random places."""
+    "ascending", or "runs" of neighbours at random places. padding: one of PADDINGS."""
 
     batch: int
     heads: int
@@ -27,12 +36,14 @@ class Shape:
     cache: str = "fp8_ds_mla"
     prefill: bool = False
     order: str = "random"
+    padding: str = ""
 
     @property
     def name(self) -> str:
         kind = "prefill" if self.prefill else f"b{self.batch}"
         name = f"{kind}_h{self.heads}_q{self.s_q}_{self.context // 1024}k_{self.cache}"
-        return name if self.order == "random" else f"{name}_{self.order}"
+        name = name if self.order == "random" else f"{name}_{self.order}"
+        return f"{name}_{self.padding}" if self.padding else name
 
     @property
     def op(self) -> str:
@@ -43,15 +54,25 @@ class Shape:
         return self.batch * self.s_q
 
     @property
+    def slots(self) -> int:
+        """Slots of a token."""
+        return PADDINGS[self.padding][0]
+
+    @property
+    def rows(self) -> int:
+        """Rows that a token's slots name."""
+        return PADDINGS[self.padding][1]
+
+    @property
     def flops(self) -> int:
-        """Two matrix products over K rows for every token and head."""
-        return 2 * self.tokens * self.heads * K * (WIDTH + LATENT)
+        """Two matrix products over the rows of every token, for each head."""
+        return 2 * self.tokens * self.heads * self.rows * (WIDTH + LATENT)
 
     @property
     def bytes(self) -> int:
         """The rows, slots, q and out; of a prefill the cache once."""
-        rows = self.context if self.prefill else self.tokens * K
-        per_token = 4 * K + 2 * self.heads * (WIDTH + LATENT)
+        rows = self.context if self.prefill else self.tokens * self.rows
+        per_token = 4 * self.slots + 2 * self.heads * (WIDTH + LATENT)
         return rows * ROW_BYTES[self.cache] + self.tokens * per_token
 
     def floor_us(self, roofs: dict[str, float]) -> float:
@@ -71,19 +92,26 @@ SHAPES = [
     *(Shape(128, h, cache="bf16") for h in (128, 16)),
     *(Shape(b, h, cache="fp8") for b, h in ((128, 128), (128, 16), (32, 16), (1, 16))),
     *(Shape(128, h, order=order) for h in (128, 16) for order in ("ascending", "runs")),
+    *(
+        Shape(128, h, cache=cache, padding=padding)
+        for h, cache in ((128, "fp8_ds_mla"), (16, "fp8_ds_mla"), (128, "bf16"))
+        for padding in PADDINGS
+        if padding
+    ),
     *(Shape(1, h, 4096, n, "bf16", True) for h, n in ((128, 8192), (128, 32768), (16, 32768))),
 ]
 
 
 @dataclass
 class Batch:
-    """A shape's tensors: q [T, H, 576], kv_cache [blocks, 64, row], slots [T, K] int32.
-    kv_scale: of an fp8 cache."""
+    """A shape's tensors: q [T, H, 576], kv_cache [blocks, 64, row], slots [T, slots] int32.
+    lengths: [T] int32, where they and not -1 end a row. kv_scale: of an fp8 cache."""
 
     shape: Shape
     q: torch.Tensor
     kv_cache: torch.Tensor
     slots: torch.Tensor
+    lengths: torch.Tensor | None = None
 
     @property
     def kv_scale(self) -> float | None:
@@ -114,12 +142,15 @@ def make_batch(shape: Shape, seed: int = 0) -> Batch:
             part[:, LATENT : LATENT + 16] = torch.exp2(exponents.float()).view(torch.uint8)
             rope = torch.randn(len(part), ROPE, dtype=torch.bfloat16, device=DEVICE).div_(10)
             part[:, LATENT + 16 :] = rope.view(torch.uint8)
-    slots = torch.empty(shape.tokens, K, dtype=torch.int32, device=DEVICE)
+    slots = torch.empty(shape.tokens, shape.slots, dtype=torch.int32, device=DEVICE)
     for t in range(shape.tokens):
         first = 0 if shape.prefill else t // shape.s_q * own
-        slots[t] = choose_slots(shape) + first
+        slots[t] = padded(choose_slots(shape) + first, shape)
+    lengths = None
+    if shape.padding == "lengths128":
+        lengths = torch.full((shape.tokens,), shape.rows, dtype=torch.int32, device=DEVICE)
     q = torch.randn(shape.tokens, shape.heads, WIDTH, device=DEVICE).div_(3).bfloat16()
-    return Batch(shape, q, cache.view(-1, PAGE, cache.shape[1]), slots)
+    return Batch(shape, q, cache.view(-1, PAGE, cache.shape[1]), slots, lengths)
 
 
 def choose_slots(shape: Shape) -> torch.Tensor:
@@ -131,6 +162,15 @@ def choose_slots(shape: Shape) -> torch.Tensor:
     return places.sort().values if shape.order == "ascending" else places
 
 
+def padded(slots: torch.Tensor, shape: Shape) -> torch.Tensor:
+    """A token's K slots as the case's padding leaves them."""
+    if shape.padding == "half_tail":
+        slots[shape.rows :] = -1
+    elif shape.padding == "half_scattered":
+        slots[torch.randperm(K, device=DEVICE)[shape.rows :]] = -1
+    return slots[: shape.slots]
+
+
 def golden(batch: Batch, tokens: list[int]) -> torch.Tensor:
     """The definition in fp64, of some tokens."""
     out, _ = mla_sparse_attention_reference(
@@ -140,7 +180,7 @@ def golden(batch: Batch, tokens: list[int]) -> torch.Tensor:
         scale=SCALE,
         kv_lora_rank=LATENT,
         kv_scale=batch.kv_scale,
-        lengths=None,
+        lengths=None if batch.lengths is None else batch.lengths[tokens],
         sink=None,
     )
     return out

@@ -25,6 +25,9 @@ def flashmla_decode(batch: Batch) -> Run | None:
     q = padded(batch.q).unflatten(0, (B, -1))
     cache = batch.kv_cache.unsqueeze(2)
     slots = batch.slots.unflatten(0, (B, -1))
+    lengths = {}  # not passed where there is none: the call stays the one timed so far
+    if batch.lengths is not None:  # one a request
+        lengths["topk_length"] = batch.lengths.view(B, -1)[:, 0].contiguous()
 
     def run() -> torch.Tensor:
         out, _ = flash_mla_with_kvcache(
@@ -37,6 +40,7 @@ def flashmla_decode(batch: Batch) -> Run | None:
             softmax_scale=SCALE,
             is_fp8_kvcache=True,
             indices=slots,
+            **lengths,
         )
         return out.flatten(0, 1)[:, :H]
 
@@ -52,7 +56,8 @@ def flashmla_prefill(batch: Batch) -> Run | None:
     q = padded(batch.q)
     rows = batch.kv_cache.view(-1, 1, batch.kv_cache.shape[2])
     slots = batch.slots.unsqueeze(1)
-    return lambda: flash_mla_sparse_fwd(q, rows, slots, SCALE)[0][:, : batch.shape.heads]
+    lengths = {} if batch.lengths is None else {"topk_length": batch.lengths}
+    return lambda: flash_mla_sparse_fwd(q, rows, slots, SCALE, **lengths)[0][:, : batch.shape.heads]
 
 
 def padded(q: torch.Tensor) -> torch.Tensor:

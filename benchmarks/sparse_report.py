@@ -10,10 +10,14 @@ from typing import Any
 import torch
 from mla_kernels.sparse.choice import is_few
 from outputs import write, write_json
+from sparse_cases import PADDINGS
 
 HOPPER, PORTABLE = "mla_kernels/hopper", "mla_kernels/triton"
 DETERMINISTIC, DROP_IN = "mla_kernels/deterministic", "mla_kernels/flash_mla_sparse_fwd"
 PEER = "peer/"
+NAMES = {HOPPER: "Hopper", PORTABLE: "portable", DETERMINISTIC: "deterministic"}
+PADDED = tuple(f"_{padding}" for padding in PADDINGS if padding)
+AGAIN = ("_ascending", "_runs")  # cases that the mean has in random order already
 
 Cases = dict[str, dict[str, dict[str, Any]]]
 
@@ -53,8 +57,10 @@ def markdown(report: dict[str, Any], indexer: dict[str, Any] | None) -> str:
     ]
     for op, title in (("decode", "Decode"), ("prefill", "Prefill of 4096 tokens")):
         cases = by_case(report["rows"], op)
+        cases = {case: rows for case, rows in cases.items() if not case.endswith(PADDED)}
         if cases:
             lines += ["", f"## {title}", "", *attention_table(cases)]
+    lines += padding_section(by_case(report["rows"], "decode"))
     failed = [row for row in report["rows"] if "failed" in row]
     if failed:
         lines += ["", "Not timed:", ""]
@@ -95,7 +101,7 @@ def attention_table(cases: Cases) -> list[str]:
         ratio = ""
         if "us" in mine and "us" in peer:
             ratio = f"{peer['us'] / mine['us']:.2f}"
-            if not case.endswith(("_ascending", "_runs")):  # the same cases again
+            if not case.endswith(AGAIN):
                 ratios.append(peer["us"] / mine["us"])
         cells = [case, next(iter(rows.values()))["floor_us"]]
         cells += [us(rows.get(impl, {})) for impl in (HOPPER, PORTABLE, DETERMINISTIC, DROP_IN)]
@@ -107,6 +113,43 @@ def attention_table(cases: Cases) -> list[str]:
         won = sum(r >= 1 for r in ratios)
         lines += ["", f"Geometric mean {mean:.2f}; at least as fast in {won} of {len(ratios)}."]
     return lines
+
+
+def padding_section(cases: Cases) -> list[str]:
+    """Cases with empty slots beside the same ones without, an implementation a line."""
+    bases = dict.fromkeys(
+        case.removesuffix(suffix) for case in cases for suffix in PADDED if case.endswith(suffix)
+    )
+    if not bases:
+        return []
+    lines = [
+        "",
+        "## What empty slots cost",
+        "",
+        "In brackets: of the time with 2048 slots that all name a row. `half at the end` and",
+        "`half scattered`: 1024 of the 2048 are -1. If that cost nothing they would take as long",
+        "as `1024 slots`, without padding; if -1 cost as much as a row, 1.00. `lengths 128`: 2048",
+        "slots of which the first 128 count; the others name rows too. `128 slots`: no padding.",
+        "",
+        "| case | implementation | 2048 slots | half at the end | half scattered | 1024 slots "
+        "| lengths 128 | 128 slots |",
+        "|---" * (2 + len(PADDINGS)) + "|",
+    ]
+    for base in bases:
+        found = {p: cases.get(f"{base}_{p}" if p else base, {}) for p in PADDINGS}
+        for impl in dict.fromkeys(impl for rows in found.values() for impl in rows):
+            whole = found[""].get(impl, {})
+            cells = [share(rows.get(impl, {}), whole) for rows in found.values()]
+            name = NAMES.get(impl, impl.removeprefix(PEER))
+            lines.append("| " + " | ".join([base, name, us(whole), *cells[1:]]) + " |")
+    return lines
+
+
+def share(row: dict[str, Any], whole: dict[str, Any]) -> str:
+    """Microseconds, and the share of those of `whole`."""
+    if "us" not in row or "us" not in whole:
+        return us(row)
+    return f"{us(row)} ({row['us'] / whole['us']:.2f})"
 
 
 def plain_table(cases: Cases) -> list[str]:

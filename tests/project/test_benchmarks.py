@@ -201,3 +201,112 @@ def test_sparse_ratios_are_those_of_what_auto_takes():
     assert "| 60.0 | 45.0 |  |  | portable | 90.0 | 2.00 |" in lines[2]
     assert "| 60.0 | 45.0 |  |  | Hopper | 90.0 | 1.50 |" in lines[3]
     assert lines[-1] == "Geometric mean 1.73; at least as fast in 2 of 2."
+
+
+def test_empty_slots_stand_beside_the_full_case():
+    from sparse_report import markdown
+
+    base = "b128_h16_q1_32k_fp8_ds_mla"
+    times = {"": 100.0, "_half_tail": 52.0, "_half_scattered": 97.0, "_half_alone": 51.0}
+    rows = [
+        {
+            "case": base + end,
+            "op": "decode",
+            "impl": "mla_kernels/triton",
+            "us": us,
+            "floor_us": 1.0,
+        }
+        for end, us in times.items()
+    ]
+    rows += [{**rows[0], "impl": "peer/flashmla", "us": 160.0}]
+    rows += [{**rows[1], "impl": "peer/flashmla", "us": 160.0}]
+    text = markdown({"machine": {}, "command": "x", "rows": rows}, None)
+    assert f"| {base} | portable | 100.0 | 52.0 (0.52) | 97.0 (0.97) | 51.0 (0.51) |  |  |" in text
+    assert f"| {base} | flashmla | 160.0 | 160.0 (1.00) |" in text
+    # The table of all cases and its mean are of the full ones.
+    assert "Geometric mean 1.60; at least as fast in 1 of 1." in text
+    assert f"| {base}_half_tail" not in text
+    assert "empty slots" not in markdown({"machine": {}, "command": "x", "rows": rows[:1]}, None)
+
+
+PADDINGS = ("half_tail", "half_scattered", "half_alone", "lengths128", "128_alone")
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+def test_cases_with_empty_slots_are_what_they_are_named(padding, monkeypatch):
+    """And the gate sees a kernel that reads a slot too many or too few."""
+    import re
+
+    import sparse
+    import sparse_cases
+    import torch
+
+    monkeypatch.setattr(sparse_cases, "DEVICE", "cpu")
+    shape = sparse_cases.Shape(2, 4, context=2048, cache="bf16", padding=padding)
+    full = sparse_cases.Shape(2, 4, context=2048, cache="bf16")
+    assert shape.name == f"{full.name}_{padding}"
+    named = 128 if "128" in padding else 1024
+    assert shape.flops * 2048 == full.flops * named
+    batch = sparse_cases.make_batch(shape)
+    width = named if padding.endswith("alone") else 2048
+    assert batch.slots.shape == (2, width)
+    used = batch.slots >= 0
+    if batch.lengths is None:
+        assert used.sum(1).tolist() == [named] * 2
+        assert bool(used[:, named:].any()) == (padding == "half_scattered")
+    else:
+        assert batch.lengths.tolist() == [named] * 2 and bool(used.all())
+    assert all(len(row[row >= 0].unique()) == (row >= 0).sum() for row in batch.slots)
+
+    def off(batch):
+        """One that takes the slots without the padding, or the last one of them for none."""
+        slots = torch.where(used, batch.slots, 0)
+        if padding.endswith("alone"):
+            slots[:, -64:] = -1
+        return sparse.ours(sparse.Batch(shape, batch.q, batch.kv_cache, slots), "torch")
+
+    monkeypatch.setattr(
+        sparse,
+        "implementations",
+        lambda shape: {"ours": lambda batch: sparse.ours(batch, "torch"), "off": off},
+    )
+    rows, runs = sparse.check(batch, re.compile(""))
+    assert list(runs) == ["ours"]
+    assert "fro" in next(row for row in rows if row["impl"] == "off")["failed"]
+
+
+def test_every_kind_of_empty_slots_is_measured_beside_its_full_case():
+    from sparse_cases import SHAPES
+
+    names = {shape.name for shape in SHAPES}
+    for base in (
+        "b128_h128_q1_32k_fp8_ds_mla",
+        "b128_h16_q1_32k_fp8_ds_mla",
+        "b128_h128_q1_32k_bf16",
+    ):
+        assert {base, *(f"{base}_{padding}" for padding in PADDINGS)} <= names
+
+
+def test_flashmla_is_given_lengths_one_a_request(monkeypatch):
+    """Its interface is that of `mla_kernels.flash_mla`, which stands in for it here."""
+    import sys
+
+    import sparse_cases
+    import sparse_peers
+    import torch
+    from mla_kernels import flash_mla
+    from mla_kernels.testing.metrics import SHORT_BAR, measure
+
+    monkeypatch.setattr(sparse_cases, "DEVICE", "cpu")
+    name = "vllm.third_party.flashmla.flash_mla_interface"
+    monkeypatch.setitem(sys.modules, name, flash_mla)
+    for cache in ("fp8_ds_mla", "bf16"):
+        for padding in PADDINGS:
+            shape = sparse_cases.Shape(2, 4, context=2048, cache=cache, padding=padding)
+            batch = sparse_cases.make_batch(shape)
+            runs = [make(batch) for make in sparse_peers.PEERS.values()]
+            (run,) = (run for run in runs if run)
+            out = run()
+            assert out.shape == (2, 4, 512)
+            assert not SHORT_BAR.failures(measure(out, sparse_cases.golden(batch, [0, 1])))
+            assert torch.isfinite(out).all()
