@@ -4,36 +4,65 @@
 from collections.abc import Callable
 
 import torch
+from indexer_cases import DIM, Batch
 from mla_kernels.layouts import BLOCK_SIZE
-from mla_kernels.testing.indexer_case import IndexerCase
 
 Run = Callable[[], torch.Tensor]
 WORKSPACE_BYTES = 2**20
 COOPERATIVE_ROWS = 32
 
 
-def deepgemm_logits(case: IndexerCase) -> Run:
-    """DeepGEMM's fp8 paged logits, its schedule computed once."""
-    from vllm.utils.deep_gemm import fp8_fp4_paged_mqa_logits, get_paged_mqa_logits_metadata
+def deepgemm_logits(batch: Batch) -> Run | None:
+    """DeepGEMM's fp8 logits; None for a bf16 cache."""
+    if batch.shape.cache != "fp8":
+        return None
+    return prefill_logits(batch) if batch.shape.prefill else paged_logits(batch)
 
-    B = len(case.seq_lens)
-    q = case.q.view(B, -1, *case.q.shape[1:])
-    lengths = case.seq_lens[:, None].contiguous()
+
+def paged_logits(batch: Batch) -> Run:
+    """Of decode rows, from the pages; the schedule is computed once."""
+    from vllm.utils import deep_gemm
+
+    case, s_q = batch.case, batch.shape.s_q
+    table = case.block_table
+    native = getattr(deep_gemm, "native_next_n_supported", lambda s_q: s_q <= 2)
+    if not native(s_q):  # each row as a request, as vLLM does then
+        table, s_q = table.repeat_interleave(s_q, 0), 1
+    q = case.q.unflatten(0, (-1, s_q))
+    lengths = batch.lengths.view(-1, s_q)
     sms = torch.cuda.get_device_properties(0).multi_processor_count
-    schedule = get_paged_mqa_logits_metadata(lengths, BLOCK_SIZE, sms)
+    schedule = deep_gemm.get_paged_mqa_logits_metadata(lengths, BLOCK_SIZE, sms)
     cache = case.k_cache.unsqueeze(2)
-    width = case.block_table.shape[1] * BLOCK_SIZE
 
     def run() -> torch.Tensor:
-        return fp8_fp4_paged_mqa_logits(
-            (q, None), cache, case.weights, lengths, case.block_table, schedule, width, False
+        return deep_gemm.fp8_fp4_paged_mqa_logits(
+            (q, None), cache, case.weights, lengths, table, schedule, batch.shape.keys, False
         )
 
     return run
 
 
-def topk_peers(scores: torch.Tensor, lengths: torch.Tensor, k: int) -> dict[str, Run]:
-    """vLLM's three kernels and torch.topk, each into its own output."""
+def prefill_logits(batch: Batch) -> Run:
+    """Of one request's rows. It reads no pages: vLLM copies the keys out of them in every layer,
+    which is done here beforehand and not timed."""
+    from vllm.utils.deep_gemm import fp8_fp4_mqa_logits
+
+    case = batch.case
+    (table,) = case.block_table
+    pages = case.k_cache.flatten(1)[table]
+    codes = pages[:, : BLOCK_SIZE * DIM].contiguous().view(torch.float8_e4m3fn).view(-1, DIM)
+    scales = pages[:, BLOCK_SIZE * DIM :].contiguous().view(torch.float32).flatten()
+    starts = torch.zeros_like(batch.lengths)
+    return lambda: fp8_fp4_mqa_logits(
+        (case.q, None), (codes, scales), case.weights, starts, batch.lengths, clean_logits=False
+    )
+
+
+def topk_peers(
+    scores: torch.Tensor, lengths: torch.Tensor, k: int, *, prefill: bool = False
+) -> dict[str, Run]:
+    """vLLM's three kernels of decode rows, or the one of prefill rows, and torch.topk, each into
+    its own output."""
     T, width = scores.shape
     found: dict[str, Run] = {"torch.topk": lambda: torch.topk(scores, k, dim=1).indices}
     try:
@@ -57,6 +86,14 @@ def topk_peers(scores: torch.Tensor, lengths: torch.Tensor, k: int) -> dict[str,
         ops.top_k_per_row_decode(scores, 1, lengths, outs[2], T, *strides, k)
         return outs[2]
 
+    if prefill:
+        starts, strides = torch.zeros_like(lengths), (scores.stride(0), scores.stride(1))
+
+        def per_prefill_row() -> torch.Tensor:
+            ops.top_k_per_row_prefill(scores, starts, lengths, outs[0], T, *strides, k)
+            return outs[0]
+
+        return found | {"vllm/per_row": per_prefill_row}
     found["vllm/persistent"] = persistent
     found["vllm/per_row"] = per_row
     if T <= COOPERATIVE_ROWS:

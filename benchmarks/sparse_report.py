@@ -25,9 +25,15 @@ Cases = dict[str, dict[str, dict[str, Any]]]
 def write_report(report: dict[str, Any], folder: Path) -> None:
     """sparse.json and sparse.md in `folder`."""
     write_json(folder / "sparse.json", report)
-    indexer = folder / "sparse_indexer.json"
-    also = json.loads(indexer.read_text()) if indexer.exists() else None
-    write(folder / "sparse.md", markdown(report, also))
+    write_page(folder)
+
+
+def write_page(folder: Path) -> None:
+    """sparse.md, of sparse.json and sparse_indexer.json: of the first alone, but not without it."""
+    attention, indexer = (folder / name for name in ("sparse.json", "sparse_indexer.json"))
+    if attention.exists():
+        also = json.loads(indexer.read_text()) if indexer.exists() else None
+        write(folder / "sparse.md", markdown(json.loads(attention.read_text()), also))
 
 
 def by_case(rows: list[dict[str, Any]], op: str) -> Cases:

@@ -32,6 +32,7 @@ def benchmarks_importable(monkeypatch):
         "serve",
         "dense_decode",
         "sparse",
+        "sparse_indexer",
     ],
 )
 def test_a_folder_that_cannot_be_written_is_said_at_once(name, tmp_path):
@@ -76,6 +77,7 @@ def test_a_file_is_whole_or_as_it_was(tmp_path, monkeypatch):
         ("soak", "--blocks 0", "expected 1 or more, got 0"),
         ("dense_decode", "--cases (", "'(' is no regular expression"),
         ("sparse", "--impls (", "'(' is no regular expression"),
+        ("sparse_indexer", "--cases (", "'(' is no regular expression"),
     ],
 )
 def test_bad_arguments_are_refused(name, words, says, tmp_path, capsys):

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The indexer's benchmark without a GPU: its cases, what it lets pass, how it calls DeepGEMM."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from mla_kernels.indexer.reference import indexer_scores_reference
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+KEYS, K = 192, 100
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch):
+    """Small cases and a clock that does not run."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import indexer_cases
+    import sparse_indexer
+
+    monkeypatch.setattr(indexer_cases, "DEVICE", "cpu")
+    monkeypatch.setattr(sparse_indexer, "DEVICE", "cpu")
+    monkeypatch.setattr(sparse_indexer, "K", K)
+    monkeypatch.setattr(sparse_indexer, "scorers", lambda batch: ["torch"])
+    monkeypatch.setattr(sparse_indexer, "topk_peers", lambda *args, **options: {})
+    monkeypatch.setattr(sparse_indexer, "deepgemm_logits", lambda batch: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+
+class Timer:
+    def medians(self, runs):
+        return dict.fromkeys(runs, 50.0)
+
+
+def shapes():
+    from indexer_cases import Shape
+
+    return [
+        Shape(2, KEYS),
+        Shape(2, KEYS, 2),
+        Shape(2, KEYS, 4),
+        Shape(2, KEYS, cache="bf16"),
+        Shape(1, KEYS, KEYS, prefill=True),
+        Shape(1, KEYS, 50, "bf16", True),
+    ]
+
+
+NAMES = ["b2x192", "b2x192_q2", "b2x192_q4", "b2x192_bf16", "prefill192x192", "prefill50x192_bf16"]
+
+
+@pytest.mark.parametrize("i", range(len(NAMES)), ids=NAMES)
+def test_every_kind_of_case_passes_its_gates_and_is_timed(i):
+    import sparse_indexer
+
+    shape = shapes()[i]
+    assert shape.name == NAMES[i]
+    rows = sparse_indexer.bench(Timer(), shape)
+    assert not [row for row in rows if "failed" in row]
+    ops = ["scores", "topk", "scores+topk", "scores+topk"]
+    assert [row["op"] for row in rows] == [op for op in ops if op != "topk" or i in (0, 1, 2, 4)]
+    assert rows[0]["gbps"] == round(shape.bytes / 50e3, 1)
+    assert rows[0]["tflops"] == round(shape.flops / 50e6, 1)
+
+
+@pytest.mark.parametrize("i", range(len(NAMES)), ids=NAMES)
+def test_the_rows_are_the_last_tokens(i):
+    """Bytes, products and what is right, counted key by key."""
+    from indexer_cases import HEADS, golden, make_batch, score_error
+
+    shape = shapes()[i]
+    batch = make_batch(shape)
+    first = KEYS - shape.s_q + 1
+    assert batch.lengths.tolist() == [*range(first, KEYS + 1)] * shape.batch
+    assert shape.flops == 2 * HEADS * 128 * int(batch.lengths.sum())
+    assert shape.bytes == batch.case.k_cache.nbytes
+    ids = torch.arange(shape.rows, dtype=torch.int32) // shape.s_q
+    args = batch.args[:4]
+    want = indexer_scores_reference(*args, batch.lengths, request_ids=ids)
+    rows, right = golden(batch)
+    assert torch.equal(right, want[rows])
+    assert score_error(want, rows, right) == 0
+    want[-1, int(batch.lengths[-1]) - 1] += 10
+    assert score_error(want, rows, right) > 1e-5
+
+
+def test_a_wrong_result_is_not_timed(monkeypatch):
+    import sparse_indexer
+
+    def shifted(of):
+        return lambda *args, **options: of(*args, **options).add_(1)
+
+    for name, failing in (
+        ("indexer_scores", {"scores"}),
+        ("exact_topk", {"topk", "scores+topk"}),
+        ("indexer_topk", {"scores+topk"}),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(sparse_indexer, name, shifted(getattr(sparse_indexer, name)))
+            rows = sparse_indexer.bench(Timer(), shapes()[1])
+        found = {row["op"] for row in rows if "failed" in row}
+        assert found >= failing, name
+        assert not [row for row in rows if "failed" in row and "us" in row]
+
+
+def test_the_sort_leaves_out_what_is_not_seen():
+    from indexer_cases import sorted_topk
+
+    scores = torch.tensor([[1.0, 3.0, 3.0, 9.0], [2.0, 9.0, 9.0, 9.0], [-0.0, 0.0, -torch.inf, 9]])
+    lengths = torch.tensor([3, 1, 3], dtype=torch.int32)
+    assert sorted_topk(scores, lengths, 2).tolist() == [[1, 2], [0, -1], [0, 1]]
+    assert sorted_topk(scores, lengths, 3).tolist() == [[0, 1, 2], [0, -1, -1], [0, 1, -1]]
+
+
+@pytest.mark.parametrize("native", [(1, 2, 4), (1, 2), (1,), None])
+@pytest.mark.parametrize("i", range(len(NAMES)), ids=NAMES)
+def test_deepgemm_is_asked_for_the_same_scores(i, native, monkeypatch):
+    """A stand-in with the interface that vLLM documents, by our definition."""
+    import indexer_peers
+    from indexer_cases import golden, make_batch, score_error
+
+    def schedule(lengths, block_size, sms):
+        assert lengths.is_contiguous() and block_size == 64
+        return "a schedule"
+
+    def paged(q, cache, weights, lengths, table, planned, width, clean):
+        assert planned == "a schedule" and q[1] is None and q[0].shape[1] in (native or (1, 2))
+        ids = torch.arange(lengths.numel(), dtype=torch.int32) // lengths.shape[1]
+        args = q[0].flatten(0, 1), cache.squeeze(2), weights, table, lengths.flatten()
+        scores = indexer_scores_reference(*args, request_ids=ids).float()
+        assert scores.shape[1] == width
+        return scores
+
+    def prefill(q, kv, weights, starts, ends, clean_logits):
+        keys = kv[0].double() * kv[1].double()[:, None]
+        dots = torch.einsum("thd,nd->thn", q[0].double(), keys).relu()
+        assert not starts.any() and ends.dtype == starts.dtype == torch.int32
+        return torch.einsum("thn,th->tn", dots, weights.double()).float()
+
+    fake = SimpleNamespace(
+        get_paged_mqa_logits_metadata=schedule,
+        fp8_fp4_paged_mqa_logits=paged,
+        fp8_fp4_mqa_logits=prefill,
+    )
+    if native:
+        fake.native_next_n_supported = lambda s_q: s_q in native
+    monkeypatch.setitem(sys.modules, "vllm.utils.deep_gemm", fake)
+    monkeypatch.setitem(sys.modules, "vllm.utils", SimpleNamespace(deep_gemm=fake))
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    batch = make_batch(shapes()[i])
+    run = indexer_peers.deepgemm_logits(batch)
+    assert (run is None) == (batch.shape.cache == "bf16")
+    if run:
+        assert score_error(run(), *golden(batch)) < 1e-6
+
+
+def test_the_cases_are_those_that_an_engine_has():
+    from indexer_cases import SHAPES
+
+    names = [shape.name for shape in SHAPES]
+    assert len(set(names)) == len(names)
+    kinds = {(s.batch, s.s_q, s.cache, s.prefill) for s in SHAPES}
+    assert {(64, 2, "fp8", False), (64, 4, "fp8", False), (256, 1, "fp8", False)} <= kinds
+    assert {(64, 1, "bf16", False), (1, 2048, "fp8", True), (1, 2048, "bf16", True)} <= kinds
+    assert any(shape.prefill and shape.s_q == shape.keys for shape in SHAPES)
+
+
+def test_a_run_writes_its_rows_and_the_page_of_both(tmp_path, monkeypatch):
+    import sparse_indexer
+
+    monkeypatch.setattr(sparse_indexer, "Timer", Timer)
+    monkeypatch.setattr(sparse_indexer, "describe_gpu", lambda: {"gpu": "X"})
+    monkeypatch.setattr(sparse_indexer, "SHAPES", shapes())
+    words = ["--cases", "_q2|prefill192", "--results", str(tmp_path)]
+    assert sparse_indexer.main(words) == 0
+    rows = json.loads((tmp_path / "sparse_indexer.json").read_text())["rows"]
+    assert {row["case"] for row in rows} == {"b2x192_q2", "prefill192x192"}
+    assert not (tmp_path / "sparse.md").exists()  # the page is that of the attention
+    attention = {"machine": {}, "command": "x", "rows": []}
+    (tmp_path / "sparse.json").write_text(json.dumps(attention))
+    assert sparse_indexer.main(words) == 0
+    assert "| prefill192x192 | 50.0 |" in (tmp_path / "sparse.md").read_text()
