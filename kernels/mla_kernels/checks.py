@@ -75,6 +75,33 @@ def check_contiguous(name: str, x: torch.Tensor) -> None:
         raise ValueError(f"Expected a contiguous {name}, got strides {x.stride()}")
 
 
+def check_distinct(name: str, x: torch.Tensor) -> None:
+    """No element at another's place: of what is written to both only one would be left."""
+    reach = 0
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1 and stride <= reach and x.numel():
+            raise ValueError(
+                f"Expected {name} without overlapping rows, got shape {list(x.shape)} and strides "
+                f"{x.stride()}"
+            )
+        reach += stride * (size - 1)
+
+
+def check_output(
+    name: str,
+    x: torch.Tensor,
+    shape: tuple[int | str, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """A tensor to write rows into, any distance apart."""
+    check_shape(name, x, shape)
+    check_dtype(name, x, (dtype,))
+    check_device(name, x, device)
+    check_last_contiguous(name, x)
+    check_distinct(name, x)
+
+
 def check_aligned(name: str, x: torch.Tensor, *dims: int) -> None:
     """Address and strides in multiples of 4 bytes: kernels read fp32 scales among the bytes."""
     strides = [x.stride(dim) * x.element_size() for dim in dims]

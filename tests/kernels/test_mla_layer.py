@@ -194,6 +194,10 @@ def transposed(name):
         ({"block_table": torch.zeros(2, 1, device="meta").int()}, "block_table on cpu.*got meta"),
         ({"kv_scale": 1.0}, "kv_scale=None"),
         ({"kv_cache": torch.full((5, PAGE, 288), torch.nan).half()}, "q and kv_cache of one dtype"),
+        (
+            {"kv_cache": torch.full((1, PAGE, 288), torch.nan).expand(5, PAGE, 288)},
+            "kv_cache without overlapping rows",
+        ),
         ({"impl": "cuda"}, "impl in .*got 'cuda'"),
         (
             {"plan": plan_mla_decode(torch.ones(3).int(), num_heads=5, s_q=1, kv_lora_rank=256)},

@@ -58,6 +58,7 @@ def write_kv_cache(
     checks.check_range("kv_lora_rank (kv_c.shape[1])", kv_c.shape[1], 1, 2**15)
     checks.check_range("rope dim (k_pe.shape[1])", k_pe.shape[1], 1, 2**15)
     checks.check_kv_cache(kv_cache, MlaDims(kv_c.shape[1], k_pe.shape[1]), kv_scale)
+    checks.check_distinct("kv_cache", kv_cache)
     checks.check_shape("slot_mapping", slot_mapping, ("T",))
     checks.check_dtype("slot_mapping", slot_mapping, (torch.int32, torch.int64))
     checks.check_range("length of slot_mapping", slot_mapping.shape[0], 0, T)

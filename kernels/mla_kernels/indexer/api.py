@@ -59,10 +59,7 @@ def indexer_scores(
     _check(q, k_cache, weights, block_table, seq_lens, positions, request_ids, lengths)
     T, width = q.shape[0], block_table.shape[1] * BLOCK_SIZE
     if out is not None:
-        checks.check_shape("out", out, (T, width))
-        checks.check_dtype("out", out, (torch.float32,))
-        checks.check_device("out", out, q.device)
-        checks.check_last_contiguous("out", out)
+        checks.check_output("out", out, (T, width), torch.float32, q.device)
     choice = _choose("indexer_scores", impl, q, k_cache, block_table, request_ids)
     if lengths is None:
         lengths = _lengths(choice.impl, seq_lens, T, positions, request_ids)
@@ -127,19 +124,14 @@ def indexer_topk(
     _check(q, k_cache, weights, block_table, seq_lens, positions, request_ids, lengths)
     T = q.shape[0]
     if out is not None:
-        checks.check_shape("out", out, (T, k))
-        checks.check_dtype("out", out, (torch.int32,))
-        checks.check_device("out", out, q.device)
-        checks.check_last_contiguous("out", out)
+        checks.check_output("out", out, (T, k), torch.int32, q.device)
     if values is not None:
-        checks.check_shape("values", values, (T, k))
-        checks.check_dtype("values", values, (torch.float32,))
-        checks.check_device("values", values, q.device)
-        checks.check_last_contiguous("values", values)
+        checks.check_output("values", values, (T, k), torch.float32, q.device)
     if workspace is not None:
         checks.check_shape("workspace", workspace, ("bytes",))
         checks.check_dtype("workspace", workspace, (torch.uint8,))
         checks.check_device("workspace", workspace, q.device)
+        checks.check_contiguous("workspace", workspace)
     choice = _choose("indexer_topk", impl, q, k_cache, block_table, request_ids)
     if lengths is None:
         lengths = _lengths(choice.impl, seq_lens, T, positions, request_ids)

@@ -34,6 +34,7 @@ def write_indexer_cache(
     checks.check_range("D (k.shape[1])", k.shape[1], 1, 2**15)
     checks.check_dtype("k", k, checks.FLOAT_DTYPES)
     check_indexer_cache(k_cache, k.shape[1])
+    checks.check_distinct("k_cache", k_cache)
     checks.check_shape("slot_mapping", slot_mapping, ("N",))
     checks.check_dtype("slot_mapping", slot_mapping, (torch.int32, torch.int64))
     checks.check_range("length of slot_mapping", slot_mapping.shape[0], 0, k.shape[0])

@@ -110,6 +110,7 @@ def _check_decode(
         q, kv_cache, block_table, seq_lens, c.scale, c.kv_lora_rank, kv_scale, None, "pow2", impl,
         plan, None, None, False,
     )  # fmt: skip
+    checks.check_distinct("kv_cache", kv_cache)
     capacity = block_table.shape[1] * kv_cache.shape[1]
     if table.shape[0] < capacity:
         raise ValueError(

@@ -42,15 +42,17 @@ def exact_topk(
     T, n = scores.shape
     checks.check_range("n (scores.shape[1])", n, 0, MAX_WIDTH)
     checks.check_range("k", k, 1, MAX_K)
-    for name, x, shape in (("lengths", lengths, (T,)), ("out", out, (T, k))):
-        if x is not None:
-            checks.check_shape(name, x, shape)
-            checks.check_dtype(name, x, (torch.int32,))
-            checks.check_device(name, x, scores.device)
-            checks.check_last_contiguous(name, x)
+    if lengths is not None:
+        checks.check_shape("lengths", lengths, (T,))
+        checks.check_dtype("lengths", lengths, (torch.int32,))
+        checks.check_device("lengths", lengths, scores.device)
+        checks.check_last_contiguous("lengths", lengths)
+    if out is not None:
+        checks.check_output("out", out, (T, k), torch.int32, scores.device)
     if workspace is not None:
         checks.check_dtype("workspace", workspace, (torch.int32,))
         checks.check_device("workspace", workspace, scores.device)
+        checks.check_contiguous("workspace", workspace)
     choice = choose_impl("exact_topk", impl, scores.device, available=AVAILABLE)
     if choice.impl == "triton":
         from mla_kernels.topk.triton.launcher import exact_topk_triton
