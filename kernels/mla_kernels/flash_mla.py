@@ -27,6 +27,7 @@ __all__ = [
 
 
 _PAGE = 16
+_PAGES = (64, 32, 16)  # of a cache with blocks of another size, the largest that fits
 
 
 @dataclass
@@ -70,7 +71,9 @@ def flash_mla_with_kvcache(
 
     q               [B, s_q, H, Dk]
     k_cache         [num_blocks, block_size, 1, Dk], or with is_fp8_kvcache fp8_ds_mla rows
-                    [num_blocks, block_size, 1, 656] as uint8, int8 or float8_e4m3fn
+                    [num_blocks, block_size, 1, 656] as uint8, int8 or float8_e4m3fn. block_size
+                    16, 32, 64 or 128; with indices any, if the blocks lie one behind the other and
+                    have a multiple of 16 rows in all
     block_table     [B, max_blocks] int32 and cache_seqlens [B] int32: dense only
     softmax_scale   1 / sqrt(Dk) if None
     indices         [B, s_q, topk] int32 = block * block_size + offset, -1 = none
@@ -115,6 +118,7 @@ def flash_mla_with_kvcache(
             f"got {shape}"
         )
     if indices is not None:
+        kv_cache = _as_blocks(kv_cache)
         lengths = None if topk_length is None else topk_length.repeat_interleave(s_q)
         result, lse = mla_sparse_attention(
             q.flatten(0, 1),
@@ -270,7 +274,7 @@ def _check_decode(
     checks.check_range("head_dim_v", head_dim_v, 1, Dk - 1)
     if softmax_scale is not None:
         checks.check_scale(softmax_scale, "softmax_scale")
-    _check_cache(k_cache, q, head_dim_v, is_fp8_kvcache)
+    _check_cache(k_cache, q, head_dim_v, is_fp8_kvcache, indices is not None)
     if indices is not None:
         if causal:
             raise ValueError(f"Expected causal=False with indices, got {causal!r}")
@@ -291,7 +295,7 @@ def _check_decode(
 
 
 def _check_cache(
-    k_cache: torch.Tensor, q: torch.Tensor, head_dim_v: int, is_fp8_kvcache: bool
+    k_cache: torch.Tensor, q: torch.Tensor, head_dim_v: int, is_fp8_kvcache: bool, sparse: bool
 ) -> None:
     dims = MlaDims(head_dim_v, q.shape[3] - head_dim_v)
     fp8_dtypes = (torch.uint8, torch.int8, torch.float8_e4m3fn)
@@ -308,7 +312,8 @@ def _check_cache(
     checks.check_shape("k_cache", k_cache, ("num_blocks", "block_size", 1, width))
     checks.check_device("k_cache", k_cache, q.device)
     rows = k_cache.squeeze(2)
-    checks.check_kv_cache(rows.view(torch.uint8) if is_fp8_kvcache else rows, dims, None, "k_cache")
+    rows = rows.view(torch.uint8) if is_fp8_kvcache else rows
+    checks.check_kv_cache(_as_blocks(rows) if sparse else rows, dims, None, "k_cache")
 
 
 def _check_beside(
@@ -333,6 +338,26 @@ def _check_out(q: torch.Tensor, out: torch.Tensor | None, shape: tuple[int, ...]
     checks.check_shape("out", out, shape)
     checks.check_contiguous("out", out)
     _check_beside(q, "out", out, shape, q.dtype)
+
+
+def _as_blocks(kv_cache: torch.Tensor) -> torch.Tensor:
+    """A cache of sparse decode, whose indices are numbers of rows, by a view in blocks of a size
+    that the kernels have. ValueError if that would take a copy or other numbers."""
+    num_blocks, block_size, width = kv_cache.shape
+    if block_size in checks.BLOCK_SIZES:
+        return kv_cache
+    rows = num_blocks * block_size
+    page = next((page for page in _PAGES if rows % page == 0), None)
+    adjacent = min(num_blocks, block_size) <= 1 or (
+        kv_cache.stride(0) == block_size * kv_cache.stride(1)
+    )
+    if page is None or not adjacent:
+        raise ValueError(
+            f"Expected block size (k_cache.shape[1]) in {list(checks.BLOCK_SIZES)}, or blocks one "
+            f"behind the other with a multiple of {_PAGE} rows in all, got {num_blocks} blocks of "
+            f"{block_size} with strides {kv_cache.stride()}"
+        )
+    return kv_cache.view(rows // page, page, width)
 
 
 def _as_pages(rows: torch.Tensor) -> torch.Tensor:

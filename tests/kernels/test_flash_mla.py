@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from mla_kernels import checks, flash_mla, mla_decode
+from mla_kernels.cache.torch_impl import encode_rows
 from mla_kernels.layouts import MlaDims
 from mla_kernels.sparse.hopper import support
 from mla_kernels.testing.cases import decode_case
@@ -90,6 +91,42 @@ def test_sparse_decode_over_all_tokens_is_dense_decode(fp8, view):
     want, want_lse = decode(case, is_fp8_kvcache=fp8)
     assert SHORT_BAR.failures(measure(out, want)) == []
     torch.testing.assert_close(lse, want_lse, atol=4e-3, rtol=0)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("block_size", [1, 8, 48, 96, 192, 256])
+def test_sparse_decode_of_any_block_size(block_size, fp8, monkeypatch):
+    """Indices number rows, so adjacent blocks are seen as others, without a copy."""
+    g = torch.Generator().manual_seed(0)
+    q = torch.randn(3, 1, 4, 576, generator=g).bfloat16()
+    cache = torch.randn(12 * 64, 576, generator=g).bfloat16()
+    if fp8:
+        cache = encode_rows(cache[:, :512], cache[:, 512:], torch.uint8, None)
+    cache = cache.view(12, 64, -1)
+    padded = torch.zeros(12, 64, cache.shape[2] + 16, dtype=cache.dtype)
+    indices = torch.randint(0, 12 * 64, (3, 1, 40), generator=g, dtype=torch.int32)
+    indices[0, 0, :2] = torch.tensor([12 * 64, -1])
+    inner, seen = flash_mla.mla_sparse_attention, []
+
+    def spy(q, kv_cache, *args, **options):
+        seen.append(kv_cache.data_ptr())
+        return inner(q, kv_cache, *args, **options)
+
+    monkeypatch.setattr(flash_mla, "mla_sparse_attention", spy)
+
+    def run(cache):
+        return flash_mla.flash_mla_with_kvcache(
+            q, cache.unsqueeze(2), None, None, 512, metadata()[0], indices=indices,
+            is_fp8_kvcache=fp8,
+        )  # fmt: skip
+
+    want, want_lse = run(cache)
+    padded[..., : cache.shape[2]] = cache
+    for rows in (cache, padded):  # rows with a gap behind each, too
+        other = rows.view(-1, block_size, rows.shape[2])[..., : cache.shape[2]]
+        out, lse = run(other)
+        assert torch.equal(out, want) and torch.equal(lse, want_lse)
+        assert seen[-1] == rows.data_ptr()
 
 
 def test_topk_length_is_per_request_and_sink_scales_the_output():
@@ -279,6 +316,11 @@ def test_what_is_not_supported_is_refused(options, message, nothing_runs):
         ({"topk_length": 5}, "topk_length to be a tensor, got int"),
         ({"topk_length": torch.zeros(3, device="meta").int()}, "topk_length on cpu.*got meta"),
         ({"attn_sink": torch.zeros(3)}, r"attn_sink of shape \[4\], got \[3\]"),
+        (
+            {"k_cache": torch.zeros(4, 64, 1, 576).bfloat16()[:, :48]},
+            r"k_cache.shape\[1\]\) in .* one behind the other .*got 4 blocks of 48 with strides",
+        ),
+        ({"k_cache": torch.zeros(5, 5, 1, 576).bfloat16()}, "multiple of 16 rows .*got 5 blocks"),
         ({"attn_sink": torch.zeros(4).bfloat16()}, "attn_sink.dtype in .*got torch.bfloat16"),
         ({"attn_sink": torch.zeros(8)[::2]}, "attn_sink with a contiguous last dimension"),
         ({"softmax_scale": torch.ones(1)}, "softmax_scale above 0, got tensor"),
@@ -287,8 +329,9 @@ def test_what_is_not_supported_is_refused(options, message, nothing_runs):
 )
 def test_a_sparse_decode_that_is_refused(options, message, nothing_runs):
     case = decode_case(LENGTHS, num_heads=4)
-    args = (case.q, case.kv_cache.unsqueeze(2), None, None, 512, metadata()[0])
     options = {"indices": torch.zeros(3, 1, 8).int()} | options
+    k_cache = options.pop("k_cache", case.kv_cache.unsqueeze(2))
+    args = (case.q, k_cache, None, None, 512, metadata()[0])
     with pytest.raises(ValueError, match=message):
         flash_mla.flash_mla_with_kvcache(*args, **options)
 
