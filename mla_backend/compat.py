@@ -241,6 +241,35 @@ def select_class_by_layer(platform: Any, choose: Callable[[Any, Any, Any], str |
     platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
 
 
+def build_indexers_without_deepgemm(ours: Callable[[Any], bool]) -> None:
+    """Let vLLM build the operator of a sparse layer's indexer on CUDA without DeepGEMM, where
+    `ours(vllm_config)`: `replace_indexer` takes it over before it computes.
+
+    The operator asks for DeepGEMM while it is built, long before the layer's class is chosen. Its
+    module is imported here, which takes seconds, so only where there is no DeepGEMM.
+    """
+    from vllm.platforms import current_platform
+    from vllm.utils.import_utils import has_deep_gemm as installed
+
+    if not current_platform.is_cuda() or installed():
+        return
+    from vllm.config import get_current_vllm_config
+
+    try:
+        from vllm.model_executor.layers import sparse_attn_indexer as module
+    except ImportError:  # then no such model can be built, and others need not fail for it
+        return
+    stock = getattr(module, "has_deep_gemm", None)
+    if stock is None or hasattr(stock, "for_others"):
+        return
+
+    def has_deep_gemm() -> bool:
+        return stock() or ours(get_current_vllm_config())
+
+    has_deep_gemm.for_others = True  # type: ignore[attr-defined]
+    module.has_deep_gemm = has_deep_gemm
+
+
 def replace_indexer(
     indexer: Any, forward: Callable[..., Any], backend: type, quantise: Callable[..., Any]
 ) -> None:

@@ -15,7 +15,7 @@ from vllm.platforms.cpu import CpuPlatform
 
 from mla_backend import compat, envs
 from mla_backend.attention import support
-from mla_backend.plugin import is_ours, sparse_class_path
+from mla_backend.plugin import is_ours, is_selected, sparse_class_path
 from mla_backend.start_up import RefusalError
 
 logger = init_logger("vllm.mla_backend")
@@ -23,12 +23,6 @@ logger = init_logger("vllm.mla_backend")
 _ROTARY_OP = "rotary_embedding"
 _VLLM_WORKER_CLASS = "vllm.v1.worker.cpu_worker.CPUWorker"
 _WORKER_CLASS = "mla_backend.cpu_worker.MlaCpuWorker"
-
-
-def _selected(vllm_config: Any) -> bool:
-    attention = vllm_config.attention_config
-    per_kind = getattr(attention, "backend_per_kind", None) or {}
-    return any(is_ours(backend) for backend in (attention.backend, *per_kind.values()))
 
 
 @dataclass
@@ -104,7 +98,7 @@ class MlaCpuPlatform(CpuPlatform):
         parallelism, batch-invariant mode, and a setting that does not parse.
         """
         model = vllm_config.model_config
-        if model is None or not _selected(vllm_config):
+        if model is None or not is_selected(vllm_config):
             super().check_and_update_config(vllm_config)
             return
         compat.require_supported_vllm()
@@ -142,7 +136,7 @@ class MlaCpuPlatform(CpuPlatform):
         chosen = vllm_config.cache_config.block_size
         super().update_block_size_for_backend(vllm_config)
         model = vllm_config.model_config
-        if model is not None and not model.is_hybrid and _selected(vllm_config):
+        if model is not None and not model.is_hybrid and is_selected(vllm_config):
             vllm_config.cache_config.block_size = chosen
 
     @classmethod

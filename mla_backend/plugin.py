@@ -41,6 +41,7 @@ def register() -> None:
 
     if not current_platform.is_cpu():
         compat.select_class_by_layer(type(current_platform), sparse_class_path)
+        compat.build_indexers_without_deepgemm(is_selected)
     else:
         compat.register_cpu_prefill_backend(CPU_PREFILL_CLASS)
     logger.debug("Registered %s as %s", BACKEND_CLASS, ", ".join(names))
@@ -89,6 +90,13 @@ def cpu_platform() -> str | None:
     if platforms.builtin_platform_plugins["cpu"]() != _VLLM_CPU_PLATFORM:
         return None
     return CPU_PLATFORM_CLASS
+
+
+def is_selected(vllm_config: Any) -> bool:
+    """Whether a vLLM configuration names this backend, for all layers or for some."""
+    attention = vllm_config.attention_config
+    per_kind = getattr(attention, "backend_per_kind", None) or {}
+    return any(is_ours(backend) for backend in (attention.backend, *per_kind.values()))
 
 
 def is_ours(backend: Any) -> bool:
