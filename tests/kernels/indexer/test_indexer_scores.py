@@ -7,7 +7,7 @@ from mla_kernels import exact_topk, indexer_lengths, indexer_scores, indexer_top
 from mla_kernels.indexer.hopper.launcher import refusal
 from mla_kernels.indexer.reference import indexer_scores_reference
 from mla_kernels.indexer.triton import fused as fused_launcher
-from mla_kernels.indexer.triton import launcher
+from mla_kernels.indexer.triton import launcher, specs
 from mla_kernels.testing.indexer_case import make_indexer_case
 from mla_kernels.topk import plan
 from mla_kernels.topk.triton import spread_launcher
@@ -15,6 +15,7 @@ from mla_kernels.topk.triton import spread_launcher
 INF = float("inf")
 IMPLS = ["torch", "triton"]
 LENGTHS = [130, 0, 1, 64]
+FORMATS = [(True, True), (False, True), (True, False), (False, False)]
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
@@ -45,7 +46,7 @@ def assert_scores(got, want):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize(("q_fp8", "k_fp8"), [(True, True), (False, True), (True, False)])
+@pytest.mark.parametrize(("q_fp8", "k_fp8"), FORMATS)
 @pytest.mark.parametrize(("heads", "s_q"), [(64, 1), (64, 2), (32, 4), (8, 3), (5, 6)])
 def test_decode_rows(heads, s_q, q_fp8, k_fp8, impl, device):
     options = {"s_q": s_q, "heads": heads, "q_fp8": q_fp8, "k_fp8": k_fp8}
@@ -65,10 +66,12 @@ def test_the_last_position_there_is_sees_all_keys(impl, device):
     assert_scores(indexer_scores(*case.args, positions=last, impl=impl), expected(case)[0])
 
 
+@pytest.mark.parametrize("fp8", [True, False])
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("chunks", [[9, 0, 1, 3], [70, 1, 1, 64]])
-def test_prefill_rows_of_several_requests(chunks, impl, device):
-    case = make_indexer_case([130, 3, 1, 64], chunks=chunks, heads=16, device=device)
+def test_prefill_rows_of_several_requests(chunks, impl, fp8, device):
+    formats = {"q_fp8": fp8, "k_fp8": fp8}
+    case = make_indexer_case([130, 3, 1, 64], chunks=chunks, heads=16, device=device, **formats)
     want, lengths = expected(case)
     assert_scores(indexer_scores(*case.args, **case.rows, impl=impl), want)
     found = indexer_lengths(case.seq_lens, len(case.q), **case.rows)
@@ -152,11 +155,12 @@ def test_zeros_of_the_relu_are_exact_and_nan_is_kept(nan, impl, device):
     assert (got[keep.to(device)] == 0).all()
 
 
+@pytest.mark.parametrize("fp8", [True, False])
 @pytest.mark.parametrize(("k", "lengths"), [(37, [130, 0, 1, 64]), (70, [700, 65])])
 @pytest.mark.parametrize(
     ("s_q", "how"), [(1, "levels"), (2, "levels"), (2, "plain"), (1, "shared")]
 )
-def test_fused_equals_the_two_steps_bit_for_bit(s_q, how, lengths, k, device, monkeypatch):
+def test_fused_equals_the_two_steps_bit_for_bit(s_q, how, lengths, k, fp8, device, monkeypatch):
     programs = {"levels": 0, "plain": 0, "shared": 100}[how]
     monkeypatch.setattr(spread_launcher, "resident_programs", lambda device: programs)
     monkeypatch.setattr(plan, "SPREAD_CHUNKS", (256,))
@@ -164,7 +168,8 @@ def test_fused_equals_the_two_steps_bit_for_bit(s_q, how, lengths, k, device, mo
         monkeypatch.setattr(fused_launcher, "MAX_PREPARED_PAGES", 0)
     # Every row takes levels, as rows above 32K do on a device.
     monkeypatch.setattr(plan, "MAX_TOP", 128)
-    case = make_indexer_case(lengths, s_q=s_q, heads=8, device=device)
+    formats = {"q_fp8": fp8, "k_fp8": fp8}
+    case = make_indexer_case(lengths, s_q=s_q, heads=8, device=device, **formats)
     scores = indexer_scores(*case.args, impl="triton")
     out = torch.full((len(case.q), k), 55, dtype=torch.int32, device=device)
     fused = indexer_topk(*case.args, k, out=out, impl="triton")
@@ -250,6 +255,17 @@ def test_hopper_kernel(lengths, heads):
     for k in (20, 2048):
         fused = indexer_topk(*case.args, k, impl="hopper")
         assert torch.equal(fused, exact_topk(scores, k, lengths=visible.cuda(), impl="triton"))
+
+
+def test_the_forms_of_both_caches_are_compiled_offline():
+    """Those of `indexer_topk`, whose scores prepare the top-k or not, and of rows that name their
+    request."""
+    forms = {(c.k_fp8, c.q_fp8, c.ragged, c.split, c.levels) for c in specs.SCORES}
+    for fp8 in (True, False):
+        assert {(fp8, fp8, False, True, levels) for levels in (True, False)} <= forms
+        assert (fp8, fp8, True, False, False) in forms
+    assert {(True, True, True, True, levels) for levels in (True, False)} <= forms
+    assert {(False, True, False, True, False), (True, False, False, True, False)} <= forms
 
 
 def test_what_the_hopper_kernel_does_not_take():

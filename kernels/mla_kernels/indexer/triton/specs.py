@@ -47,9 +47,15 @@ SCORES = (
     Scores("decode_h8", heads=8),
     Scores("decode_bf16_q", q_fp8=False),
     Scores("decode_bf16", q_fp8=False, k_fp8=False),
+    Scores("decode_bf16_topk", q_fp8=False, k_fp8=False, levels=True),
+    Scores("decode_bf16_mtp2", rows=2, q_fp8=False, k_fp8=False, levels=True),
     Scores("decode_bf16_mtp4", rows=4, q_fp8=False, k_fp8=False),
+    Scores("decode_bf16_k", k_fp8=False),
     Scores("mixed", ragged=True, levels=True),
+    Scores("mixed_scores", ragged=True),
     Scores("prefill", rows=4, ragged=True, split=False, levels=True),
+    Scores("prefill_scores", rows=4, ragged=True, split=False),
+    Scores("prefill_bf16", rows=4, ragged=True, split=False, q_fp8=False, k_fp8=False),
 )
 
 
