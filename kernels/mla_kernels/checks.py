@@ -102,6 +102,18 @@ def check_output(
     check_distinct(name, x)
 
 
+def check_workspace(x: torch.Tensor, device: torch.device) -> None:
+    """Bytes that kernels see as words of 4."""
+    check_shape("workspace", x, ("bytes",))
+    check_dtype("workspace", x, (torch.uint8,))
+    check_device("workspace", x, device)
+    check_contiguous("workspace", x)
+    if x.data_ptr() % 4:
+        raise ValueError(
+            f"Expected workspace at an address of a multiple of 4 bytes, got {x.data_ptr():#x}"
+        )
+
+
 def check_aligned(name: str, x: torch.Tensor, *dims: int) -> None:
     """Address and strides in multiples of 4 bytes: kernels read fp32 scales among the bytes."""
     strides = [x.stride(dim) * x.element_size() for dim in dims]

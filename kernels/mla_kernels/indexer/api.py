@@ -128,10 +128,7 @@ def indexer_topk(
     if values is not None:
         checks.check_output("values", values, (T, k), torch.float32, q.device)
     if workspace is not None:
-        checks.check_shape("workspace", workspace, ("bytes",))
-        checks.check_dtype("workspace", workspace, (torch.uint8,))
-        checks.check_device("workspace", workspace, q.device)
-        checks.check_contiguous("workspace", workspace)
+        checks.check_workspace(workspace, q.device)
     choice = _choose("indexer_topk", impl, q, k_cache, block_table, request_ids)
     if lengths is None:
         lengths = _lengths(choice.impl, seq_lens, T, positions, request_ids)

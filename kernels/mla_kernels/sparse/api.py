@@ -207,8 +207,9 @@ def _check_arguments(
         ("out", out, (T, H, kv_lora_rank), dtype),
         ("lse", lse, (T, H), torch.float32),
         ("max_logits", max_logits, (T, H), torch.float32),
-        ("workspace", workspace, ("bytes",), torch.uint8),
     )
+    if workspace is not None:
+        checks.check_workspace(workspace, device)
     for name, tensor, shape, of in results:
         if tensor is not None:
             checks.check_shape(name, tensor, shape)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results whose rows overlap are refused by name: of two rows at one place one would be lost."""
+"""Results whose rows overlap are refused by name, as one of two rows at one place would be lost,
+and workspaces that kernels cannot see as words."""
 
 import pytest
 import torch
@@ -126,6 +127,20 @@ def test_workspaces():
         exact_topk(torch.randn(2, WIDTH), K, workspace=flat)
     with pytest.raises(ValueError, match=r"contiguous workspace, got strides \(0,\)"):
         indexer_topk(*case.args, K, workspace=flat.to(torch.uint8)[:1].expand(2**18))
+    odd = torch.empty(2**18, dtype=torch.uint8)[1:]  # no words for a kernel
+    with pytest.raises(ValueError, match="workspace at an address of a multiple of 4 bytes, got 0"):
+        indexer_topk(*case.args, K, workspace=odd)
+    dense = decode_case([5, 70])
+    slots = torch.zeros(2, K, dtype=torch.int32)
+    for workspace, message in (
+        (odd, "workspace at an address of a multiple of 4 bytes"),
+        (odd[:1].expand(2**18), "contiguous workspace"),
+        (odd.int(), r"workspace.dtype in \[torch.uint8\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            mla_sparse_attention(
+                dense.q[:, 0], dense.kv_cache, slots, workspace=workspace, **dense.options
+            )
 
 
 @pytest.mark.parametrize(
