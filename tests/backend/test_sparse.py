@@ -480,6 +480,7 @@ def test_indexer_is_taken_over_and_others_are_not(monkeypatch):
     make_impl(monkeypatch, indexer=indexer, config=config)
     assert config.compilation_config.splitting_ops[1:] == [f"vllm::{module.OP_NAME}"]
     assert indexer.k_cache.get_attn_backend() is IndexerBackend
+    assert IndexerBackend.supports_batch_invariance()
     assert deepseek_v2.per_token_group_quant_fp8 is module.quantise_queries
 
     common = common_metadata([130], [130], max_blocks=3)

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engines that the GPU tests start: keywords of vllm.LLM, environment and scenarios of each."""
 
-import importlib.metadata
 import random
 
 import torch
 from checkpoint import LONG
-from packaging.version import Version
 
+from mla_backend import compat
+
+VLLM = compat.parse_version(compat.installed_vllm_version() or "")
+# Since then the second model runner is the default, and V3.2's indexer is a function.
+SECOND_RUNNER = FUSED_INDEXER = VLLM is not None and VLLM >= (0, 29)
 VOCAB = 2048
 DRAFTS = 3
 # Stock backends of vLLM that run on sm_90.
@@ -112,10 +115,8 @@ def long_prompts():
 
 
 def add_other_runner(add, short, crowd):
-    """Engines whose steps the model runner prepares that this vLLM does not take by itself: from
-    0.29 on it takes its second one for every model, before that its first one for those here."""
-    second = Version(importlib.metadata.version("vllm")) >= Version("0.29")
-    env = {"VLLM_USE_V2_MODEL_RUNNER": "0" if second else "1"}
+    """Engines whose steps the model runner prepares that this vLLM does not take by itself."""
+    env = {"VLLM_USE_V2_MODEL_RUNNER": "0" if SECOND_RUNNER else "1"}
     checked = env | {"MLA_BACKEND_CHECK": "1"}
     mtp = MTP | {"compilation_config": MTP_GRAPHS}
     add("other runner", env=env)
@@ -169,8 +170,9 @@ def all_engines():
     add("CUSTOM fp8 query compiled", **fp8_query, **COMPILED)
     for backend in ("CUSTOM", "FLASHMLA_SPARSE"):
         add(f"{backend} v3.2", "v3.2", attention_backend=backend)
-        add(f"{backend} v3.2 choices", "v3.2", RECORDED, sparse_scenarios(),
-            attention_backend=backend, **EAGER)  # fmt: skip
+        if not FUSED_INDEXER:
+            add(f"{backend} v3.2 choices", "v3.2", RECORDED, sparse_scenarios(),
+                attention_backend=backend, **EAGER)  # fmt: skip
     add("CUSTOM v3.2 eager", "v3.2", **EAGER, **ANY_BLOCK_SIZE)
     add("CUSTOM v3.2 compiled", "v3.2", **COMPILED)
     add("CUSTOM v3.2 fp8_ds_mla", "v3.2", kv_cache_dtype="fp8_ds_mla")

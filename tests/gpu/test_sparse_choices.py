@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from checkpoint import LAYERS
+from engines import FUSED_INDEXER
 from oracle import NOISE, Distance, distance, distance_to, logprobs_given
 from test_parity import outputs_of
 
@@ -67,6 +68,8 @@ def judge(checkpoint, result):
 @pytest.fixture(scope="module")
 def judged(engines, checkpoint):
     """{name: Judged} of both engines."""
+    if FUSED_INDEXER:
+        pytest.skip("from vLLM 0.29 on the indexer is no module, whose choices could be recorded")
     return {name: judge(checkpoint("v3.2"), engines(name)) for name in NAMES}
 
 

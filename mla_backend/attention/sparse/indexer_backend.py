@@ -29,6 +29,10 @@ class IndexerBackend(AttentionBackend):
         return [support.BLOCK_SIZE]
 
     @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True  # a row's scores and its top-k are its own; vLLM's second model runner asks
+
+    @classmethod
     def supports_pcp(cls) -> bool:
         return False
 

@@ -80,6 +80,30 @@ def test_prefill_rows_of_several_requests(chunks, impl, fp8, device):
     assert_scores(indexer_scores(*case.args, **by_length, impl=impl), want)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("heads", [64, 24])
+@pytest.mark.parametrize("fp8", [True, False])
+def test_a_row_has_the_same_bits_whatever_it_shares_a_tile_with(fp8, heads):
+    """Which batch-invariant mode rests on: alone, among drafts, in a mixed step, in a prompt. The
+    interpreter's products round by their shape."""
+    options = {"s_q": 6, "heads": heads, "q_fp8": fp8, "k_fp8": fp8}
+    case = make_indexer_case([3000, 130, 64, 9], **options, device="cuda")
+    _, lengths = expected(case)
+    lengths, T = lengths.cuda(), len(case.q)
+    request = torch.arange(4, device="cuda", dtype=torch.int32).repeat_interleave(6)
+    keys, (q, k_cache, weights, table, _) = {"lengths": lengths}, case.args
+    whole = indexer_scores(*case.args, impl="triton")
+    for rows in (1, 2, 3):
+        tables, ends = table[request[::rows]], lengths[rows - 1 :: rows]
+        assert torch.equal(indexer_scores(q, k_cache, weights, tables, ends, impl="triton"), whole)
+    for copies in (1, 2):  # more than 4 rows a request share tiles, fewer do not
+        tables, ends = table.repeat(copies, 1), case.seq_lens.repeat(copies)
+        args = (q, k_cache, weights, tables, ends)
+        assert (T > 4 * len(tables)) == (copies == 1)
+        assert torch.equal(indexer_scores(*args, request_ids=request, **keys, impl="triton"), whole)
+
+
 @pytest.mark.parametrize("split", [True, False])
 def test_rows_of_a_request_need_not_be_neighbours(split, device, monkeypatch):
     if not split:
