@@ -20,7 +20,7 @@ Import-light: vLLM is imported inside functions only, because the platform entry
 | block size on CPU | chosen before the layers | 0.33 | and again, by their classes |
 | `do_kv_cache_update` | 6 arguments | 0.33 | + skip_scale |
 | reasons of `validate_configuration` | fewer keywords | 0.28 to 0.30 | + use_dcp, use_rswa, ... |
-| model runner on a GPU | the first, for most models | 0.29 | the second (run in `serve.py` alone) |
+| model runner on a GPU | the first, for most models | 0.29 | the second |
 
 The last six need no code here: the methods concerned serve both forms.
 """
