@@ -179,6 +179,18 @@ def test_cache_write(keys):
     check(write_kv_cache, keys, call, changes)
 
 
+def test_slots_apart_are_refused_where_one_slot_of_that_stride_was_recorded(keys, monkeypatch):
+    rows = torch.zeros(4, 576).bfloat16()
+    call = {"kv_c": rows[:, :512], "k_pe": rows[:, 512:], "kv_cache": rows.new_zeros(2, 16, 576)}
+    apart, replayed = torch.arange(8)[::2], []
+    monkeypatch.setattr(keys, "find", lambda key: lambda operands, grid: replayed.append(grid))
+    write_kv_cache(**call, slot_mapping=apart[:1])
+    assert replayed == [(1, 1, 1)]
+    with pytest.raises(ValueError, match=r"slot_mapping with a contiguous.*\(2,\)"):
+        write_kv_cache(**call, slot_mapping=apart)
+    assert len(replayed) == 1
+
+
 def test_sparse_attention(keys):
     q = torch.zeros(3, 4, 576).bfloat16()
     call = {

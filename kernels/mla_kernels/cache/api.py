@@ -47,7 +47,8 @@ def write_kv_cache(
     replay = _RECORDINGS.find(key)
     if replay is not None:
         tokens = slot_mapping.shape[0]
-        if kv_c.shape[0] == k_pe.shape[0] >= tokens > 0:
+        fit = kv_c.shape[0] == k_pe.shape[0] >= tokens > 0
+        if fit and slot_mapping.is_contiguous():  # a single slot may have any stride
             replay(operands, (tokens, 1, 1))
             return
     checks.check_shape("kv_c", kv_c, ("T", "kv_lora_rank"))
