@@ -21,10 +21,13 @@ def rows_as_float(
         return _fp8_ds_mla(rows, dtype, MlaDims(kv_lora_rank, head_dim - kv_lora_rank))
     if rows.dtype == torch.float8_e4m3fn:
         assert kv_scale is not None
-        if isinstance(kv_scale, torch.Tensor):
-            kv_scale = kv_scale.reshape(())
-        return (rows.float() * kv_scale).to(dtype)
+        return (rows.float() * scalar(kv_scale)).to(dtype)
     return rows.to(dtype)
+
+
+def scalar(scale: float | torch.Tensor) -> float | torch.Tensor:
+    """A scale, of any type or shape that checks.check_fp8_scale takes, as a factor in torch."""
+    return scale.reshape(()) if isinstance(scale, torch.Tensor) else float(scale)
 
 
 def _fp8_ds_mla(rows: torch.Tensor, dtype: torch.dtype, dims: MlaDims) -> torch.Tensor:

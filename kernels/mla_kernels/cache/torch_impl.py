@@ -3,7 +3,7 @@
 
 import torch
 
-from mla_kernels.cache.rows import as_words
+from mla_kernels.cache.rows import as_words, scalar
 from mla_kernels.layouts import E4M3_MAX, MIN_GROUP_SCALE, Fp8DsMlaLayout
 
 
@@ -59,7 +59,8 @@ def encode_rows(
         return _fp8_ds_mla_rows(kv_c, k_pe)
     rows = torch.cat([kv_c, k_pe], dim=-1)
     if dtype == torch.float8_e4m3fn:
-        scale = torch.as_tensor(kv_scale, dtype=torch.float32, device=rows.device)
+        assert kv_scale is not None
+        scale = torch.as_tensor(scalar(kv_scale), dtype=torch.float32, device=rows.device)
         return to_e4m3(rows.float() / scale)
     return rows.to(dtype)
 

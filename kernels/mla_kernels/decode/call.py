@@ -50,8 +50,3 @@ class DecodeCall:
         """Compile-time arguments that the call decides."""
         _, s_q, _, _ = first_part(self.q).shape
         return {"CAUSAL": self.causal and s_q > 1, "CHUNKED": self.plan.chunk > 0}
-
-
-def scale_argument(scale: float | torch.Tensor | None) -> float | torch.Tensor:
-    """A scale of fp8 codes as a kernel takes it: a number, or a tensor that it reads."""
-    return 1.0 if scale is None else scale

@@ -4,6 +4,7 @@
 import torch
 
 from mla_kernels import checks
+from mla_kernels.cache.rows import scalar
 from mla_kernels.query.api import join_query
 
 Query = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -61,7 +62,7 @@ def dequantised(q: torch.Tensor, q_scale: float | torch.Tensor | None) -> torch.
     """q of float8_e4m3fn as the fp32 numbers that it stands for; of other dtypes as it is."""
     if q.dtype != FP8:
         return q
-    return q.float() if q_scale is None else q.float() * q_scale
+    return q.float() if q_scale is None else q.float() * scalar(q_scale)
 
 
 def result_dtype(q_dtype: torch.dtype) -> torch.dtype:

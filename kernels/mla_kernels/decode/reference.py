@@ -32,7 +32,7 @@ def mla_decode_reference(
             limit = max(length - s_q + 1 + j, 0) if causal else length
             if limit == 0:
                 continue
-            scores = scale * (q[b, j].double() @ k[:limit].T)
+            scores = float(scale) * (q[b, j].double() @ k[:limit].T)
             out[b, j] = scores.softmax(-1) @ k[:limit, :kv_lora_rank]
             lse[b, j] = scores.logsumexp(-1)
     return out, lse

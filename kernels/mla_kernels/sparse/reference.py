@@ -35,7 +35,7 @@ def mla_sparse_attention_reference(
             continue
         rows = kv_cache.view(_bytes(kv_cache))[mine // block_size, mine % block_size]
         k = rows_as_float(rows.view(kv_cache.dtype), q.dtype, kv_lora_rank, Dk, kv_scale).double()
-        scores = scale * (q[t].double() @ k.T)
+        scores = float(scale) * (q[t].double() @ k.T)
         lse[t] = scores.logsumexp(-1)
         if max_logits is not None:
             max_logits[t] = scores.amax(-1)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Queries of float8_e4m3fn without a GPU: values, refusals, and which kernel a GPU gets."""
 
+from fractions import Fraction
+
 import pytest
 import torch
 from mla_kernels import dispatch, mla_decode, plan_mla_decode
@@ -46,7 +48,10 @@ def test_codes_stand_for_their_values(impl, cache, s_q):
 
 
 @pytest.mark.parametrize("impl", ["torch", "reference"])
-@pytest.mark.parametrize("form", [0.03, torch.tensor(0.03), torch.tensor([0.03])])
+@pytest.mark.parametrize(
+    "form",
+    [0.03, torch.tensor(0.03), torch.tensor([0.03]), torch.full((1,) * 5, 0.03), Fraction(3, 100)],
+)
 def test_forms_of_the_scale(impl, form):
     case, q = fp8_case([5, 70], num_heads=4)
     args = (q, *case.args[1:])

@@ -3,7 +3,9 @@
 
 import itertools
 from dataclasses import replace
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from mla_kernels import mla_decode, plan_mla_decode
@@ -20,6 +22,7 @@ from mla_kernels.testing.cases import decode_case, random_tokens
 from mla_kernels.testing.decoded import assert_decoded
 from mla_kernels.testing.structured import integer_ramp, uniform_weights
 from mla_kernels.triton_common.alignment import row_alignment
+from mla_kernels.triton_common.formats import scale_argument
 
 LENGTHS = [0, 1, 63, 64, 65, 200, 0, 130]
 RESCALES = ["pow2", "amla", "flash"]
@@ -134,6 +137,19 @@ def test_fp8_cache(device, heads, kv_scale):
     if isinstance(kv_scale, torch.Tensor):
         case.options["kv_scale"] = kv_scale.to(device)
     check(case, 2)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton", "reference"])
+@pytest.mark.parametrize("number", [Fraction, np.float32, int])
+def test_scales_of_any_type_of_number(device, impl, number):
+    """As they are to Triton: a float is."""
+    fp8 = {"cache_dtype": torch.float8_e4m3fn, "kv_scale": 1.0, "scale": 1.0}
+    case = decode_case([70], q_std=0.03, device=device, **fp8)
+    want = mla_decode(*case.args, **case.options, impl=impl)
+    scales = {"scale": number(1), "kv_scale": number(1)}
+    got = mla_decode(*case.args, **case.options | scales, impl=impl)
+    assert all(map(torch.equal, got, want))
+    assert type(scale_argument(number(1))) is float
 
 
 @pytest.mark.parametrize("size", [1e-20, 1e4])

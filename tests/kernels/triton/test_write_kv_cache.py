@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fused cache write kernel, byte for byte against the layouts spelled out in torch."""
 
+from fractions import Fraction
+
+import numpy as np
 import pytest
 import torch
 from mla_kernels import write_kv_cache
@@ -108,6 +111,19 @@ def test_scale_may_live_on_the_device_and_slots_may_be_int32(device):
     scale = torch.full((1,), 0.11, device=device)
     launch_write_kv_cache(kv_c, k_pe, caches[1], slots.int(), kv_scale=scale)
     assert torch.equal(caches[0].view(torch.uint8), caches[1].view(torch.uint8))
+
+
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+@pytest.mark.parametrize("scale", [1, 2, Fraction(1, 2), np.float32(0.5), torch.full((1, 1, 1), 2)])
+def test_scales_of_other_types_and_shapes(device, impl, scale):
+    """An int is no float to Triton; the kernel would not compile."""
+    kv_c, k_pe = make_rows(8, DIMS[0], torch.bfloat16, device)
+    slots = slots_for(8, 2, device)
+    cache = empty_cache(2, DIMS[0], torch.float8_e4m3fn, device)
+    want = expected_cache(cache, row_bytes(kv_c, k_pe, cache.dtype, float(scale)), slots)
+    given = scale.float().to(device) if isinstance(scale, torch.Tensor) else scale
+    write_kv_cache(kv_c, k_pe, cache, slots, kv_scale=given, impl=impl)
+    assert torch.equal(cache.view(torch.uint8), want)
 
 
 def test_ranks_that_are_no_power_of_two(device):

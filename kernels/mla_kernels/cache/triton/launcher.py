@@ -10,7 +10,7 @@ import triton
 from mla_kernels.arch import device_arch
 from mla_kernels.cache.triton.kernel import write_kv_cache_kernel
 from mla_kernels.layouts import Fp8DsMlaLayout, MlaDims
-from mla_kernels.triton_common.formats import cache_format
+from mla_kernels.triton_common.formats import cache_format, scale_argument
 from mla_kernels.triton_common.launch import launch
 from mla_kernels.triton_common.runtime import INTERPRET
 
@@ -40,7 +40,7 @@ def launch_write_kv_cache(
         k_pe,
         byte_view(kv_cache),
         slot_mapping,
-        1.0 if kv_scale is None else kv_scale,
+        scale_argument(kv_scale),
         kv_c.stride(0),
         k_pe.stride(0),
         kv_cache.stride(0),

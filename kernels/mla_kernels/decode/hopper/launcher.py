@@ -8,7 +8,7 @@ import triton
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mla_kernels.arch import device_arch
-from mla_kernels.decode.call import DecodeCall, scale_argument
+from mla_kernels.decode.call import DecodeCall
 from mla_kernels.decode.hopper import layouts
 from mla_kernels.decode.hopper.fp8.configs import choose_config
 from mla_kernels.decode.hopper.fp8.launcher import launch_fp8
@@ -20,6 +20,7 @@ from mla_kernels.decode.query import Query, first_part, row_parts
 from mla_kernels.decode.rescale import scale_to_log2
 from mla_kernels.decode.triton.merge import launch_merge
 from mla_kernels.decode.triton.plan import build_plan
+from mla_kernels.triton_common.formats import scale_argument
 from mla_kernels.triton_common.launch import launch
 
 # Tiles of each ring: 209 KB of shared memory. 160 is the only register share of the two value

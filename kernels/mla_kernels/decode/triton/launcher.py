@@ -8,7 +8,7 @@ import triton
 
 from mla_kernels import checks
 from mla_kernels.arch import Arch
-from mla_kernels.decode.call import DecodeCall, scale_argument
+from mla_kernels.decode.call import DecodeCall
 from mla_kernels.decode.plan import MlaDecodePlan
 from mla_kernels.decode.query import joined
 from mla_kernels.decode.rescale import scale_to_log2
@@ -25,7 +25,7 @@ from mla_kernels.decode.triton.plan import arch_of, build_plan, parts_for
 from mla_kernels.decode.triton.tiles import Tile, choose_tile, tile_rows
 from mla_kernels.layouts import Fp8DsMlaLayout, MlaDims
 from mla_kernels.triton_common.alignment import row_alignment
-from mla_kernels.triton_common.formats import cache_format
+from mla_kernels.triton_common.formats import cache_format, scale_argument
 from mla_kernels.triton_common.launch import launch
 from mla_kernels.triton_common.runtime import INTERPRET
 

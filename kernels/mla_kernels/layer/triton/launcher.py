@@ -9,7 +9,7 @@ from mla_kernels.cache.triton.launcher import byte_view, row_constants
 from mla_kernels.layer.buffers import MlaLayerBuffers
 from mla_kernels.layer.config import MlaLayerConfig
 from mla_kernels.layer.triton.kernel import rotate_and_append_kernel
-from mla_kernels.triton_common.formats import cache_format
+from mla_kernels.triton_common.formats import cache_format, scale_argument
 from mla_kernels.triton_common.launch import launch
 from mla_kernels.triton_common.runtime import INTERPRET
 
@@ -42,7 +42,7 @@ def launch_rotate_and_append(
         byte_view(kv_cache),
         block_table,
         seq_lens,
-        1.0 if kv_scale is None else kv_scale,
+        scale_argument(kv_scale),
         c.num_heads,
         kv_cache.stride(0),
         kv_cache.stride(1),

@@ -8,7 +8,6 @@ import triton
 
 from mla_kernels import checks
 from mla_kernels.arch import Arch
-from mla_kernels.decode.call import scale_argument
 from mla_kernels.decode.query import first_part, head_dim, joined
 from mla_kernels.decode.rescale import scale_to_log2
 from mla_kernels.decode.triton.few_rows.tiles import FewRowsTile
@@ -29,7 +28,7 @@ from mla_kernels.sparse.triton.tiles import (
     unaligned_tile,
 )
 from mla_kernels.triton_common.alignment import row_alignment
-from mla_kernels.triton_common.formats import cache_format
+from mla_kernels.triton_common.formats import cache_format, scale_argument
 from mla_kernels.triton_common.launch import launch
 from mla_kernels.triton_common.runtime import INTERPRET
 

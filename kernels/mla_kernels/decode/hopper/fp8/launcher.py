@@ -7,13 +7,14 @@ import torch
 import triton
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from mla_kernels.decode.call import DecodeCall, scale_argument
+from mla_kernels.decode.call import DecodeCall
 from mla_kernels.decode.hopper.fp8.kernel import hopper_fp8_kernel
 from mla_kernels.decode.hopper.fp8.operands import rows_of
 from mla_kernels.decode.hopper.layouts import QUERY_TILE, SCALES
 from mla_kernels.decode.hopper.support import FORMATS
 from mla_kernels.decode.query import row_parts
 from mla_kernels.decode.rescale import scale_to_log2
+from mla_kernels.triton_common.formats import scale_argument
 from mla_kernels.triton_common.launch import launch
 
 

@@ -5,12 +5,13 @@ import torch
 import triton
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from mla_kernels.decode.call import DecodeCall, scale_argument
+from mla_kernels.decode.call import DecodeCall
 from mla_kernels.decode.hopper.fp8_query import operands
 from mla_kernels.decode.hopper.fp8_query.kernel import hopper_fp8_query_kernel
 from mla_kernels.decode.hopper.layouts import BLOCK
 from mla_kernels.decode.query import joined
 from mla_kernels.decode.rescale import scale_to_log2
+from mla_kernels.triton_common.formats import scale_argument
 from mla_kernels.triton_common.launch import launch
 
 CONFIG = {"SLOTS": 4, "SLOTS_P": 2, "VALUE_REGS": 208}

@@ -8,13 +8,13 @@ import triton
 
 from mla_kernels.arch import Arch
 from mla_kernels.checks import rows_aligned
-from mla_kernels.decode.call import DecodeCall, scale_argument
+from mla_kernels.decode.call import DecodeCall
 from mla_kernels.decode.query import joined
 from mla_kernels.decode.rescale import scale_to_log2
 from mla_kernels.decode.triton.few_rows.kernel import few_rows_kernel
 from mla_kernels.decode.triton.few_rows.tiles import FewRowsTile
 from mla_kernels.layouts import Fp8DsMlaLayout, MlaDims
-from mla_kernels.triton_common.formats import cache_format
+from mla_kernels.triton_common.formats import cache_format, scale_argument
 from mla_kernels.triton_common.launch import launch
 
 

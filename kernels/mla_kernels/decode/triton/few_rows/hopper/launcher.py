@@ -7,13 +7,14 @@ import triton
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mla_kernels.arch import Arch
-from mla_kernels.decode.call import DecodeCall, scale_argument
+from mla_kernels.decode.call import DecodeCall
 from mla_kernels.decode.hopper import layouts
 from mla_kernels.decode.hopper.fp8.operands import rows_of
 from mla_kernels.decode.query import joined
 from mla_kernels.decode.rescale import scale_to_log2
 from mla_kernels.decode.triton.few_rows.hopper.kernel import few_rows_fp8_kernel
 from mla_kernels.decode.triton.few_rows.tiles import FewRowsTile
+from mla_kernels.triton_common.formats import scale_argument
 from mla_kernels.triton_common.launch import launch
 
 # By rows of a program, one of which fills an SM. 16: twenty warps have 96 registers a thread at
