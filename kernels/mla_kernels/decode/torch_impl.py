@@ -55,11 +55,10 @@ def mla_decode_torch(
         tile_tokens = max(FOLD, kv_cache.shape[1])
         blocks = tile_tokens // kv_cache.shape[1]
         block_table = pad(block_table, (0, -block_table.shape[1] % blocks))
-    requests = zip(*(x.split(1) for x in (q, block_table, seq_lens)), strict=True)
-    # A copy has an address of its own: torch's products of fp32 depend on where q's rows start.
-    alone = [
-        attend(a.clone(), kv_cache, table, n, tile_tokens, **named) for a, table, n in requests
-    ]
+    # Copies with an address and strides of their own: torch's products of fp32 depend on q's.
+    queries = (a.clone(memory_format=torch.contiguous_format) for a in q.split(1))
+    requests = zip(queries, block_table.split(1), seq_lens.split(1), strict=True)
+    alone = [attend(a, kv_cache, table, n, tile_tokens, **named) for a, table, n in requests]
     outs, lses = zip(*alone, strict=True)
     return torch.cat(outs), torch.cat(lses)
 

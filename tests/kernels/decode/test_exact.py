@@ -224,23 +224,30 @@ def test_an_empty_batch(rescale, deterministic):
     assert out.shape == (0, 1, 16, 512) and lse.shape == (0, 1, 16)
 
 
+@pytest.mark.parametrize("by_column", [False, True])
 @pytest.mark.parametrize("rescale", RESCALES)
-def test_deterministic_wherever_the_rows_of_q_start(rescale):
-    """Products of fp32 depend on it: those of 103 columns start at all multiples of 4 bytes."""
+def test_deterministic_wherever_the_rows_of_q_start(rescale, by_column):
+    """Products of fp32 depend on it: those of 103 columns start at all multiples of 4 bytes. And on
+    strides: a batch by column has others than its contiguous requests."""
     g = torch.Generator().manual_seed(0)
     q, kv_cache = torch.randn(6, 1, 3, 103, generator=g), torch.randn(2, 64, 103, generator=g)
+    if by_column:
+        q = q.mT.contiguous().mT
     block_table = torch.arange(2, dtype=torch.int32).expand(6, 2).contiguous()
     seq_lens = torch.full((6,), 100, dtype=torch.int32)
     options = {"scale": 0.1, "kv_lora_rank": 100, "rescale": rescale, "deterministic": True}
     out, lse = mla_decode(q, kv_cache, block_table, seq_lens, **options)
     for b in range(6):
-        alone = mla_decode(q[b : b + 1].clone(), kv_cache, block_table[:1], seq_lens[:1], **options)
+        mine = torch.empty(1, 1, 3, 103).copy_(q[b])
+        alone = mla_decode(mine, kv_cache, block_table[:1], seq_lens[:1], **options)
         assert torch.equal(alone[0][0], out[b]) and torch.equal(alone[1][0], lse[b])
 
 
-@pytest.mark.parametrize("rescale", ["pow2", "amla"])
+@pytest.mark.parametrize(
+    ("impl", "rescale"), [("torch", "pow2"), ("torch", "amla"), ("triton", "flash")]
+)
 @pytest.mark.parametrize("score, seen", [(-7.0e5, True), (-7.5e5, False)])
-def test_scores_below_the_first_reference_count_as_masked(rescale, score, seen):
+def test_scores_below_the_first_reference_count_as_masked(device, impl, rescale, score, seen):
     """docs/numerics.md: below -2^20 ln 2, about -727000."""
     dims = MlaDims()
     tokens = random_tokens([3], dims)
@@ -248,8 +255,9 @@ def test_scores_below_the_first_reference_count_as_masked(rescale, score, seen):
     tokens[0][:, 512] = 1.0
     q = torch.zeros(1, 1, 2, dims.head_dim)
     q[..., 512] = score
-    case = decode_case([3], tokens=tokens, q=q)
-    out, lse = mla_decode(*case.args, **case.options | {"scale": 1.0}, rescale=rescale)
+    case = decode_case([3], tokens=tokens, q=q, scale=1.0, device=device)
+    results = mla_decode(*case.args, **case.options, rescale=rescale, impl=impl)
+    out, lse = (x.cpu() for x in results)
     if seen:
         assert torch.allclose(lse, torch.tensor(q[0, 0, 0, 512].bfloat16().item()), rtol=1e-4)
         assert torch.allclose(out[0, 0, 0].float(), tokens[0][:, :512].float().mean(0), atol=0.02)
