@@ -192,6 +192,17 @@ def check_contents(
         )
 
 
+def check_rows_near(kv_cache: torch.Tensor) -> None:
+    """Portable kernels count the bytes from the first row of a block to the others in 32 bits."""
+    _, block_size, width = kv_cache.shape
+    reach = (block_size - 1) * kv_cache.stride(1) + width
+    if reach * kv_cache.element_size() >= 2**31:
+        raise ValueError(
+            "Expected kv_cache with all rows of a block within 2^31 bytes for triton, got "
+            f"strides {kv_cache.stride()}"
+        )
+
+
 def rows_aligned(kv_cache: torch.Tensor) -> bool:
     """Whether every row of a cache starts at a multiple of 16 bytes."""
     size = kv_cache.element_size()

@@ -5,6 +5,8 @@ Memory that nothing touches takes none on a CPU, so that the interpreter sees th
 missing cast is an address of another process, and ends this one.
 """
 
+import functools
+
 import pytest
 import torch
 from mla_kernels import indexer_scores, mla_decode, mla_sparse_attention, write_kv_cache
@@ -48,6 +50,27 @@ def test_sparse_attention(device, where):
     moved = (far(q), kv_cache) if where == "q" else (q, far(kv_cache))
     got, _ = mla_sparse_attention(*moved, slots, scale=0.04, impl="triton")
     assert SHORT_BAR.failures(measure(got, want)) == []
+
+
+@pytest.mark.parametrize("near", [True, False])
+@pytest.mark.parametrize("op", ["decode", "sparse"])
+def test_rows_of_a_block(device, op, near):
+    """As in a view of [block_size, num_blocks, D]: 32 bits must reach the last one."""
+    case = decode_case([3, 16], num_heads=2, block_size=16, device=device, junk=1.0)
+    shape, apart = case.kv_cache.shape, (2**30 - 576) // 15 - (1 if near else -1)
+    memory = torch.empty(15 * apart + shape[0] * 576, dtype=torch.bfloat16, device=device)
+    rest = memory.as_strided(shape, (576, apart, 1)).copy_(case.kv_cache), case.block_table
+    if op == "decode":
+        call = functools.partial(mla_decode, case.q, *rest, case.seq_lens, **case.options)
+    else:
+        slots = case.block_table[:, :1] * 16 + torch.arange(16, dtype=torch.int32, device=device)
+        call = functools.partial(mla_sparse_attention, case.q[:, 0], rest[0], slots, scale=0.04)
+    want, _ = call(impl="reference")
+    if near:
+        assert SHORT_BAR.failures(measure(call(impl="triton")[0], want)) == []
+    else:
+        with pytest.raises(ValueError, match=r"within 2\^31 bytes for triton, got strides \(576, "):
+            call(impl="triton")
 
 
 def far_heads(q):

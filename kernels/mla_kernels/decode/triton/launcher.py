@@ -52,6 +52,7 @@ def mla_decode_triton(
     _, s_q, H, Dk = q.shape
     dims = MlaDims(kv_lora_rank, Dk - kv_lora_rank)
     check_supported(q, out, dims)
+    checks.check_rows_near(kv_cache)
     device_plan = None if plan is None else plan.device_plan
     if device_plan is None:
         device_plan = build_plan(

@@ -46,6 +46,7 @@ def mla_sparse_attention_triton(
     DV, dtype, device = call.out.shape[2], call.out.dtype, call.out.device
     dims = MlaDims(DV, head_dim(call.q) - DV)
     check_supported(first_part(call.q), call.out, dims)
+    checks.check_rows_near(call.kv_cache)
     if T == 0:
         return
     kv_format = cache_format(call.kv_cache.dtype)
