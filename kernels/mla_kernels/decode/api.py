@@ -112,7 +112,7 @@ def mla_decode(
         checks.check_contents(block_table, seq_lens, kv_cache.shape[0], kv_cache.shape[1])
     options: dict[str, Any] = {
         "scale": scale,
-        "kv_lora_rank": kv_lora_rank,
+        "kv_lora_rank": int(kv_lora_rank),  # NumPy's integers are none to Triton
         "kv_scale": kv_scale,
         "causal": causal,
         "rescale": rescale,

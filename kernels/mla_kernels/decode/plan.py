@@ -158,10 +158,16 @@ def plan_mla_decode(
     checks.check_range("rope_dim", rope_dim, 1, 2**15)
     if max_seq_len is not None:
         checks.check_range("max_seq_len", max_seq_len, 0, 2**31 - 1)
+        max_seq_len = int(max_seq_len)  # NumPy's integers are none to Triton
     checks.check_choice("dtype", dtype, QUERY_DTYPES)
     checks.check_choice("kv_cache_dtype", kv_cache_dtype, _CACHE_DTYPES)
     checks.check_choice("block_size", block_size, checks.BLOCK_SIZES)
     checks.check_choice("rescale", rescale, RESCALES)
+    if lender is not None and not isinstance(lender, MlaDecodePlan):
+        raise ValueError(f"Expected lender from plan_mla_decode, got {type(lender).__name__}")
+    if lender is not None and lender.device != seq_lens.device:
+        raise ValueError(f"Expected a lender on {seq_lens.device}, got one on {lender.device}")
+    num_heads, s_q, kv_lora_rank = int(num_heads), int(s_q), int(kv_lora_rank)
     device_plan = None
     choice = choose_decode_impl(
         impl,

@@ -25,6 +25,7 @@ def check_query(
     if not isinstance(q, tuple) or len(q) != 2:
         raise ValueError(f"Expected q to be a tensor or its two parts, got {type(q).__name__}")
     latent, rope = q
+    checks.check_range("kv_lora_rank", kv_lora_rank, 1, 2**15)
     checks.check_shape("q[0]", latent, (*dims, kv_lora_rank))
     if latent.dtype == FP8 and FP8 in dtypes:
         raise ValueError("Expected q of float8_e4m3fn as one tensor, got its two parts")

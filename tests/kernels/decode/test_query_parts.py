@@ -78,6 +78,15 @@ def test_parts_that_do_not_fit_are_refused(parts, message):
         mla_decode(parts, *case.args[1:], **case.options)
 
 
+@pytest.mark.parametrize("rank", ["512", None, 512.0, True])
+def test_a_rank_that_is_no_integer_is_named(rank):
+    case = decode_case([5], num_heads=4)
+    options = case.options | {"kv_lora_rank": rank}
+    parts = parts_of(case.q, by_head=False)
+    with pytest.raises(ValueError, match=rf"kv_lora_rank in 1\.\.\d+, got {rank!r}"):
+        mla_decode(parts, *case.args[1:], **options)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("impl", ["hopper", "triton"])

@@ -199,6 +199,11 @@ LENGTHS = torch.tensor([5, 70], dtype=torch.int32)
         ({"block_size": 48}, r"block_size in \[16, 32, 64, 128\], got 48"),
         ({"rescale": "pow3"}, "rescale in .*got 'pow3'"),
         ({"impl": "cuda"}, "impl in .*got 'cuda'"),
+        ({"lender": "x"}, "lender from plan_mla_decode, got str"),
+        (
+            {"lender": plan_mla_decode(LENGTHS.to("meta"), num_heads=16, s_q=1)},
+            "lender on cpu, got one on meta",
+        ),
     ],
 )
 def test_plans_that_fit_no_decode(change, message):

@@ -152,6 +152,16 @@ def test_scales_of_any_type_of_number(device, impl, number):
     assert type(scale_argument(number(1))) is float
 
 
+def test_sizes_that_are_integers_of_numpy(device):
+    case = decode_case([70], device=device)
+    want = mla_decode(*case.args, **case.options, impl="triton")
+    sizes = {"num_heads": np.int64(16), "s_q": np.int64(1), "kv_lora_rank": np.int64(512)}
+    plan = plan_mla_decode(case.seq_lens, **sizes, impl="triton")
+    assert type(plan.device_plan.rows) is type(plan.device_plan.kv_lora_rank) is int
+    options = case.options | {"kv_lora_rank": np.int64(512), "impl": "triton", "plan": plan}
+    assert all(map(torch.equal, mla_decode(*case.args, **options), want))
+
+
 @pytest.mark.parametrize("size", [1e-20, 1e4])
 def test_fp8_dots_take_queries_of_any_size(device, size):
     """They are in fp16, which holds neither."""
