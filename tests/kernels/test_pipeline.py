@@ -85,6 +85,21 @@ def test_search_finds_what_brute_force_finds(n, trials):
         assert cycle.preload_count == best <= n, times
 
 
+def test_of_searched_cycles_the_one_with_the_least_work_before_the_loop_is_taken():
+    rng = random.Random(4)
+    others = 0
+    for _ in range(40):
+        times = [rng.randint(1, 6) for _ in range(4)]  # fits() lets stages of 0 wait in a circle
+        found = fewest_preloads(times)
+        for internal in itertools.combinations(range(3), 3 - found.preload_count):
+            for cube, vector in itertools.product(itertools.permutations((1, 2)), repeat=2):
+                if fits(times, cube, vector, internal):
+                    other = Cycle(found.chain, cube, vector, frozenset(internal))
+                    assert other.preload_work >= found.preload_work, times
+                    others += other.preload_work > found.preload_work
+    assert others
+
+
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_fewer_than_n_is_not_always_possible(n):
     """Theorem 4.1 (1), by the durations of Eq. 16: one [Vk] that fits beside all [C] only."""

@@ -179,7 +179,8 @@ def test_cache_write(keys):
     check(write_kv_cache, keys, call, changes)
 
 
-def test_slots_apart_are_refused_where_one_slot_of_that_stride_was_recorded(keys, monkeypatch):
+def test_a_recorded_cache_write_is_replayed_for_slots_that_fit_only(keys, monkeypatch):
+    """Its key has their stride, which of a single slot is any, but not their number."""
     rows = torch.zeros(4, 576).bfloat16()
     call = {"kv_c": rows[:, :512], "k_pe": rows[:, 512:], "kv_cache": rows.new_zeros(2, 16, 576)}
     apart, replayed = torch.arange(8)[::2], []
@@ -188,6 +189,9 @@ def test_slots_apart_are_refused_where_one_slot_of_that_stride_was_recorded(keys
     assert replayed == [(1, 1, 1)]
     with pytest.raises(ValueError, match=r"slot_mapping with a contiguous.*\(2,\)"):
         write_kv_cache(**call, slot_mapping=apart)
+    with pytest.raises(ValueError, match=r"length of slot_mapping in 0\.\.4, got 5"):
+        write_kv_cache(**call, slot_mapping=torch.arange(5))
+    write_kv_cache(**call, slot_mapping=torch.arange(0))  # a grid of 0 is an error on a GPU
     assert len(replayed) == 1
 
 

@@ -32,6 +32,8 @@ def make_rows(tokens, dims, dtype, device, seed=0):
 
 def slots_for(tokens, blocks, device, dtype=torch.int64):
     slots = torch.randperm(blocks * PAGE, generator=torch.Generator().manual_seed(1))[:tokens]
+    slots[slots == 0] = slots[0]
+    slots[0] = 0  # the first row is no padding
     slots[[1, tokens - 2]] = -1
     return slots.to(device, dtype)
 
