@@ -127,7 +127,8 @@ def mla_decode(
     out, lse = results_for(q, kv_lora_rank, out, lse)
     if seq_lens.shape[0] == 0:
         return out, lse
-    if block_table.shape[1] == 0:  # room for empty requests only; the kernels ask for its entries
+    # Room for empty requests only; the kernels ask for entries of the table, and TMA for rows.
+    if block_table.shape[1] == 0 or kv_cache.shape[0] == 0:
         return out.zero_(), lse.fill_(-torch.inf)
     options |= {"plan": plan, "out": out, "lse": lse, "q_scale": q_scale}
     launch = functools.partial(_by_kernel, chosen, q, kv_cache, block_table, seq_lens, **options)

@@ -177,6 +177,20 @@ def test_an_empty_batch(impl, planned, monkeypatch):
     assert out.shape == (0, 1, 16, 512) and lse.shape == (0, 1, 16)
 
 
+@pytest.mark.parametrize("impl", ["torch", "triton", "reference"])
+def test_a_cache_without_blocks_has_room_for_empty_requests(impl, monkeypatch):
+    case = decode_case([0, 0])
+    if impl == "triton":  # nothing may be launched: TMA takes no cache of 0 rows
+        from mla_kernels import dispatch
+        from mla_kernels.decode.triton import launcher
+
+        monkeypatch.setattr(dispatch, "triton_refusal", lambda device: None)
+        monkeypatch.setattr(launcher, "mla_decode_triton", None)
+    call = case.q, case.kv_cache[:0], case.block_table, case.seq_lens
+    out, lse = mla_decode(*call, **case.options, impl=impl, out=case.poisoned_out())
+    assert not out.any() and (lse == -torch.inf).all()
+
+
 LENGTHS = torch.tensor([5, 70], dtype=torch.int32)
 
 

@@ -84,6 +84,13 @@ def test_every_tile_is_read_once_and_no_split_is_empty(
     assert len(set(slots)) == len(slots) and all(0 <= s < plan.acc.shape[0] for s in slots)
 
 
+def test_a_plan_of_one_part_has_memory_that_tma_takes(device):
+    """As for 8 x 128 rows on an H100 of which MIG leaves 16 SMs."""
+    lens = torch.tensor([900, 3], dtype=torch.int32, device=device)
+    plan = build_plan(lens, num_heads=128, s_q=8, num_parts=1)
+    assert plan.acc.shape == (1, 1024, 512) and plan.sums.shape == (1, 1024, 2)
+
+
 def test_work_is_even(device):
     """The fullest part has no more than its share of tiles and overheads, rounded up."""
     lens = lengths("long beside short").to(device)

@@ -119,7 +119,7 @@ def build_plan(
             max_chunks = min(MAX_CHUNKS, triton.cdiv(tiles, chunk))
         slots = B * max_chunks
     else:
-        slots = parts - 1 + min(B, parts - 1)
+        slots = max(1, parts - 1 + min(B, parts - 1))  # TMA takes no memory of 0 rows
 
     def new(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
