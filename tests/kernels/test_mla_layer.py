@@ -176,6 +176,12 @@ def transposed(name):
         ({"table": rope_table(CONFIG, 15)}, "at least 16 positions.*got 15"),
         ({"table": rope_table(CONFIG, 16).double()}, "table.dtype in .*float32"),
         ({"table": rope_table(CONFIG, 32)[::2]}, "contiguous"),
+        ({"table": rope_table(CONFIG, 16, "meta")}, "table on cpu.*got meta"),
+        ({"weights": make_layer().to("meta").absorbed_weights()}, "weights on cpu.*got meta"),
+        (
+            {"buffers": MlaLayerBuffers.allocate(CONFIG, 2, dtype=torch.float32, device="meta")},
+            r"buffers.down on cpu.*got meta",
+        ),
         (
             {"buffers": MlaLayerBuffers.allocate(CONFIG, 3, dtype=torch.float32, device="cpu")},
             r"buffers.down of shape \[2, 328\], got \[3, 328\]",

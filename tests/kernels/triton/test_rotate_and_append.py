@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fused rotation and cache append of `mla_layer` against its torch form."""
 
+import math
+
 import pytest
 import torch
 from mla_kernels.layer import MlaLayerBuffers, MlaLayerConfig, rope_table
@@ -72,6 +74,15 @@ def test_device_scale_equals_host_scale(device):
         launch_rotate_and_append(CONFIGS[1], *case, kv_scale=scale)
         caches.append(case[1].view(torch.uint8))
     assert all(torch.equal(cache, caches[0]) for cache in caches)
+
+
+def test_angles_far_along():
+    """Frequencies in fp32 are off by 1e-2 here."""
+    config, position = CONFIGS[0], 131071
+    row = rope_table(config, position + 1)[position]
+    angles = [position * 10000.0 ** (-2 * i / config.rope_dim) for i in range(32)]
+    want = [f(angle) for f in (math.cos, math.sin) for angle in angles]
+    torch.testing.assert_close(row, torch.tensor(want), rtol=0, atol=1e-6)
 
 
 def test_rotation_keeps_lengths_and_relative_angles():
