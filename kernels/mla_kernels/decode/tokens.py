@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from mla_kernels import checks
 from mla_kernels.decode.api import mla_decode, operands_of
 from mla_kernels.decode.plan import MlaDecodePlan
 from mla_kernels.decode.query import Query, first_part, results_for
@@ -47,6 +48,8 @@ def mla_decode_tokens(
     if B == 0 or T % B:
         raise ValueError(f"Expected the tokens of {B} requests, as many of each, got {T}")
     out, lse = results_for(q, kv_lora_rank, out, lse)
+    checks.check_shape("out", out, (T, "H", "kv_lora_rank"))
+    checks.check_shape("lse", lse, (T, "H"))
 
     def call() -> None:
         mla_decode(

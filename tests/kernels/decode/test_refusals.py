@@ -4,6 +4,7 @@
 import pytest
 import torch
 from mla_kernels import mla_decode, plan_mla_decode
+from mla_kernels.decode.tokens import mla_decode_tokens
 from mla_kernels.testing.cases import decode_case
 
 
@@ -223,6 +224,25 @@ LENGTHS = torch.tensor([5, 70], dtype=torch.int32)
 def test_plans_that_fit_no_decode(change, message):
     with pytest.raises(ValueError, match=message):
         plan_mla_decode(**{"seq_lens": LENGTHS, "num_heads": 16, "s_q": 1} | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": torch.zeros(3, 16, 576)}, "tokens of 2 requests, as many of each, got 3"),
+        ({"seq_lens": LENGTHS[:0]}, "tokens of 0 requests, as many of each, got 2"),
+        ({"out": torch.zeros(3, 16, 512)}, r"out of shape \[2, H, .*\], got \[3, 16, 512\]"),
+        ({"out": torch.zeros(2, 16, 511)}, r"out of shape \[2, 1, 16, 512\], got .*511\]"),
+        ({"lse": torch.zeros(1, 2, 16)}, r"lse of shape \[2, H\], got \[1, 2, 16\]"),
+        ({"lse": 1.0}, "lse to be a tensor, got float"),
+    ],
+)
+def test_tokens_that_are_not_those_of_the_requests(change, message):
+    case = decode_case([5, 70], dtype=torch.float32)
+    call = dict(zip(("q", "kv_cache", "block_table", "seq_lens"), case.args, strict=True))
+    call |= {"q": case.q[:, 0], "plan": plan_mla_decode(LENGTHS, num_heads=16, s_q=1)}
+    with pytest.raises(ValueError, match=message):
+        mla_decode_tokens(**call | case.options | change)
 
 
 @pytest.mark.parametrize(
