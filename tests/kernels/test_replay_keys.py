@@ -105,6 +105,10 @@ def test_decode(tokens):
     changes += [("rescale", "amla"), ("causal", False), ("deterministic", True)]
     changes += [("impl", "auto")]
     check(mla_decode_tokens if tokens else mla_decode, keys, call, changes)
+    rest = {name: x for name, x in call.items() if name not in ("causal", "deterministic")}
+    for name in ("causal", "deterministic"):  # the same values by other names
+        (mla_decode_tokens if tokens else mla_decode)(**rest | {name: False})
+    assert keys.keys[-1] != keys.keys[-2]
     (mla_decode_tokens if tokens else mla_decode)(**call)
     given = (q, case.kv_cache, case.block_table, case.seq_lens, out, lse)
     assert all(any(x is y for y in keys.operands) for x in (*given, *plan.device_plan.buffers))

@@ -70,6 +70,10 @@ def test_parts_that_tma_cannot_read_are_copied(start):
         ((torch.zeros(1, 1, 4, 512), torch.zeros(1, 1, 3, 64)), r"q\[1\]"),
         ((torch.zeros(1, 1, 4, 512), torch.zeros(1, 1, 4, 64).bfloat16()), r"q\[1\]"),
         ((torch.zeros(1, 1, 4, 512), torch.zeros(1, 1, 64, 4).mT), r"q\[1\]"),
+        (
+            (torch.zeros(1, 1, 4, 512), torch.zeros(1, 1, 4, 64, device="meta")),
+            r"q\[1\] on cpu, .*got meta",
+        ),
     ],
 )
 def test_parts_that_do_not_fit_are_refused(parts, message):
