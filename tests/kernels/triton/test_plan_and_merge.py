@@ -188,6 +188,17 @@ def test_chunks_of_a_request_do_not_depend_on_the_batch(device):
         assert cuts == [s[:2] for s in sorted(segments(alone, lens[b : b + 1])[0])]
 
 
+@pytest.mark.parametrize("tiles", [1, 31, 32, 64, 100, 127, 128, 129, 160, 1024, 1025, 1040, 5000])
+def test_chunks_do_not_depend_on_the_room_for_longer_requests(device, tiles):
+    """Nor do they outgrow a workspace that is made for just this length."""
+    lens = torch.tensor([tiles * PLAN_TILE], dtype=torch.int32, device=device)
+    options = {"num_heads": 1, "s_q": 1, "deterministic": True}
+    plans = [build_plan(lens, **options, max_seq_len=n) for n in (tiles * PLAN_TILE, 2**20, None)]
+    chunks = [plan.requests[0, 1:3].tolist() for plan in plans]
+    assert chunks[0] == chunks[1] == chunks[2]
+    assert chunks[0][0] <= plans[0].acc.shape[0]
+
+
 def test_a_plan_is_updated_in_place(device):
     lens = torch.tensor([100, 5000], dtype=torch.int32, device=device)
     plan = build_plan(lens, num_heads=16, s_q=1, num_parts=8)
