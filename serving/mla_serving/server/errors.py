@@ -26,10 +26,13 @@ def error_body(status: int, message: str, param: str | None = None) -> dict[str,
 
 
 def error_response(
-    status: int, message: str, headers: dict[str, str] | None = None
+    status: int,
+    message: str,
+    headers: dict[str, str] | None = None,
+    param: str | None = None,
 ) -> JSONResponse:
-    """An error answer, ready to be sent."""
-    return JSONResponse(error_body(status, message), status, headers)
+    """An error answer, ready to be sent. param: the field of the request that it is about."""
+    return JSONResponse(error_body(status, message, param), status, headers)
 
 
 def reshaped(status: int, body: bytes) -> bytes | None:

@@ -18,7 +18,7 @@ class JsonObject:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not _is_json(Headers(scope=scope)):
+        if scope["type"] != "http" or not is_json(Headers(scope=scope)):
             return await self.app(scope, receive, send)
         messages: list[Message] = []
         seen = start = b""
@@ -40,5 +40,6 @@ class JsonObject:
         await self.app(scope, replay, send)
 
 
-def _is_json(headers: Headers) -> bool:
+def is_json(headers: Headers) -> bool:
+    """Whether a request says that its body is JSON; what says otherwise vLLM refuses."""
     return headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json"

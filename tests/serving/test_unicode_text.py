@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Half of a surrogate pair is refused before vLLM sees it; whole text arrives unchanged."""
+
+import json
+
+import pytest
+from mla_serving.server.unicode_text import lone_surrogate
+
+JSON = {"content-type": "application/json"}
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        (rb'{"stop": "\ud800"}', "stop"),
+        (rb'{"stop": ["a", "x\uDFFFy"]}', "stop[1]"),
+        (rb'{"prompt": ["\ud83d \ude00"]}', "prompt[0]"),  # both halves, but not side by side
+        (rb'{"prompt": "\ude00\ud83d"}', "prompt"),  # in the wrong order
+        (b'{"prompt": "\xed\xa0\x80"}', "prompt"),  # its bytes
+        (rb'{"messages": [{"role": "user", "content": "\ud800"}]}', "messages[0].content"),
+        (rb'{"messages": [{"content": [{"text": "\ud800"}]}]}', "messages[0].content[0].text"),
+        (rb'{"model": "m", "user": "\ud800"}', "user"),
+        (rb'{"logit_bias": {"\ud800": 1}}', "logit_bias"),
+        (rb'{"\ud800": 1}', None),
+        (rb'{"\ud800": {"a": "\ud801"}}', r"\ud800.a"),
+        (r'{"stop": "\ud800"}'.encode("utf-16-le"), "stop"),
+    ],
+)
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_lone_surrogate(stand, openai_error, body, field, whole):
+    s = stand()
+
+    async def pieces():
+        for i in range(len(body)):
+            yield body[i : i + 1]
+
+    content = body if whole else pieces()
+    error = openai_error(s.request("POST", "/v1/echo", content=content, headers=JSON))
+    assert (error["code"], error["param"]) == (400, field)
+    assert f"{field or 'The body'} has a lone surrogate, \\ud" in error["message"]
+    assert s.events == []
+
+
+@pytest.mark.parametrize(
+    "text", ["\U0001f600", "\ud7ff\ue000", r"\ud800", "\\\U0001f600", "\x00", "日本"]
+)
+@pytest.mark.parametrize("escaped", [True, False])
+def test_whole_text_arrives_unchanged(stand, text, escaped):
+    body = json.dumps({"prompt": text, text: [text]}, ensure_ascii=escaped).encode()
+    answer = stand().request("POST", "/v1/echo", content=body, headers=JSON)
+    assert answer.json() == {"bytes": len(body), "sum": sum(body)}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        rb'{"a": "\ud800"',
+        rb'{"a": "\ud800\x"}',
+        b'{"\xed\xa0": \xff}',
+        rb'{"a": ' + b"[" * 100_000 + rb'"\ud800"' + b"]" * 100_000 + b"}",
+    ],
+)
+def test_what_is_no_json_is_vllms_to_refuse(stand, body):
+    answer = stand().request("POST", "/v1/echo", content=body, headers=JSON)
+    assert answer.json()["bytes"] == len(body)
+
+
+def test_other_bodies_are_none_of_its_business(stand):
+    body = rb'{"a": "\ud800"}'
+    for headers in ({}, {"content-type": "text/plain"}):
+        answer = stand().request("POST", "/v1/echo", content=body, headers=headers)
+        assert answer.json()["bytes"] == len(body)
+
+
+def test_a_name_without_end_is_cut():
+    path, half = lone_surrogate(json.dumps({"n" * 10_000: "\ud800"}).encode())
+    assert len(path) == 200 and half == r"\ud800"
