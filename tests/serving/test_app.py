@@ -105,6 +105,15 @@ def test_wrong_route_method_and_argument(stand, openai_error, method, path, stat
     assert openai_error(stand().request(method, path))["code"] == status
 
 
+@pytest.mark.parametrize("path", ["/health", "/mla/info"])
+@pytest.mark.parametrize("method", ["PUT", "POST", "DELETE", "PATCH", "OPTIONS", "TRACE"])
+def test_our_routes_only_read(stand, openai_error, method, path):
+    answer = stand().request(method, path)
+    assert openai_error(answer)["code"] == 405
+    assert answer.headers["allow"] == "GET, HEAD"
+    assert f"{method} is not allowed at {path}" in answer.text
+
+
 @pytest.mark.parametrize(
     "path",
     [

@@ -2,6 +2,8 @@
 """The root application: our routes and middleware, vLLM's application mounted below them."""
 
 from argparse import Namespace
+from collections.abc import Awaitable, Callable
+from http import HTTPMethod
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -19,6 +21,7 @@ from mla_serving.server.watchdog import Watchdog
 
 MIB = 1024 * 1024
 _READ = ["GET", "HEAD"]
+_OTHERS = [method.value for method in HTTPMethod if method.value not in _READ]
 
 
 def build_root_app(
@@ -45,7 +48,6 @@ def build_root_app(
         title="mla-backend", root_path=args.root_path or "", openapi_url=None, docs_url=None
     )
 
-    @app.api_route("/health", methods=_READ)
     async def health() -> Response:
         if engine.errored:
             return error_response(503, "The engine has died.")
@@ -55,7 +57,6 @@ def build_root_app(
             return error_response(503, complaint)
         return Response(status_code=200)
 
-    @app.api_route("/mla/info", methods=_READ)
     async def mla_info() -> JSONResponse:
         return JSONResponse(await info.read())
 
@@ -63,6 +64,8 @@ def build_root_app(
     async def unexpected(_: Request, error: Exception) -> Response:
         return error_response(500, f"Internal error: {type(error).__name__}")
 
+    _read_only(app, "/health", health)
+    _read_only(app, "/mla/info", mla_info)
     app.mount("/", vllm_app)  # last: our routes win
     # A mounted application's lifespan is not run by its parent.
     app.router.lifespan_context = lambda _: vllm_app.router.lifespan_context(vllm_app)  # type: ignore[assignment]
@@ -85,3 +88,15 @@ def build_root_app(
     )
     app.add_middleware(OpenAIErrors)
     return app
+
+
+def _read_only(app: FastAPI, path: str, answer: Callable[[], Awaitable[Response]]) -> None:
+    """`answer` to GET and HEAD, 405 to the rest: a route lets other methods pass, here to vLLM's
+    application, which knows no such route (404) or names the methods of its own."""
+
+    async def refuse(request: Request) -> Response:
+        text = f"{request.method} is not allowed at {path}: {' and '.join(_READ)} are."
+        return error_response(405, text, {"Allow": ", ".join(_READ)})
+
+    app.add_api_route(path, answer, methods=_READ)
+    app.add_api_route(path, refuse, methods=_OTHERS)
