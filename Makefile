@@ -12,6 +12,9 @@ BIN := $(VENV)/bin
 
 # cuda where an NVIDIA driver answers, else cpu.
 DEVICE := $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
+ifeq ($(filter $(DEVICE),cpu cuda),)
+$(error expected DEVICE=cpu or DEVICE=cuda, got DEVICE=$(DEVICE))
+endif
 
 # `=`, not `?=`: some shells export HOST and PORT for their own ends.
 MODEL =

@@ -85,6 +85,13 @@ def test_an_unfit_python_is_one_clear_sentence(python, says, tmp_path):
     assert not (tmp_path / "venv").exists()
 
 
+@pytest.mark.parametrize("device", ["gpu", "CUDA", "", "xpu"])
+def test_another_device_is_told_which_there_are(device):
+    done = make("serve", f"DEVICE={device}")
+    assert done.returncode != 0
+    assert f"expected DEVICE=cpu or DEVICE=cuda, got DEVICE={device}." in done.stderr
+
+
 def test_a_venv_made_for_the_other_device_is_left_alone(fake_venv):
     (fake_venv / ".installed-cpu").rename(fake_venv / ".installed-cuda")
     done = make("serve", f"VENV={fake_venv}")
