@@ -6,8 +6,6 @@ Every cell is the answer of the function that decides when the engine starts or 
 nothing here is written down twice.
 """
 
-from mla_backend.support_matrix import engine, kernels
-
 HEAD = """# What is supported
 
 Written by `python -m mla_backend.support_matrix`, which asks the functions that decide when an
@@ -18,5 +16,7 @@ compiled and checked without a GPU.
 
 
 def markdown() -> str:
-    """The whole page."""
+    """The whole page. ImportError where vLLM, torch or Triton is missing."""
+    from mla_backend.support_matrix import engine, kernels
+
     return "\n".join([HEAD, engine.section(), kernels.section()])

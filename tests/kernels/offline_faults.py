@@ -6,7 +6,9 @@ import json
 import triton
 import triton.language as tl
 from mla_kernels.arch import ARCHS
-from mla_kernels.offline import KernelSpec, check, compile_spec
+from mla_kernels.offline.check import check
+from mla_kernels.offline.compiler import compile_spec
+from mla_kernels.offline.spec import KernelSpec
 
 
 @triton.jit

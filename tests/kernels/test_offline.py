@@ -14,7 +14,10 @@ from pathlib import Path
 import mla_kernels
 import pytest
 from mla_kernels.arch import AMD, ARCHS
-from mla_kernels.offline import CompileReport, KernelSpec, amd, check, sass
+from mla_kernels.offline import amd, sass
+from mla_kernels.offline.check import check
+from mla_kernels.offline.compiler import CompileReport
+from mla_kernels.offline.spec import KernelSpec
 
 SPEC = KernelSpec("op/variant", fn=None, signature={}, tensor_core="native")
 GOOD = {"registers": 100, "shared_memory": 1000, "tensor_core": {"wgmma": 4}}
@@ -132,6 +135,13 @@ def test_an_unknown_arch_is_named():
     done = offline("--arch", "75")
     assert done.returncode == 2
     assert "expected one of [80, 86, 89, 90, 100, 120] or amd, got '75'" in done.stderr
+
+
+def test_processes_that_make_no_sense_are_named():
+    for count in ("0", "-1", "two", "9999"):
+        done = offline("--jobs", count, "--match", "no-such-kernel")
+        assert done.returncode == 2
+        assert f"expected 1 to 1024, got '{count}'" in done.stderr
 
 
 def test_nothing_matching_is_an_error():

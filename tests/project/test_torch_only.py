@@ -72,3 +72,22 @@ def test_commands_without_torch(args, said):
     assert "Traceback" not in done.stderr
     assert done.returncode == 1
     assert said in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "args", "status", "said"),
+    [
+        ("mla_kernels.offline", [], 2, "triton is not installed. It compiles the kernels: pip ins"),
+        ("mla_kernels.offline", ["--help"], 0, "--match"),
+        ("mla_kernels.offline", ["--arch", "75"], 2, "expected one of [80, "),
+        ("mla_backend.support_matrix", [], 1, "`make setup` installs both"),
+        ("mla_backend.envs", [], 0, "MLA_BACKEND_IMPL"),
+        ("mla_kernels.pipeline", ["1", "2", "3"], 0, "preload"),
+    ],
+)
+def test_modules_that_are_commands(module, args, status, said):
+    code = f"import runpy\nrunpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+    done = run(code, *args)
+    assert "Traceback" not in done.stderr
+    assert done.returncode == status
+    assert said in done.stdout + done.stderr
