@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from mla_serving.plan import cost, report
 from mla_serving.plan.layout import GIB, Layout
-from mla_serving.plan.model import from_config
+from mla_serving.plan.model import from_config, load
 
 CONFIG = Path(__file__).parents[2] / "configs/models/deepseek-v3-5-layers/config.json"
 V3 = {**json.loads(CONFIG.read_text()), "num_hidden_layers": 61}
@@ -191,3 +191,91 @@ def test_the_report_says_what_weights_were_taken_for(quantisation, said):
     """An AWQ config may name no layer that the checkpoint leaves as it is."""
     text = report.as_text(plan(model(quantisation), "auto"))
     assert said in text
+
+
+# hf_quant_config.json as ModelOpt 0.29 writes it.
+FILE = {
+    "producer": {"name": "modelopt", "version": "0.29.0"},
+    "quantization": {
+        "quant_algo": "NVFP4",
+        "kv_cache_quant_algo": "FP8",
+        "group_size": 16,
+        "exclude_modules": ["lm_head", *(f"model.layers.{i}.self_attn*" for i in range(61))],
+    },
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A checkpoint with these two files; without the second for None."""
+
+    def make(beside, **changes):
+        (tmp_path / "config.json").write_text(json.dumps(V3 | changes))
+        if beside is not None:
+            text = beside if isinstance(beside, str) else json.dumps(beside)
+            (tmp_path / "hf_quant_config.json").write_text(text)
+        return tmp_path
+
+    return make
+
+
+@pytest.mark.parametrize("named", ["", "config.json"])
+def test_modelopts_file_beside_the_config_is_read(folder, named):
+    read = load(str(folder(FILE) / named))
+    assert read.scheme.bits == 4.5 and read.kv_cache_dtype == "fp8_e4m3"
+    assert plan(read, "auto").row_bytes == 576
+    parts, whole = (Layout(tp=8).weights(m, LAYERS) for m in (read, model(None)))
+    assert {name for name in parts if parts[name] == whole[name]} == {"attention", "embeddings"}
+
+
+def test_the_config_goes_before_the_file(folder):
+    assert load(str(folder(FILE, quantization_config=AWQ))).scheme.bits == 4 + 20 / 128
+    assert load(str(folder(FILE)), 6.5).scheme.bits == 6.5
+
+
+def test_without_a_file_the_weights_are_plain(folder):
+    assert load(str(folder(None))).scheme is None
+
+
+def test_the_file_is_what_it_is_to_vllm(folder):
+    from vllm.transformers_utils.config import get_config
+    from vllm.utils.torch_utils import get_kv_cache_quant_algo_string
+
+    place = folder(FILE, architectures=["DeepseekV3ForCausalLM"], model_type="deepseek_v3")
+    found = get_config(str(place), trust_remote_code=False).quantization_config
+    assert found == FILE
+    named = found | {"quant_method": "modelopt_fp4"}  # which vLLM adds, by the producer
+    assert get_kv_cache_quant_algo_string(named) == load(str(place)).kv_cache_dtype
+
+
+@pytest.mark.parametrize(
+    ("beside", "said"),
+    [
+        ("{", r"hf_quant_config\.json is not JSON"),
+        ("[]", r"hf_quant_config\.json: expected a JSON object, got list"),
+        ({"producer": {"name": "quark"}}, "--weight-bits"),
+        (FILE | {"quantization": {"quant_algo": "W4A8"}}, "quantised by modelopt, .*--weight-bits"),
+    ],
+)
+def test_a_file_that_makes_no_sense(folder, beside, said):
+    with pytest.raises(ValueError, match=said):
+        load(str(folder(beside)))
+
+
+def test_the_file_is_looked_for_on_the_hub(folder, monkeypatch):
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    place, asked = folder(FILE), []
+
+    def download(model, name):
+        asked.append((model, name))
+        if not (place / name).exists():
+            raise LocalEntryNotFoundError("not there")
+        return str(place / name)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    assert load("org/name").scheme.bits == 4.5
+    assert asked == [("org/name", "config.json"), ("org/name", "hf_quant_config.json")]
+    (place / "hf_quant_config.json").unlink()
+    assert load("org/name").scheme is None

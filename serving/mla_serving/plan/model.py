@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """An MLA model by its config.json: its shape and how many weights each part of a layer has."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from mla_kernels.layouts import MlaDims
 
-from mla_serving.plan import quantization
+from mla_serving.plan import checkpoint, quantization
 from mla_serving.plan.quantization import Scheme
 
 KV_B = "self_attn.kv_b_proj"
@@ -175,46 +173,13 @@ def load(model: str, weight_bits: float | None = None) -> MlaModel:
 
     OSError if there is no such config, ValueError if it describes no MLA model.
     """
-    if not model:  # a shell's "$VARIABLE" that is not set; as a path it would be this directory
-        raise FileNotFoundError("--model is empty; expected a path, or a name on the Hub")
-    path = Path(model)
-    if path.is_dir():
-        path = path / "config.json"
-        if not path.exists():
-            raise FileNotFoundError(f"{model}: a directory without config.json")
-    elif not path.exists():
-        path = _download(model)
-    try:
-        config = json.loads(path.read_text())
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    except RecursionError:
-        raise ValueError(f"{path} is nested too deeply for a config.json") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{path}: expected a JSON object, got {type(config).__name__}")
-    name = path.parent.name if Path(model).exists() else model
-    return from_config(config, name or model, weight_bits)
-
-
-def _download(model: str) -> Path:
-    if model.startswith((".", "/", "~")) or model.count("/") != 1:
-        raise FileNotFoundError(f"{model}: no such file or directory")
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
-
-    failures = (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled)
-    try:
-        return Path(hf_hub_download(model, "config.json"))
-    except failures as error:
-        reason = str(error).splitlines()[0]
-        raise OSError(
-            f"{model} is no path here, and its config.json did not come from the Hugging Face Hub "
-            f"({reason}). Give the path of a config.json"
-        ) from None
+    config, name = checkpoint.read(model)
+    return from_config(config, name, weight_bits)
 
 
 def from_config(config: Mapping[str, Any], name: str, weight_bits: float | None = None) -> MlaModel:
-    """`config`: the content of config.json, of a model or of a wrapper with `text_config`."""
+    """`config`: the content of config.json, of a model or of a wrapper with `text_config`; as its
+    quantization_config also that of the file that older ModelOpts write beside it."""
     quantisation = config.get("quantization_config")
     config = config.get("text_config") or config
     if not isinstance(config, Mapping):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a checkpoint stores its linear layers, by the `quantization_config` of its config.json.
+"""How a checkpoint stores its linear layers, by the `quantization_config` of its config.json or the
+file that `checkpoint.py` takes for it.
 
 Known are the schemes of DeepSeek's releases (fp8), ModelOpt, AWQ, GPTQ and compressed-tensors.
 """
@@ -45,7 +46,7 @@ def read(config: Mapping[str, Any] | None, bits: float | None) -> Scheme | None:
     """
     if not config:
         return None if bits is None else Scheme(bits)
-    method = config.get("quant_method")
+    method = _method(config)
     reader = _READERS.get(method) if isinstance(method, str) else None
     scheme = reader(config) if reader else Scheme(None)
     if bits is not None:
@@ -60,7 +61,7 @@ def read(config: Mapping[str, Any] | None, bits: float | None) -> Scheme | None:
 
 def kv_cache_dtype(config: Mapping[str, Any] | None) -> str | None:
     """What vLLM makes of the cache dtype "auto"; None: the model's dtype."""
-    if not config or not str(config.get("quant_method")).startswith("modelopt"):
+    if not config or not str(_method(config)).startswith("modelopt"):
         return None
     scopes = (_mapping(config, "quantization"), config)
     keys = ("kv_cache_scheme", "kv_cache_quant_algo")
@@ -70,6 +71,14 @@ def kv_cache_dtype(config: Mapping[str, Any] | None) -> str | None:
         bits = kind.get("num_bits") if kind.get("type") == "float" else None
         kind = "nvfp4" if bits == 4 else "fp8" if bits == 8 and kind.get("dynamic") is False else ""
     return {"fp8": "fp8_e4m3", "nvfp4": "nvfp4"}.get(str(kind).lower())
+
+
+def _method(config: Mapping[str, Any]) -> Any:
+    """Who quantised it. ModelOpt's own file names no quant_method."""
+    producer = config.get("producer")
+    named = isinstance(producer, Mapping) and producer.get("name") == "modelopt"
+    said = config.get("quant_method")
+    return "modelopt" if said is None and named else said
 
 
 def _fp8(config: Mapping[str, Any]) -> Scheme:

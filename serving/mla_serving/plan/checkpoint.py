@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The JSON files of a checkpoint that the plan reads, from a folder or the Hugging Face Hub."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+# ModelOpt up to 0.29 writes `quantization_config` here, beside config.json.
+QUANTISATION_FILE = "hf_quant_config.json"
+
+
+def read(model: str) -> tuple[dict[str, Any], str]:
+    """The config of `model` (a config.json, a directory with one, or a name on the Hub) with the
+    quantisation that vLLM would find, and the model's name.
+
+    OSError if there is no such config, ValueError if a file holds no JSON object.
+    """
+    if not model:  # a shell's "$VARIABLE" that is not set; as a path it would be this directory
+        raise FileNotFoundError("--model is empty; expected a path, or a name on the Hub")
+    path = Path(model)
+    here = path.exists()
+    if path.is_dir():
+        path = path / "config.json"
+        if not path.exists():
+            raise FileNotFoundError(f"{model}: a directory without config.json")
+    elif not here:
+        path = _download(model)
+    config = _object(path)
+    if config.get("quantization_config") is None:
+        file = path.with_name(QUANTISATION_FILE) if here else _also_on_hub(model)
+        if file is not None and file.exists():
+            config["quantization_config"] = _object(file)
+    return config, (path.parent.name if here else model) or model
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply for a {path.name}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(content).__name__}")
+    return content
+
+
+def _download(model: str) -> Path:
+    if model.startswith((".", "/", "~")) or model.count("/") != 1:
+        raise FileNotFoundError(f"{model}: no such file or directory")
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(model, "config.json"))
+    except _failures() as error:
+        reason = str(error).splitlines()[0]
+        raise OSError(
+            f"{model} is no path here, and its config.json did not come from the Hugging Face Hub "
+            f"({reason}). Give the path of a config.json"
+        ) from None
+
+
+def _also_on_hub(model: str) -> Path | None:
+    """The file of the quantisation. None without one, and where the Hub does not answer, as in
+    vLLM: the report says in how many bits the weights were taken."""
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(model, QUANTISATION_FILE))
+    except _failures():
+        return None
+
+
+def _failures() -> tuple[type[Exception], ...]:
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    return HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
