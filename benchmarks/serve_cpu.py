@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from arguments import count
-from cells import number, quotient
+from cells import FEW_SAMPLES, TIME_HEADS, number, quotient, times
 from ending import exit_on_signals
 from load import METRICS, STATISTICS, agreement, greedy_tokens, run_load
 from machine import describe_machine
@@ -125,19 +125,21 @@ def markdown(report: Row) -> str:
         "Rounding to bf16 moves the near-ties of a model with random weights, and one other token",
         "changes all that follow; the tests compare bf16 log-probabilities with an fp32 oracle.",
     ]
-    heads = " | ".join(f"{m.upper()} {s}" for m in METRICS for s in STATISTICS)
+    heads = " | ".join(TIME_HEADS)
     lines += ["", f"| dtype | conc. | backend | output tok/s | {heads} |"]
-    lines.append("|---|--:|---|--:|" + "--:|" * len(METRICS) * len(STATISTICS))
+    lines.append("|---|--:|---|--:|" + "--:|" * len(TIME_HEADS))
     for row in report["summary"]:
         speed = f"{row['output_tok_s']:.0f} ({row['min_tok_s']:.0f}-{row['max_tok_s']:.0f})"
-        times = " | ".join(f"{row[f'{m}_{s}']:.1f}" for m in METRICS for s in STATISTICS)
-        lines.append(
-            f"| {row['dtype']} | {row['concurrency']} | {row['backend']} | {speed} | {times} |"
-        )
+        requests = row["concurrency"] * settings["rounds"]
+        cells = [row["dtype"], str(row["concurrency"]), row["backend"], speed]
+        cells += times(row, requests, settings["output_len"])
+        lines.append("| " + " | ".join(cells) + " |")
     lines += [
         "",
-        "Times in milliseconds. Below: how much faster ours is, by output tokens a second (prefill",
-        "counts too) and by the median step of a decoding request (ITL p50).",
+        f"Times in milliseconds. {FEW_SAMPLES}",
+        "",
+        "Below: how much faster ours is, by output tokens a second (prefill counts too) and by the",
+        "median step of a decoding request (ITL p50).",
         "",
         "| dtype | conc. | output tok/s, ours / stock | ITL p50, stock / ours |",
         "|---|--:|--:|--:|",

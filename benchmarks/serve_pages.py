@@ -5,8 +5,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from cells import number, quotient
-from load import METRICS, STATISTICS
+from cells import FEW_SAMPLES, TIME_HEADS, number, quotient, times
 from serve_cases import FEWEST, FP8_QUERY, LABELS, OURS, RELEASED_HEADS, Shape, label
 from serve_report import Report
 
@@ -67,17 +66,17 @@ def serve_lines(report: Report) -> list[str]:
         if "gpu_memory_gib" in row:
             gib = f"{row['gpu_memory_gib']:.1f} GiB"
             lines += [f"* GPU memory of {label(row['backend'])} at the end: {gib}"]
-    heads = [f"{m.upper()} {s}" for m in METRICS for s in STATISTICS]
-    lines += ["", "| shape | load | backend | output tok/s | goodput | " + " | ".join(heads) + " |"]
-    lines.append("|---|---|---|--:|--:|" + "--:|" * len(heads))
+    heads = " | ".join(TIME_HEADS)
+    lines += ["", f"| shape | load | backend | output tok/s | goodput | {heads} |"]
+    lines.append("|---|---|---|--:|--:|" + "--:|" * len(TIME_HEADS))
     for row in sorted(serve_rows(report), key=load_key):
-        _, kind, size = load_key(row)
+        shape, kind, size = load_key(row)
         load = f"{size:g} clients" if kind == "closed" else f"{size:g} a second"
         cells = [row["shape"], load, label(row["backend"]), f"{row['output_tok_s']:.0f}"]
         cells.append(number(row.get("goodput_s"), 2))
-        cells += [f"{row[f'{m}_{s}']:.1f}" for m in METRICS for s in STATISTICS]
+        cells += times(row, row["completed"], shape.output_len)
         lines.append("| " + " | ".join(cells) + " |")
-    return [*lines, "", "Times in milliseconds.", "", *_serve_ratios(report)]
+    return [*lines, "", f"Times in milliseconds. {FEW_SAMPLES}", "", *_serve_ratios(report)]
 
 
 def _serve_ratios(report: Report) -> list[str]:

@@ -208,6 +208,9 @@ def test_a_speed_of_bf16_stands_on_the_gate_of_fp32(monkeypatch, tmp_path):
     assert "* float32: 100.0% same greedy tokens (ours = OURS, stock = STOCK)" in page
     assert "* bfloat16: 75.0% same greedy tokens" in page
     assert "| bfloat16 | 2 | 1.50 | 2.00 |" in page
+    # 4 requests of 128 tokens
+    times = "5.0 | 5.0 | - | - | 5.0 | 5.0 | - | - | 5.0 | 5.0 | 5.0 | 5.0"
+    assert f"| bfloat16 | 2 | ours | 30 (30-30) | {times} |" in page
     assert "| float32 |" not in page
 
 

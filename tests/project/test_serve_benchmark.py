@@ -337,7 +337,7 @@ def test_report_of_serving(tmp_path):
     settings = {"model": "m", "dtype": "bfloat16", "compile": False, "rounds": 3, "layers": 4}
     settings |= {"open_requests": 5, "together": True, "slo": "ttft:1 tpot:2", "as_is": False}
     settings |= {"heads": [128], "eager": False, "reduced": True}
-    load = {"shape": "8/8", "goodput_s": 1.5, "failed": 0, **times}
+    load = {"shape": "8/8", "goodput_s": 1.5, "failed": 0, "completed": 100, **times}
     rows = [
         {"backend": "CUSTOM", "start_s": 40.0, "same_tokens_as_first": 1.0},
         {"backend": "CUSTOM", "gpu_memory_gib": 9.5},
@@ -377,6 +377,7 @@ def serve_row(backend, speed, clients=4, **more):
 
     times = {f"{m}_{s}": 10.0 for m in METRICS for s in STATISTICS}
     load = {"shape": "8/8", "loop": "closed", "concurrency": clients, "failed": 0}
+    load["completed"] = 3 * clients
     return {"backend": backend, **load, **times, "output_tok_s": speed, **more}
 
 
@@ -388,6 +389,25 @@ def serve_page(*rows, folder=None):
     if folder:
         write_results(report, folder)
     return markdown(report)
+
+
+@pytest.mark.parametrize(
+    ("requests", "tokens", "expected"),
+    [
+        (2, 8, "10 10 - - 10 10 - - 10 10 - -"),
+        (2, 11, "10 10 - - 10 10 - - 10 10 10 -"),  # 20 times between two tokens
+        (19, 8, "10 10 - - 10 10 - - 10 10 10 10"),
+        (20, 1, "10 10 10 - - - - - - - - -"),
+        (99, 2, "10 10 10 - 10 10 10 - 10 10 10 -"),
+        (100, 2, "10 10 10 10 10 10 10 10 10 10 10 10"),
+    ],
+)
+def test_no_percentile_of_too_few(requests, tokens, expected):
+    row = serve_row("CUSTOM", 100.0, completed=requests, shape=f"8/{tokens}")
+    page = serve_page(row)
+    cells = " | ".join(cell if cell == "-" else f"{cell}.0" for cell in expected.split())
+    assert f"| 8/{tokens} | 4 clients | mla-backend | 100 |  | {cells} |" in page
+    assert "-: of too few (p95 needs 20, p99 needs 100); " in page
 
 
 def test_the_mean_is_of_the_best_peer_in_each_load():
