@@ -21,6 +21,7 @@ import torch
 from mla_kernels.arch import ARCHS, Arch
 from mla_kernels.layouts import Fp8DsMlaLayout, MlaDims
 from mla_kernels.offline.spec import KernelSpec, all_specs, spec_modules
+from mla_kernels.testing.unaligned import unaligned
 from triton.experimental.gluon._runtime import GluonJITFunction
 
 SMS = 132
@@ -228,18 +229,6 @@ def indexer_calls(arch: Arch) -> Iterator[tuple[str, Any]]:
             yield f"indexer {args}", lambda a=args: call(*a)
 
 
-def unaligned_cache(kv_format: str, dims: MlaDims, dtype: torch.dtype, align: int) -> torch.Tensor:
-    """Whose address, page stride and row stride `align` divides, and nothing larger."""
-    from mla_kernels.decode.triton.specs import row_stride
-
-    like = CACHES[kv_format](dims, dtype)
-    step, row = align // like.element_size(), row_stride(dims, kv_format, align)
-    strides = (64 * row + step, row, 1)
-    return torch.empty(8 * strides[0] + step, dtype=like.dtype).as_strided(
-        like.shape, strides, step
-    )
-
-
 def unaligned_calls(arch: Arch) -> Iterator[tuple[str, Any]]:
     """Launchers of Triton kernels, with caches whose rows do not start at multiples of 16 bytes."""
     from mla_kernels.decode.triton.launcher import DIMS, mla_decode_triton
@@ -255,7 +244,7 @@ def unaligned_calls(arch: Arch) -> Iterator[tuple[str, Any]]:
         shape = 3, s_q, rows // s_q
         mla_decode_triton(
             torch.empty(*shape, dims.head_dim, dtype=dtype),
-            unaligned_cache(cache, dims, dtype, align),
+            unaligned(CACHES[cache](dims, dtype), align),
             torch.zeros(3, 4, dtype=torch.int32),
             torch.ones(3, dtype=torch.int32),
             scale=0.1,
@@ -274,7 +263,7 @@ def unaligned_calls(arch: Arch) -> Iterator[tuple[str, Any]]:
         mla_sparse_attention_triton(
             SparseCall(
                 torch.empty(tokens, heads, dims.head_dim, dtype=dtype),
-                unaligned_cache(cache, dims, dtype, align),
+                unaligned(CACHES[cache](dims, dtype), align),
                 torch.zeros(tokens, 2048, dtype=torch.int32),
                 torch.empty(tokens, heads, dims.kv_lora_rank, dtype=dtype),
                 torch.empty(tokens, heads),
@@ -308,12 +297,12 @@ def main() -> int:
     specs = all_specs(arch)
     unseen = {s.fn.__name__ for s in specs if isinstance(s.fn, GluonJITFunction)}
     gluon = itertools.chain(dense_calls(arch), sparse_calls(arch), indexer_calls(arch))
-    unaligned = {"mla_decode_kernel", "mla_sparse_kernel"}
+    strided = {"mla_decode_kernel", "mla_sparse_kernel"}
     wanted = [
         *((call, lambda kernel: isinstance(kernel, GluonJITFunction)) for call in gluon),
-        *((call, lambda kernel: kernel.__name__ in unaligned) for call in unaligned_calls(arch)),
+        *((call, lambda kernel: kernel.__name__ in strided) for call in unaligned_calls(arch)),
     ]
-    unseen |= unaligned
+    unseen |= strided
     for (what, call), is_wanted in wanted:
         recorder.launches.clear()
         call()

@@ -18,6 +18,7 @@ from mla_kernels.sparse.triton import launcher, tiles
 from mla_kernels.sparse.triton.launcher import mla_sparse_attention_triton
 from mla_kernels.testing.cases import decode_case
 from mla_kernels.testing.metrics import SHORT_BAR, measure
+from mla_kernels.testing.unaligned import unaligned
 
 FORMATS = {"bf16": None, "fp8": torch.float8_e4m3fn, "fp8_ds_mla": torch.uint8}
 
@@ -138,7 +139,7 @@ def test_other_rows_in_every_format(device, cache, heads, dims):
 @pytest.mark.parametrize("cache", FORMATS)
 @pytest.mark.parametrize("heads", [16, 72])
 @pytest.mark.parametrize("options", [{}, {"dims": MlaDims(256, 64)}, {"dtype": torch.float16}])
-def test_rows_that_start_anywhere(device, unaligned, cache, heads, options):
+def test_rows_that_start_anywhere(device, cache, heads, options):
     case = sparse_case((90, 0, 17), 70, heads=heads, cache=cache, device=device, **options)
     q, kv, slots, known = case
     results = []

@@ -21,6 +21,7 @@ from mla_kernels.layouts import MlaDims
 from mla_kernels.testing.cases import decode_case, random_tokens
 from mla_kernels.testing.decoded import assert_decoded
 from mla_kernels.testing.structured import integer_ramp, uniform_weights
+from mla_kernels.testing.unaligned import unaligned
 from mla_kernels.triton_common.alignment import row_alignment
 from mla_kernels.triton_common.formats import scale_argument
 
@@ -283,7 +284,7 @@ def test_fp8_new_tokens_see_no_later_ones(device):
 
 @pytest.mark.parametrize("heads", [16, 32, 64])
 @pytest.mark.parametrize("cache", CACHES)
-def test_a_cache_whose_rows_start_anywhere(device, unaligned, cache, heads):
+def test_a_cache_whose_rows_start_anywhere(device, cache, heads):
     """Triton, asynchronous copies and the L2 prefetch want multiples of 16 bytes."""
     case = decode_case([100, 65, 1000], num_heads=heads, device=device, **CACHES[cache])
     whole, results = case.kv_cache, []
@@ -307,7 +308,7 @@ def test_a_cache_whose_rows_start_anywhere(device, unaligned, cache, heads):
         ({}, {"rescale": "flash"}),
     ],
 )
-def test_other_modes_with_rows_that_start_anywhere(device, unaligned, cache, heads, shape, options):
+def test_other_modes_with_rows_that_start_anywhere(device, cache, heads, shape, options):
     case = decode_case(LENGTHS, num_heads=heads, q_std=0.5, device=device, **shape, **CACHES[cache])
     case.kv_cache = unaligned(case.kv_cache, ALIGNMENTS["float" if cache == "bf16" else cache][0])
     check(case, 3, **options)
