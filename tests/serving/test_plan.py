@@ -393,6 +393,15 @@ def test_the_report_says_what_the_plan_has(v3):
     assert f"floor {floor} ({times.bound}), our kernel {ours}, as" in text
 
 
+def test_the_report_says_of_which_stage_its_weights_are():
+    """Of five layers the last two have all the experts, the first three more cache."""
+    model = from_config(config(V3), "m")
+    plan = cost.make(question(model, Layout(tp=8, pp=2)))
+    assert "routed experts" not in plan.weights
+    assert "GiB a GPU of the stage that holds fewest tokens: attention" in report.as_text(plan)
+    assert "stage" not in report.as_text(cost.make(question(model, Layout(tp=8))))
+
+
 @pytest.mark.parametrize("gpu", ["h200", "h100"])
 def test_rates_are_those_of_the_committed_results(gpu):
     """Up to a quarter: the plan need not follow every new measurement, but a faster kernel."""

@@ -77,13 +77,15 @@ def as_text(plan: Plan) -> str:
         rows += f" + {model.indexers(range(model.layers))} indexers x {plan.indexer_row_bytes}"
     usable = question.memory * question.utilization
     longest = model.max_context or question.context
+    # Stages differ in what they hold: weights, memory and tokens are those of this one.
+    stage = " of the stage that holds fewest tokens" if layout.pp > 1 else ""
     beyond = f", beyond the model's {longest:,}" if question.context > longest else ""
     short = "" if plan.fits else f", fewer than the {question.batch} asked for"
     lines = [
         ("model", f"{model.name}: {model.parameters / 1e9:.1f} B parameters, {model.layers} layers"
                   f", {model.heads} heads{experts}; MTP layers, if any, are not counted"),
         ("cluster", f"{layout.gpus} x {question.gpu}: {sizes}{expert_parallel}"),
-        ("weights", f"{plan.weight_bytes / GIB:.1f} GiB a GPU: {parts}; {_stored(model)}"),
+        ("weights", f"{plan.weight_bytes / GIB:.1f} GiB a GPU{stage}: {parts}; {_stored(model)}"),
         ("KV cache", f"{plan.token_bytes:,} bytes a token: {rows}, {plan.kv_cache_dtype}"),
         ("memory", f"{plan.cache_bytes / GIB:.1f} GiB a GPU for the cache: {usable / GIB:.1f} "
                    f"({question.utilization:g} of {question.memory / GIB:.1f}) less weights and "
