@@ -144,6 +144,13 @@ def test_processes_that_make_no_sense_are_named():
         assert f"expected 1 to 1024, got '{count}'" in done.stderr
 
 
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    done = offline("--quick", "--match", "topk", "--dump", str(tmp_path / "file" / "out"))
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert f"--dump: [Errno 20] Not a directory: '{tmp_path}/file" in done.stderr
+
+
 def test_nothing_matching_is_an_error():
     done = offline("--match", "no-such-kernel")
     assert done.returncode == 1

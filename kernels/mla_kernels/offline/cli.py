@@ -33,7 +33,11 @@ def main(argv: list[str] | None = None) -> int:
         print("no specification matches", file=sys.stderr)
         return 1
     if args.dump:
-        args.dump.mkdir(parents=True, exist_ok=True)
+        try:
+            args.dump.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            print(f"--dump: {error}", file=sys.stderr)
+            return 1
     print(f"triton {triton.__version__}, {len(jobs)} specifications\n{HEADER}", flush=True)
     failed = 0
     for line, problems in compile_all(jobs, args.jobs, args.dump):
