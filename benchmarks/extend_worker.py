@@ -13,19 +13,16 @@ Speaks as step_worker.py does:
 import os
 import random
 import time
-import zlib
 from typing import Any
 
 from step_worker import serve, synchronize
+from telling import TELLING, register_weights
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 Row = dict[str, Any]
-TELLING = "telling"
 VOCAB = 2000
 LIKELY = 20
-# As the demo models' (mla_serving.demo_model.weights): attention picks few keys.
-GAINS = {"q_proj": 2.0, "q_b_proj": 2.0}
 
 
 class Worker:
@@ -82,29 +79,6 @@ def make_engine(options: Row) -> Any:
     register()
     register_weights()
     return LLM(skip_tokenizer_init=True, load_format=TELLING, enable_prefix_caching=True, **options)
-
-
-def register_weights() -> None:
-    """The load format TELLING: random weights of variance 1 / fan in, the same in every engine.
-
-    Those of vLLM's "dummy" lie within 0.001 of 0: all logits are alike, whatever attention does.
-    """
-    import torch
-    from vllm.model_executor.model_loader import register_model_loader
-    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
-
-    @register_model_loader(TELLING)
-    class Loader(DummyModelLoader):
-        @torch.no_grad()
-        def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
-            for name, weight in model.named_parameters():
-                if weight.dim() == 1:  # norms
-                    weight.fill_(1.0)
-                    continue
-                gain = GAINS.get(name.split(".")[-2], 1.0)
-                width = 1 if "embed_tokens" in name else weight.shape[-1]
-                generator = torch.Generator(weight.device).manual_seed(zlib.crc32(name.encode()))
-                weight.normal_(0, gain * width**-0.5, generator=generator)
 
 
 def numbers(seed: str, count: int) -> list[int]:

@@ -4,6 +4,7 @@
 import argparse
 import contextlib
 import json
+import math
 import tempfile
 import time
 from collections.abc import Callable
@@ -11,15 +12,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from load import agreement, greedy_tokens, make_prompts, run_load
+import serve_gate
+from load import make_prompts, run_load
 from machine import nvidia_smi
 from mla_serving.demo_model import FAMILIES, demo_model_path
 from serve_cases import FEWEST, Load, Shape, dense_overrides, loads
 from servers import Server
+from telling import TELLING
 
 NAME = "model"
-GATE_PROMPTS = (5, 64, 65, 700)
-GATE_TOKENS = 32
 Row = dict[str, Any]
 
 
@@ -28,7 +29,7 @@ def server_options(args: argparse.Namespace, asked: list[Load], tokenizer: Path)
     share = len(args.backends) if args.together else 1
     longest = max(1024, *(load.shape.input_len + load.shape.output_len for load in asked))
     clients = max(load.concurrency or 1 for load in asked)
-    options = ["--served-model-name", NAME, "--dtype", args.dtype, "--load-format", "dummy"]
+    options = ["--served-model-name", NAME, "--dtype", args.dtype, "--load-format", TELLING]
     options += ["--tokenizer", str(tokenizer), "--block-size", "64"]
     # The random prompts are text: a few tokens more or less when they are read again.
     options += ["--max-model-len", str(longest + 256), "--max-num-seqs", str(clients)]
@@ -60,6 +61,8 @@ def gpu_memory_gib(pids: set[int]) -> float | None:
 
 def run(args: argparse.Namespace, save: Callable[[Row], None]) -> None:
     """Measure; rows go to `save`."""
+    if not nvidia_smi("name"):
+        raise SystemExit("this benchmark needs an NVIDIA GPU; on a CPU: make bench")
     deadline = time.monotonic() + args.time_limit
     asked = loads(args.shapes, args.concurrency, args.rates, reduced=args.reduced)
     tokenizer = args.model
@@ -106,7 +109,7 @@ class Runner:
     save: Callable[[Row], None]
     fullest: dict[Shape, float] = field(default_factory=dict)  # requests a second
     first: str | None = None
-    said: list[int] | None = None
+    said: list[serve_gate.Answer] | None = None
 
     def requests(self, load: Load) -> int:
         if load.concurrency is None:
@@ -119,19 +122,27 @@ class Runner:
             make_prompts(self.args.model, **self._describe(load))
 
     def ready(self, server: Server) -> bool:
-        """Wait for it and ask it the prompts of the gate; False if it did not start."""
+        """Wait for it and ask it the prompts of the gate; False if it is not to be measured."""
         try:
             server.wait_ready()
         except RuntimeError as error:
             reason = f"{error}: {last_error(server.log)}"
             self.save({"backend": server.backend, "error": reason})
             return False
-        start_s = time.monotonic() - server.started
-        tokens = greedy_tokens(server.url, NAME, GATE_PROMPTS, GATE_TOKENS)
-        self.said = self.said or tokens
-        same = agreement(self.said, tokens)
-        self.save({"backend": server.backend, "start_s": start_s, "same_tokens_as_first": same})
-        return True
+        row: Row = {"backend": server.backend, "start_s": time.monotonic() - server.started}
+        most = serve_gate.tolerance(self.args.kv_cache_dtype, self.args.backends)
+        try:
+            answers = serve_gate.ask(server.url, NAME)
+            self.said = self.said or answers
+            nats = serve_gate.drift(self.said, answers)
+            red = "" if nats <= most else f"differs from the first server by {nats:.2g} nats"
+        except ValueError as error:
+            nats, red = math.inf, f"gave no answer: {error}"
+        row["nats_from_first"] = nats if math.isfinite(nats) else None
+        self.save(row | ({"red": True} if red else {}))
+        if red:
+            self.save({"backend": server.backend, "error": red})
+        return not red
 
     def warm_up(self, server: Server) -> None:
         """Two tokens to a few prompts of each shape, together."""

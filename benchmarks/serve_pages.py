@@ -54,13 +54,8 @@ def serve_lines(report: Report) -> list[str]:
         f"{few_layers if not settings['as_is'] and layers < FEW_LAYERS else ''}",
         *(["", "A reduced list of loads, for want of time on the machine."] * settings["reduced"]),
         "",
-        "| backend | same greedy tokens as the first | ready after s |",
-        "|---|--:|--:|",
+        *_gate_lines([row for row in report.rows if "start_s" in row]),
     ]
-    for row in report.rows:
-        if "start_s" in row:
-            same = f"{row['same_tokens_as_first']:.1%}"
-            lines.append(f"| {label(row['backend'])} | {same} | {row['start_s']:.0f} |")
     lines.append("")
     for row in report.rows:
         if "gpu_memory_gib" in row:
@@ -77,6 +72,21 @@ def serve_lines(report: Report) -> list[str]:
         cells += times(row, row["completed"], shape.output_len)
         lines.append("| " + " | ".join(cells) + " |")
     return [*lines, "", f"Times in milliseconds. {FEW_SAMPLES}", "", *_serve_ratios(report)]
+
+
+def _gate_lines(rows: list[Row]) -> list[str]:
+    """What each server said beside the first; older results have a share of tokens."""
+    nats = any("nats_from_first" in row for row in rows)
+    head = "nats from the first, at most" if nats else "same greedy tokens as the first"
+    lines = [f"| backend | {head} | ready after s |", "|---|--:|--:|"]
+    for row in rows:
+        if nats:
+            said = row["nats_from_first"]
+            cell = "none to compare" if said is None else f"{said:.3f}"
+        else:
+            cell = f"{row['same_tokens_as_first']:.1%}"
+        lines.append(f"| {label(row['backend'])} | {cell} | {row['start_s']:.0f} |")
+    return lines
 
 
 def _serve_ratios(report: Report) -> list[str]:

@@ -15,6 +15,7 @@ from types import TracebackType
 import psutil
 from serve_cases import engine_of
 
+TELLING_SERVER = Path(__file__).with_name("telling_server.py")
 START_SECONDS = 600
 STOP_SECONDS = 60
 TREE_SECONDS = 10  # of the engine's processes, after the server's own
@@ -43,6 +44,8 @@ class Server:
             self.port = sock.getsockname()[1]
         if backend == "ours":
             entry = [sys.executable, "-m", "mla_serving.cli", "serve"]
+        elif backend not in BACKENDS:
+            entry = [sys.executable, str(TELLING_SERVER)]
         else:
             entry = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         env = STOCK if backend == "stock" else {}

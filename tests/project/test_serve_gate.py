@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gate of benchmarks/serve.py: servers that answer otherwise than the first get no speed."""
+
+import contextlib
+import http.server
+import json
+import math
+import os
+import threading
+from pathlib import Path
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def benchmarks_importable(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+SOUND = [[{"a": -0.1, "b": -2.5}, {"c": -1.0, "d": -1.05}, {"e": -0.3}], [{"f": -0.2}]]
+
+
+def changed(at, said):
+    other = [list(answer) for answer in SOUND]
+    other[0][at] = said
+    return other
+
+
+@pytest.mark.parametrize(
+    ("other", "nats"),
+    [
+        (SOUND, 0),
+        (changed(0, {"a": -0.15, "b": -2.0}), 0.05),
+        (changed(0, {"b": -0.9, "a": -1.0}), 1.6),
+        (changed(0, {"b": -0.9}), math.inf),  # it does not know the other's best
+        (changed(0, {"a": math.nan}), math.inf),
+        # A near tie may fall either way, and what follows is another text.
+        (changed(1, {"d": -1.02, "c": -1.03}), 0.03),
+        ([[*changed(1, {"d": -1.02, "c": -1.03})[0][:2], {"z": -0.3}], SOUND[1]], 0.03),
+        (changed(2, {"z": -0.3}), math.inf),
+        ([SOUND[0], [{"f": -0.3}]], 0.1),
+    ],
+)
+def test_nats_between_two_servers(other, nats):
+    from serve_gate import drift
+
+    assert drift(SOUND, other) == drift(other, SOUND) == pytest.approx(nats)
+
+
+@pytest.fixture
+def server():
+    """(url, [bodies asked]) of one that answers two prompts out of order; 500 once told so."""
+    asked = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        fails = False
+
+        def do_POST(self):
+            asked.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+            found = [
+                {"tokens": ["f"], "token_logprobs": [-0.2], "top_logprobs": [{"g": -2, "f": -0.2}]}
+            ]
+            found += [{"tokens": ["a"], "token_logprobs": [-0.1], "top_logprobs": [{"a": -0.1}]}]
+            choices = [{"index": 1 - i, "logprobs": one} for i, one in enumerate(found)]
+            self.send_response(500 if asked[-1]["model"] == "ill" else 200)
+            self.end_headers()
+            self.wfile.write(json.dumps({"choices": choices}).encode())
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as running:
+        thread = threading.Thread(target=running.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{running.server_port}", asked
+        running.shutdown()
+        thread.join()
+
+
+def test_what_is_asked_and_read(server):
+    from serve_gate import PROMPTS, ask
+
+    url, asked = server
+    answers = ask(url, "m")
+    assert answers == [[{"a": -0.1}], [{"f": -0.2, "g": -2}]]
+    assert next(iter(answers[1][0])) == "f"  # its own token, whatever the order of the others
+    assert [len(prompt) for prompt in asked[0]["prompt"]] == list(PROMPTS)
+    assert asked[0]["temperature"] == 0
+    with pytest.raises(ValueError, match="HTTP 500"):
+        ask(url, "ill")
+
+
+def test_a_tolerance_for_fp8():
+    from serve_gate import FP8_TOLERANCE, TOLERANCE, tolerance
+
+    assert tolerance("auto", ["CUSTOM", "FLASHMLA"]) == TOLERANCE
+    for found in (("fp8", ["CUSTOM"]), ("fp8_ds_mla", ["CUSTOM"]), ("auto", ["CUSTOM+fp8_query"])):
+        assert tolerance(*found) == FP8_TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("answers", "said"),
+    [
+        (changed(0, {"b": -0.9, "a": -1.0}), "differs from the first server by 1.6 nats"),
+        (changed(0, {"b": -0.9}), "differs from the first server by inf nats"),
+        (ValueError("HTTP 500"), "gave no answer: HTTP 500"),
+    ],
+)
+def test_a_server_that_differs_is_not_loaded(monkeypatch, answers, said):
+    import serve_gate
+    import serve_load
+
+    told = [SOUND, SOUND, answers]
+    monkeypatch.setattr(serve_gate, "ask", MagicMock(side_effect=told))
+    rows = []
+    args = MagicMock(kv_cache_dtype="auto", backends=["CUSTOM", "FLASHMLA"])
+    runner = serve_load.Runner(args, [], Path(), math.inf, rows.append)
+    servers = [
+        MagicMock(backend=name, started=0.0) for name in ("CUSTOM", "FLASHMLA", "TRITON_MLA")
+    ]
+    assert [runner.ready(server) for server in servers] == [True, True, False]
+    assert [row.get("nats_from_first") for row in rows[:2]] == [0, 0]
+    assert rows[2]["red"] and rows[3]["backend"] == "TRITON_MLA"
+    assert rows[3]["error"] == said
+    json.dumps(rows, allow_nan=False)
+
+
+def gate(backend, nats, **more):
+    return {"backend": backend, "start_s": 40.0, "nats_from_first": nats, **more}
+
+
+SPEED = {"backend": "CUSTOM", "shape": "8/8", "loop": "closed", "concurrency": 4}
+
+
+def test_no_speed_that_no_other_server_stands_behind():
+    from serve_gate import withhold
+
+    speed = SPEED | {"output_tok_s": 9.0, "ttft_p50": 1.0}
+    first, red, green = gate("CUSTOM", 0), gate("FLASHMLA", 1.5, red=True), gate("TRITON_MLA", 0.01)
+    assert withhold([first, speed, red]) == [
+        first,
+        SPEED | {"error": "no other server gives the same answers"},
+        red,
+    ]
+    for sound in ([first, speed], [first, speed, green], [first, red, speed, green], [speed]):
+        assert withhold(sound) == sound
+
+
+def test_a_page_says_how_far_apart_they_were():
+    from serve_pages import _gate_lines
+
+    lines = _gate_lines([gate("CUSTOM", 0.0), gate("FLASHMLA", 0.0312), gate("X", None, red=True)])
+    assert lines[0] == "| backend | nats from the first, at most | ready after s |"
+    assert lines[2:] == [
+        "| mla-backend | 0.000 | 40 |", "| FLASHMLA | 0.031 | 40 |", "| X | none to compare | 40 |",
+    ]  # fmt: skip
+    older = [{"backend": "CUSTOM", "start_s": 1.0, "same_tokens_as_first": 0.5}]
+    assert _gate_lines(older)[2] == "| mla-backend | 50.0% | 1 |"
+
+
+# The oldest block of the cache is read twice, and the newest not at all.
+TWICE = """
+import functools, torch
+from mla_kernels.decode import torch_sdpa as module
+attend = lambda f, q, keys, *r: f(q, torch.cat([keys[:, :64], keys[:, :-64]], 1), *r)
+module.attend_in_call = functools.partial(attend, module.attend_in_call)
+"""
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it breaks the attention of a CPU")
+def test_servers_on_a_cpu(demo_checkpoint, tmp_path, monkeypatch):
+    """Sound ones agree; one with broken attention does not."""
+    import serve_gate
+    import serve_load
+    import servers
+
+    (tmp_path / "sitecustomize.py").write_text(TWICE)
+    path = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
+    envs = {"broken": {"PYTHONPATH": os.pathsep.join(filter(None, path))}}
+    monkeypatch.setattr(servers, "engine_of", lambda name: ("CUSTOM", envs.get(name, {})))
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    options = ["--served-model-name", serve_load.NAME, "--load-format", serve_load.TELLING]
+    options += ["--max-model-len", "1024", "--enforce-eager", "--block-size", "64"]
+    answers = []
+    with contextlib.ExitStack() as stack:
+        made = [
+            stack.enter_context(
+                servers.Server(name, demo_checkpoint("v2-lite"), options, tmp_path / name)
+            )
+            for name in ("first", "second", "broken")
+        ]
+        for server in made:
+            server.wait_ready()
+            answers.append(serve_gate.ask(server.url, serve_load.NAME))
+    first, second, broken = answers
+    assert serve_gate.drift(first, second) <= serve_gate.TOLERANCE
+    assert serve_gate.drift(first, broken) > serve_gate.TOLERANCE
