@@ -26,7 +26,7 @@ from dense_cases import LATENT, SCALE, SHAPES, Batch, Shape, golden, make_batch
 from dense_modes import MODES, sustained_roofs
 from dense_peers import PEERS, Run
 from dense_report import write_report
-from gpu import Timer, describe_gpu
+from gpu import Timer, describe_gpu, need_gpu
 from mla_kernels import mla_decode, plan_mla_decode
 from mla_kernels.decode.choice import choose_decode_impl
 from mla_kernels.testing.metrics import SHORT_BAR, Bar, measure
@@ -170,6 +170,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     claim(args.results)
+    need_gpu()
     torch.backends.cuda.matmul.allow_tf32 = False
     report: dict[str, Any] = {"machine": describe_gpu(), "mode": args.mode}
     print(json.dumps(report), flush=True)

@@ -22,6 +22,15 @@ _LEAD_SECONDS = 1.0  # of a sustained run, not measured: until clocks and power 
 _BURST_SECONDS = 0.05  # replays of a sustained run that are launched at once
 
 
+def need_gpu() -> None:
+    """SystemExit where torch sees no GPU."""
+    if not torch.cuda.is_available():
+        raise SystemExit(
+            "this benchmark needs an NVIDIA GPU, and torch sees none: `mla-backend doctor` says "
+            "what is missing, benchmarks/README.md what runs without one"
+        )
+
+
 class Timer:
     """Medians of CUDA-graph replays, each after a read that pushes everything out of the L2.
 

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 import torch
-from gpu import DEVICE, describe_versions
+from gpu import DEVICE, describe_versions, need_gpu
 from mla_kernels.decode.hopper.layouts import (
     BLOCK,
     HALF,
@@ -143,6 +143,7 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results" / "h200")
     args = parser.parse_args()
     claim(args.results)
+    need_gpu()
     scores, both, half = (stage_clocks(s) for s in (SCORES_ALONE, SCORES_SOFTMAX, VALUES))
     stages = {"C1": round(scores), "V1": round(both - scores), "C2": round(2 * half)}
     report = {

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu import DEVICE, Timer, describe_gpu
+from gpu import DEVICE, Timer, describe_gpu, need_gpu
 from mla_kernels import mla_layer, plan_mla_decode
 from mla_kernels.layer import MlaLayerBuffers, MlaLayerConfig, MlaLayerWeights, rope_table
 from mla_kernels.layer.rope import rotate
@@ -222,6 +222,7 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=here / "results" / "h200")
     args = parser.parse_args()
     claim(args.results)
+    need_gpu()
     torch.backends.cuda.matmul.allow_tf32 = False
     naive = make_naive(MlaLayerConfig())
     weights = naive.absorbed_weights()

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from arguments import pattern
 from dense_cases import LATENT, SCALE
-from gpu import Timer, describe_gpu
+from gpu import Timer, describe_gpu, need_gpu
 from mla_kernels import mla_sparse_attention, mla_sparse_workspace
 from mla_kernels.flash_mla import flash_mla_sparse_fwd
 from mla_kernels.testing.metrics import SHORT_BAR, measure
@@ -128,6 +128,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=results)
     args = parser.parse_args(argv)
     claim(args.results)
+    need_gpu()
     torch.backends.cuda.matmul.allow_tf32 = False
     machine = describe_gpu()
     print(json.dumps(machine), flush=True)

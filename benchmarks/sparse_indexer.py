@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from arguments import pattern
-from gpu import DEVICE, Timer, describe_gpu
+from gpu import DEVICE, Timer, describe_gpu, need_gpu
 from indexer_cases import SHAPES, Batch, Shape, golden, make_batch, score_error, sorted_topk
 from indexer_peers import Run, deepgemm_logits, topk_peers
 from mla_kernels import exact_topk, indexer_scores, indexer_topk
@@ -135,6 +135,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=results)
     args = parser.parse_args(argv)
     claim(args.results)
+    need_gpu()
     torch.backends.cuda.matmul.allow_tf32 = False
     machine = describe_gpu()
     print(json.dumps(machine), flush=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -39,6 +40,27 @@ def test_a_folder_that_cannot_be_written_is_said_at_once(name, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(SystemExit, match="results cannot be written to"):
         importlib.import_module(name).main(["--results", str(tmp_path / "file" / "results")])
+
+
+@pytest.fixture
+def signals():
+    """Handlers are the process's: they are put back."""
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU they measure")
+@pytest.mark.parametrize(
+    "name", ["dense_decode", "hopper_stages", "mla_layer", "sparse", "sparse_indexer", "serve"]
+)
+def test_a_machine_without_a_gpu_is_told_so(name, tmp_path, monkeypatch, signals):
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--results", str(tmp_path)])
+    with pytest.raises(SystemExit, match="needs an NVIDIA GPU"):
+        importlib.import_module(name).main()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_is_made_and_left_empty(tmp_path):
@@ -84,16 +106,6 @@ def test_bad_arguments_are_refused(name, words, says, tmp_path, capsys):
     with pytest.raises(SystemExit):
         importlib.import_module(name).main([*words.split(), "--results", str(tmp_path)])
     assert says in capsys.readouterr().err
-
-
-@pytest.fixture
-def signals():
-    """Handlers are the process's: they are put back."""
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in numbers}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
