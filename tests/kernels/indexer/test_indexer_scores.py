@@ -95,7 +95,7 @@ def test_a_row_has_the_same_bits_whatever_it_shares_a_tile_with(fp8, heads):
     keys, (q, k_cache, weights, table, _) = {"lengths": lengths}, case.args
     whole = indexer_scores(*case.args, impl="triton")
     for rows in (1, 2, 3):
-        tables, ends = table[request[::rows]], lengths[rows - 1 :: rows]
+        tables, ends = table[request[::rows]], lengths[rows - 1 :: rows].contiguous()
         assert torch.equal(indexer_scores(q, k_cache, weights, tables, ends, impl="triton"), whole)
     for copies in (1, 2):  # more than 4 rows a request share tiles, fewer do not
         tables, ends = table.repeat(copies, 1), case.seq_lens.repeat(copies)
