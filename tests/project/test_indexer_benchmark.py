@@ -173,6 +173,7 @@ def test_a_run_writes_its_rows_and_the_page_of_both(tmp_path, monkeypatch):
 
     monkeypatch.setattr(sparse_indexer, "Timer", Timer)
     monkeypatch.setattr(sparse_indexer, "describe_gpu", lambda: {"gpu": "X"})
+    monkeypatch.setattr(sparse_indexer, "need_gpu", lambda: None)
     monkeypatch.setattr(sparse_indexer, "SHAPES", shapes())
     words = ["--cases", "_q2|prefill192", "--results", str(tmp_path)]
     assert sparse_indexer.main(words) == 0
