@@ -10,7 +10,7 @@ Import-light: vLLM is imported inside functions only, because the platform entry
 | MLA prefill backend on CPU | FLASH_ATTN's class, no choice | 0.29 | one for CPUs |
 | `kv_b_proj.weight` on CPU | freed after packing | 0.29 | kept for MLA |
 | layouts of a KV cache | by stride order | 0.29 | by name |
-| sparse layers under decode context parallelism | an experiment | 0.29 | refused: not run yet |
+| sparse layers under decode context parallelism | an experiment | 0.28 | refused: not run yet |
 | DeepSeek-V3.2's indexer on CUDA | a module | 0.29 | a function in the model's file |
 | its numbers below sm_89 | by another kernel | 0.29 | refused: vLLM's kernel does not compile |
 | its keys' scales on sm_100 | fp32 | 0.33 | four bytes of ue8m0, not read here |
@@ -183,10 +183,11 @@ def serves_sparse_dcp() -> bool:
     """Whether sparse layers can share their caches out to ranks in this vLLM, if they may at all
     (`support.tries_sparse_dcp`).
 
-    The layers around ours are others from 0.29 on (a fused indexer; from 0.32 on a class that is
-    asked), and none of those was run so.
+    The layers around ours are others from 0.28 on (there the MLA layer reads lengths that our
+    metadata has not; from 0.29 on a fused indexer; from 0.30 on a class that is asked), and none of
+    those was run so.
     """
-    return _before((0, 29))
+    return _before((0, 28))
 
 
 def indexer_needs_fp8_type() -> bool:

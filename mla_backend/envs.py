@@ -98,7 +98,7 @@ ENV_VARS: dict[str, EnvVar] = {
             "MLA_BACKEND_SPARSE_DCP",
             "0",
             _parse_bool,
-            "Serve sparse layers under decode context parallelism (vLLM before 0.29). An "
+            "Serve sparse layers under decode context parallelism (vLLM before 0.28). An "
             "experiment: engines that shared their GPUs with many others hung. Off, it is refused.",
         ),
         EnvVar(

@@ -45,7 +45,7 @@ class MlaBackend(MLACommonBackend):
         head_size: int,
         cache_dtype_str: str = "auto",
     ) -> tuple[int, ...]:
-        """Asked by vLLM 0.26 only; later versions take the row's bytes from the cache spec."""
+        """Asked by vLLM before 0.29; later versions take the row's bytes from the cache spec."""
         if cache_dtype_str == "fp8_ds_mla":
             head_size = Fp8DsMlaLayout(MlaDims()).row_bytes
         return (num_blocks, block_size, head_size)
@@ -58,7 +58,7 @@ class MlaBackend(MLACommonBackend):
 
     @staticmethod
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
-        """The same for vLLM 0.26, which then gives each layer a cache of its own."""
+        """The same for vLLM before 0.29, which then gives each layer a cache of its own."""
         if include_num_layers_dimension:
             raise NotImplementedError("one cache for all layers")
         return (0, 1, 2)

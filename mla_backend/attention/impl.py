@@ -24,7 +24,7 @@ class MlaImpl(CacheWrites, MLACommonImpl[MlaMetadata]):
     """Dense MLA through `mla_kernels`; on a GPU, prefill is vLLM's common path."""
 
     can_return_lse_for_decode: bool = True
-    supports_dcp: bool = True  # asked from 0.32 on; the LSE is a natural logarithm
+    supports_dcp: bool = True  # asked from 0.30 on; the LSE is a natural logarithm
 
     def __init__(
         self,

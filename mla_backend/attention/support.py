@@ -42,7 +42,7 @@ def dcp_reason(sparse: bool = False) -> str:
         what = f"sparse attention with {_DCP}"
         if not tries_sparse_dcp():
             return f"{what} {EXPERIMENT}. Mend: {mend}, or {TRY_SPARSE_DCP}"
-        what += ", which was not run with vLLM 0.29 and later"
+        what += ", which was not run with vLLM 0.28 and later"
     return f"{what}. Mend: {mend}"
 
 
@@ -196,7 +196,7 @@ ELSE = "Mend: leave out --attention-backend CUSTOM"
 _DCP = "decode context parallelism"
 # What hung and what did not: docs/plugin.md.
 EXPERIMENT = "is an experiment that hung where many engines shared the GPUs"
-TRY_SPARSE_DCP = "MLA_BACKEND_SPARSE_DCP=1 to try it with vLLM before 0.29"
+TRY_SPARSE_DCP = "MLA_BACKEND_SPARSE_DCP=1 to try it with vLLM before 0.28"
 
 _WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "head_size not supported": lambda c: (

@@ -187,7 +187,7 @@ def test_an_experiment_that_is_switched_on_is_refused_where_it_was_not_run(monke
     monkeypatch.setenv("MLA_BACKEND_SPARSE_DCP", "1")
     reasons = SparseMlaBackend.validate_configuration(device_capability=(9, 0), **layer)
     assert reasons == [
-        "sparse attention with decode context parallelism, which was not run with vLLM 0.29 and "
+        "sparse attention with decode context parallelism, which was not run with vLLM 0.28 and "
         "later. Mend: --decode-context-parallel-size 1"
     ]
 

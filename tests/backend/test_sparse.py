@@ -261,12 +261,12 @@ EXPERIMENT = (
     "version, on_cpu, changes, reason",
     [
         ("0.26.0", True, {}, "on a CPU, decode context parallelism. Mend: --decode-context"),
-        ("0.29.0", False, {}, "sparse attention with decode context parallelism, which was not run "
-         "with vLLM 0.29 and later. Mend: --decode-context-parallel-size 1$"),
-        ("dev", False, {}, "which was not run with vLLM 0.29 and later"),
-        ("0.28.1", False, {"drafts": 3}, "3 speculative tokens with sparse attention and decode"),
+        ("0.28.0", False, {}, "sparse attention with decode context parallelism, which was not run "
+         "with vLLM 0.28 and later. Mend: --decode-context-parallel-size 1$"),
+        ("dev", False, {}, "which was not run with vLLM 0.28 and later"),
+        ("0.27.1", False, {"drafts": 3}, "3 speculative tokens with sparse attention and decode"),
         ("0.26.0", False, {"dcp": 33}, "132 query heads on one rank; the kernels take 128"),
-        ("0.28.1", False, {}, None),
+        ("0.27.1", False, {}, None),
     ],
 )  # fmt: skip
 def test_context_parallelism_where_it_was_not_run_is_refused(
@@ -313,7 +313,7 @@ def test_vllm_hears_that_context_parallelism_is_refused(monkeypatch):
     two = fake_config(dcp=2)
     for switch, on_cpu, served, config, reason in (
         ("1", True, True, two, "on a CPU, decode context parallelism"),
-        ("1", False, False, two, "which was not run with vLLM 0.29 and later"),
+        ("1", False, False, two, "which was not run with vLLM 0.28 and later"),
         ("0", False, False, two, EXPERIMENT),
         ("0", False, True, two, EXPERIMENT),
         ("1", False, True, fake_config(dcp=2, drafts=1), "1 speculative tokens with sparse atten"),

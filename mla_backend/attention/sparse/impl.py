@@ -33,7 +33,7 @@ class SparseMlaImpl(CacheWrites, MLAAttentionImpl[SparseMetadata]):
     supports_dense_mha_prefill = False
     supports_quant_query_input = False
     can_return_lse_for_decode: bool = True
-    # vLLM 0.32 and later ask for it, and there it is False; before, `refuse_sparse_dcp` decides.
+    # vLLM 0.30 and later ask for it, and there it is False; before, `refuse_sparse_dcp` decides.
     supports_dcp: bool = compat.serves_sparse_dcp()
 
     def __init__(
@@ -106,10 +106,10 @@ class SparseMlaImpl(CacheWrites, MLAAttentionImpl[SparseMetadata]):
             take_over(indexer, impl, IndexerBackend, vllm_config, device, self.shard, gathered)
 
     def prepare_for_batch(self, attn_metadata: Any) -> None:
-        """vLLM 0.32 on a GPU asks before each batch; nothing needs to be prepared."""
+        """vLLM 0.30 and later on a GPU ask before each batch; nothing needs to be prepared."""
 
     def record_logical_topk_ready(self) -> None:
-        """vLLM 0.32 says that the indexer is done; everything is in one stream, so it is."""
+        """vLLM 0.30 and later say that the indexer is done; all is in one stream, so it is."""
 
     def forward_mqa(
         self,
