@@ -21,8 +21,9 @@ Import-light: vLLM is imported inside functions only, because the platform entry
 | `do_kv_cache_update` | 6 arguments | 0.33 | + skip_scale |
 | reasons of `validate_configuration` | fewer keywords | 0.28 to 0.30 | + use_dcp, use_rswa, ... |
 | model runner on a GPU | the first, for most models | 0.29 | the second |
+| top-k buffer of DeepSeek-V3.2's draft on CUDA | its own | 0.30 | the model's, given late |
 
-The last six need no code here: the methods concerned serve both forms.
+The last seven need no code here: the methods concerned serve both forms.
 """
 
 import importlib.metadata

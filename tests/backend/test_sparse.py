@@ -450,6 +450,22 @@ def test_the_top_k_buffer_of_a_layer(monkeypatch):
         make_impl(monkeypatch, topk_indices_buffer=None)
 
 
+def test_a_layer_reads_where_its_indexer_writes(monkeypatch):
+    """vLLM's speculators give a draft's indexers another buffer after its layers are built."""
+    before, after = (torch.full((64, 96), choice, dtype=torch.int32) for choice in (-1, 0))
+    indexer = fake_indexer(topk_indices_buffer=before)
+    impl = make_impl(monkeypatch, indexer=indexer)
+    indexer.topk_indices_buffer = after
+    assert impl.topk_indices_buffer is after
+    layer = types.SimpleNamespace(_k_scale=None)
+    cache = torch.ones(2, BLOCK, RANK + ROPE)
+    step = types.SimpleNamespace(rows=build_rows([1], [1]))
+    out, _ = impl.forward_mqa(torch.zeros(1, H, RANK + ROPE), cache, step, layer)
+    assert (out == 1).all()  # of no token it would be 0
+    impl.topk_indices_buffer = before
+    assert impl.topk_indices_buffer is before
+
+
 def test_kernel_of_a_layer_is_that_of_its_heads(monkeypatch):
     from mla_backend.attention.sparse import kernel
 

@@ -75,13 +75,12 @@ class SparseMlaImpl(CacheWrites, MLAAttentionImpl[SparseMetadata]):
         self.kv_lora_rank: int = mla_args["kv_lora_rank"]
         if self._on_cpu:
             compat.keep_kv_b_weight(mla_args["kv_b_proj"])
-        # A layer without an indexer reads what the last one before it chose.
-        buffer = topk_indices_buffer if indexer is None else indexer.topk_indices_buffer
+        self._indexer, self._shared_buffer = indexer, topk_indices_buffer
+        buffer = self.topk_indices_buffer
         if buffer is None:
             raise RefusalError(
                 f"a sparse layer without an indexer and without a top-k buffer. {support.ELSE}"
             )
-        self.topk_indices_buffer = buffer
         device = buffer.device
         self.dtype = torch.get_default_dtype()  # the model's, while vLLM builds it
         self.kv_cache_element = cache_dtype(kv_cache_dtype, self.dtype)
@@ -104,6 +103,18 @@ class SparseMlaImpl(CacheWrites, MLAAttentionImpl[SparseMetadata]):
             gathered = 3 * self.query_heads * head_size * self.dtype.itemsize
             impl = self.kernel.indexer
             take_over(indexer, impl, IndexerBackend, vllm_config, device, self.shard, gathered)
+
+    @property
+    def topk_indices_buffer(self) -> Any:
+        """What the layer's indexer writes now: vLLM 0.30 and later give the indexers of a draft the
+        buffer of the model, after its layers are built. A layer without an indexer reads what the
+        last one before it chose."""
+        return self._shared_buffer if self._indexer is None else self._indexer.topk_indices_buffer
+
+    @topk_indices_buffer.setter
+    def topk_indices_buffer(self, buffer: torch.Tensor) -> None:
+        """For models of vLLM whose layers pass such a change on to us."""
+        self._indexer, self._shared_buffer = None, buffer
 
     def prepare_for_batch(self, attn_metadata: Any) -> None:
         """vLLM 0.30 and later on a GPU ask before each batch; nothing needs to be prepared."""
