@@ -105,6 +105,8 @@ def make_vllm_app(events):
             return StreamingResponse(iter([b"x" * 40_000] * 3), 500, media_type="text/plain")
         if how == "stream":
             return StreamingResponse(iter(["data: x\n\n"]), 500, media_type="text/event-stream")
+        if how == "amid":
+            return StreamingResponse(1 / (2 - i) for i in range(3))
         raise ZeroDivisionError("private text")
 
     @app.get("/health")

@@ -206,6 +206,35 @@ def test_a_client_that_leaves_is_no_longer_counted(stand):
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_a_crash_takes_no_other_request_of_its_connection_along(stand, monkeypatch, own, capfd):
+    async def run():
+        async with Running(stand) as r:
+            if own:  # a route of ours instead of vLLM's
+                monkeypatch.setattr(r.stand.engine, "vllm_config", None)
+            path = b"GET /mla/info" if own else b"POST /v1/fail?how=crash"
+            host = r.client.base_url
+            reader, writer = await asyncio.open_connection(host.host, host.port)
+            writer.write(path + b" HTTP/1.1\r\nHost: x\r\n\r\n")
+            writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            answers = await asyncio.wait_for(reader.read(), 5)
+            assert answers.startswith(b"HTTP/1.1 500 ")
+            assert answers.endswith(b'{"from":"vllm"}')
+            writer.close()
+
+    asyncio.run(run())
+    assert capfd.readouterr().err.count("Exception in ASGI application") == 1
+
+
+def test_a_crash_amid_an_answer_shows(stand):
+    async def run():
+        async with Running(stand) as r:
+            with pytest.raises(httpx.RemoteProtocolError):
+                await r.client.post("/v1/fail?how=amid")
+
+    asyncio.run(run())
+
+
 def test_a_start_that_swallows_its_signal_ends_all_the_same():
     code = """
 import os, signal, subprocess, time

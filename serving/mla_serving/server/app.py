@@ -60,10 +60,6 @@ def build_root_app(
     async def mla_info() -> JSONResponse:
         return JSONResponse(await info.read())
 
-    @app.exception_handler(Exception)
-    async def unexpected(_: Request, error: Exception) -> Response:
-        return error_response(500, f"Internal error: {type(error).__name__}")
-
     _read_only(app, "/health", health)
     _read_only(app, "/mla/info", mla_info)
     app.mount("/", vllm_app)  # last: our routes win

@@ -2,6 +2,7 @@
 """Every error answer in the shape of the OpenAI API: {"error": {message, type, param, code}}."""
 
 import json
+import logging
 from http import HTTPStatus
 from typing import Any
 
@@ -9,6 +10,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+_LOG = logging.getLogger("uvicorn.error")  # which would log it otherwise
 # What an error body may weigh before it is passed on as it is: ours and vLLM's are far smaller.
 _LONGEST_REWRITE = 64 * 1024
 
@@ -55,7 +57,8 @@ def reshaped(status: int, body: bytes) -> bytes | None:
 
 
 class OpenAIErrors:
-    """ASGI middleware: gives any error answer (status >= 400) of the application our one shape."""
+    """ASGI middleware: gives any error answer (status >= 400) of the application our one shape, and
+    500 where it raises before an answer."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -65,6 +68,12 @@ class OpenAIErrors:
             return await self.app(scope, receive, send)
         held: Message | None = None
         body = b""
+        last: Message = {}  # of those passed on
+
+        async def send_on(message: Message) -> None:
+            nonlocal last
+            last = message
+            await send(message)
 
         async def send_shaped(message: Message) -> None:
             nonlocal held, body
@@ -72,7 +81,7 @@ class OpenAIErrors:
                 held = message
                 return
             if held is None or message["type"] != "http.response.body":
-                return await send(message)
+                return await send_on(message)
             body += message.get("body", b"")
             if message.get("more_body") and len(body) <= _LONGEST_REWRITE:
                 return
@@ -85,10 +94,20 @@ class OpenAIErrors:
                     (b"content-length", b"%d" % len(new)),
                 ]
                 start = {**start, "headers": kept + own}
-            await send(start)
-            await send({**message, "body": body if new is None else new})
+            await send_on(start)
+            await send_on({**message, "body": body if new is None else new})
 
-        await self.app(scope, receive, send_shaped)
+        try:
+            await self.app(scope, receive, send_shaped)
+        except Exception as error:
+            # Starlette answers a crash and raises it again; uvicorn then closes the connection
+            # under what the client, which was told nothing, has sent or sends next.
+            if last and (last["type"] == "http.response.start" or last.get("more_body")):
+                raise  # the client must see that the answer was cut off
+            _LOG.exception("Exception in ASGI application")
+            if not last:
+                text = f"Internal error: {type(error).__name__}"
+                await error_response(500, text)(scope, receive, send)
 
 
 _REPLACED = (b"content-type", b"content-length")
