@@ -16,7 +16,7 @@ from mla_serving.server.body_limit import BodyLimit
 from mla_serving.server.errors import OpenAIErrors, error_response
 from mla_serving.server.info import Info
 from mla_serving.server.json_object import JsonObject
-from mla_serving.server.unicode_text import UnicodeText
+from mla_serving.server.json_values import JsonValues
 from mla_serving.server.watchdog import Watchdog
 
 MIB = 1024 * 1024
@@ -67,7 +67,7 @@ def build_root_app(
     app.router.lifespan_context = lambda _: vllm_app.router.lifespan_context(vllm_app)  # type: ignore[assignment]
 
     # The last one added is the outermost.
-    app.add_middleware(UnicodeText)
+    app.add_middleware(JsonValues)
     app.add_middleware(JsonObject)
     app.add_middleware(BodyLimit, limit=int(args.mla_max_body_mib * MIB))
     app.add_middleware(Admission, gate=gate)

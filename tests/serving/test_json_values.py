@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Half of a surrogate pair is refused before vLLM sees it; whole text arrives unchanged."""
+"""What vLLM would answer with 500 is refused before it sees it; the rest arrives unchanged."""
 
 import json
 
 import pytest
-from mla_serving.server.unicode_text import lone_surrogate
+from mla_serving.server.json_values import complaint
 
 JSON = {"content-type": "application/json"}
 
@@ -73,5 +73,41 @@ def test_other_bodies_are_none_of_its_business(stand):
 
 
 def test_a_name_without_end_is_cut():
-    path, half = lone_surrogate(json.dumps({"n" * 10_000: "\ud800"}).encode())
-    assert len(path) == 200 and half == r"\ud800"
+    path, text = complaint(json.dumps({"n" * 10_000: "\ud800"}).encode())
+    assert len(path) == 200 and r"\ud800" in text
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "words"),
+    [
+        (b'{"top_k": 18446744073709551616}', "top_k", "at most 18446744073709551615"),
+        (b'{"a": {}, "top_k":\n1%s, "b": 1}' % (b"0" * 30), "top_k", "got 1000000"),
+        (b'{"structured_outputs": "a"}', "structured_outputs", "JSON object"),
+        (b'{"structured_outputs" :\t[{"regex": "a"}]}', "structured_outputs", "JSON object"),
+        (b'{"structured_outputs":3}', "structured_outputs", "JSON object"),
+        (b'{"structured_outputs": false}', "structured_outputs", "JSON object"),
+    ],
+)
+def test_a_field_that_vllm_reads_unchecked(stand, openai_error, body, field, words):
+    s = stand()
+    error = openai_error(s.request("POST", "/v1/echo", content=body, headers=JSON))
+    assert (error["code"], error["param"]) == (400, field)
+    assert words in error["message"]
+    assert s.events == []
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"top_k": 18446744073709551615}',
+        b'{"top_k": -18446744073709551616}',  # vLLM says what is allowed
+        b'{"top_k": 184467440737095516160.5}',
+        b'{"seed": 18446744073709551616}',
+        b'{"structured_outputs": null}',
+        b'{"structured_outputs": {"regex": "a"}}',
+        b'{"tools": [{"top_k": 18446744073709551616, "structured_outputs": 1}]}',
+    ],
+)
+def test_other_fields_are_vllms_to_check(stand, body):
+    answer = stand().request("POST", "/v1/echo", content=body, headers=JSON)
+    assert answer.json()["bytes"] == len(body)

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Refuse JSON with values that vLLM answers with 500, or with words on its own code: half of a
+surrogate pair, such as "\ud800", which is no Unicode text and can be neither tokenised nor sent on,
+and two fields whose values it reads before they are checked.
+"""
+
+import json
+import re
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mla_serving.server.errors import error_response
+from mla_serving.server.json_object import is_json
+
+# What may become half a pair: an escape of one (whole pairs too), its bytes, or a zero byte, as in
+# UTF-16: Python's parser takes all of them. Then what may be one of the fields. A body without any
+# is not parsed here.
+_SUSPECT = re.compile(
+    rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]|\x00"
+    rb'|"top_k"\s*:\s*\d{20}|"structured_outputs"\s*:\s*[^\s{n]'
+)
+_MOST = 2**64 - 1  # what vLLM can pass on to its engine
+_HALF = re.compile("[\ud800-\udfff]")
+_LONGEST_PATH = 200  # of the field's name in an answer
+
+
+class JsonValues:
+    """ASGI middleware: 400 for application/json with a value that vLLM cannot take."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not is_json(Headers(scope=scope)):
+            return await self.app(scope, receive, send)
+        messages = [await receive()]
+        while messages[-1].get("more_body"):
+            messages.append(await receive())
+        body = b"".join(message.get("body", b"") for message in messages)
+        if (found := complaint(body)) is not None:
+            field, text = found
+            return await error_response(400, text, param=field or None)(scope, receive, send)
+
+        async def replay() -> Message:
+            return messages.pop(0) if messages else await receive()
+
+        await self.app(scope, replay, send)
+
+
+def complaint(body: bytes) -> tuple[str, str] | None:
+    """The place in JSON of a value to refuse ("messages[0].content"; "" for a name at the top), and
+    what is wrong with it; None without one, and for what is no JSON."""
+    if not _SUSPECT.search(body):
+        return None
+    try:
+        content = json.loads(body)
+    except (ValueError, RecursionError):  # vLLM's to refuse
+        return None
+    return _lone_surrogate(content) or _odd_field(content)
+
+
+def _lone_surrogate(content: Any) -> tuple[str, str] | None:
+    left: list[tuple[str, Any]] = [("", content)]
+    while left:
+        path, value = left.pop()
+        if isinstance(value, str) and (half := _HALF.search(value)):
+            path = _ascii(path)[:_LONGEST_PATH]
+            return path, (
+                f"{path or 'The body'} has a lone surrogate, {_ascii(half[0])}: half of a pair, "
+                "which is no character. Send both halves, or leave it out."
+            )
+        if isinstance(value, list):
+            left += [(f"{path}[{i}]", item) for i, item in enumerate(value)]
+        if isinstance(value, dict):
+            left += [(path, name) for name in value]
+            left += [(f"{path}.{name}".lstrip("."), item) for name, item in value.items()]
+    return None
+
+
+def _odd_field(content: dict[str, Any]) -> tuple[str, str] | None:
+    top_k, outputs = content.get("top_k"), content.get("structured_outputs")
+    if isinstance(top_k, int) and top_k > _MOST:
+        return "top_k", f"top_k must be at most {_MOST}, got {top_k}."
+    if not isinstance(outputs, dict | None):
+        return "structured_outputs", "structured_outputs must be a JSON object."
+    return None
+
+
+def _ascii(text: str) -> str:
+    return text.encode("ascii", "backslashreplace").decode()
