@@ -212,21 +212,29 @@ def indexer_calls(arch: Arch) -> Iterator[tuple[str, Any]]:
     """The same behind `indexer_scores` and `indexer_topk`."""
     from mla_kernels.indexer.hopper.launcher import launch_hopper_scores
 
-    def call(heads, rows, topk):
+    def call(heads, requests, topk, s_q=1, ragged=False):
+        rows = requests * s_q
         scores, level1 = torch.empty(rows, 256), torch.zeros(rows, 32, dtype=torch.int32)
         launch_hopper_scores(
             torch.empty(rows, heads, 128, dtype=torch.float8_e4m3fn),
             torch.empty(8, 64, 128 + 4, dtype=torch.uint8),  # codes and a scale
             torch.empty(rows, heads),
-            torch.zeros(rows, 4, dtype=torch.int32),
+            torch.zeros(requests, 4, dtype=torch.int32),
             torch.ones(rows, dtype=torch.int32),
             scores,
+            request_ids=torch.zeros(rows, dtype=torch.int32) if ragged else None,
             level1=level1 if topk else None,
         )
 
     if arch.sm == 90:
-        for args in ((64, 64, True), (64, 1, False), (32, 1024, False)):
+        one_row = ((64, 64, True), (64, 1, False), (32, 1024, False))
+        several = ((2, False, 50), (3, False, 50), (4, False, 50), (1, True, 100), (8, True, 40))
+        for args in one_row:
             yield f"indexer {args}", lambda a=args: call(*a)
+        for s_q, ragged, requests in several:
+            for topk in (False, True):
+                args = (64, requests, topk, s_q, ragged)
+                yield f"indexer {args}", lambda a=args: call(*a)
 
 
 def unaligned_calls(arch: Arch) -> Iterator[tuple[str, Any]]:

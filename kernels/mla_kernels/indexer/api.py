@@ -71,7 +71,7 @@ def indexer_scores(
         if choice.impl == "hopper":
             from mla_kernels.indexer.hopper.launcher import launch_hopper_scores
 
-            launch_hopper_scores(*args, scores)
+            launch_hopper_scores(*args, scores, request_ids=request_ids)
         else:
             from mla_kernels.indexer.triton.launcher import launch_scores
 
@@ -166,9 +166,12 @@ def _choose(
 ) -> Choice:
     hopper_refusal = None
     if q.device.type == "cuda":
-        from mla_kernels.indexer.hopper.launcher import refusal
+        from mla_kernels.indexer.hopper.launcher import one_row_each, refusal
 
-        hopper_refusal = refusal(q, k_cache, block_table, ragged=request_ids is not None)
+        ragged = request_ids is not None
+        hopper_refusal = refusal(q, k_cache, block_table, ragged=ragged)
+        if impl == "auto" and not one_row_each(q, block_table, ragged=ragged):
+            hopper_refusal = "for several rows a request its kernel was compiled, not run"
     return choose_impl(op, impl, q.device, available=AVAILABLE, hopper_refusal=hopper_refusal)
 
 

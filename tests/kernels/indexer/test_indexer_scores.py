@@ -4,6 +4,7 @@
 import pytest
 import torch
 from mla_kernels import exact_topk, indexer_lengths, indexer_scores, indexer_topk
+from mla_kernels.indexer.hopper import launcher as launcher_hopper
 from mla_kernels.indexer.hopper.launcher import refusal
 from mla_kernels.indexer.reference import indexer_scores_reference
 from mla_kernels.indexer.triton import fused as fused_launcher
@@ -281,6 +282,28 @@ def test_hopper_kernel(lengths, heads):
         assert torch.equal(fused, exact_topk(scores, k, lengths=visible.cuda(), impl="triton"))
 
 
+@pytest.mark.skipif(not HOPPER, reason="needs an sm_90 GPU")
+@pytest.mark.parametrize("heads", [64, 24])
+@pytest.mark.parametrize(
+    "rows", [{"s_q": 2}, {"s_q": 3}, {"s_q": 4}, {"s_q": 7}, {"chunks": [1, 0, 1, 1, 2]},
+             {"chunks": [600, 0, 1, 40, 130]}]
+)  # fmt: skip
+def test_hopper_kernel_of_several_rows(rows, heads, monkeypatch):
+    case = make_indexer_case([5000, 0, 1, 64, 130], heads=heads, device="cuda", **rows)
+    want, visible = expected(case)
+    out = torch.full(want.shape, float("nan"), device="cuda")
+    scores = indexer_scores(*case.args, **case.rows, out=out, impl="hopper")
+    assert_scores(scores, want)
+    portable = indexer_scores(*case.args, **case.rows, impl="triton")
+    assert torch.allclose(scores, portable, rtol=1e-5, atol=1e-5)
+    monkeypatch.setattr(launcher_hopper, "MAX_TILES", 2)
+    assert torch.equal(indexer_scores(*case.args, **case.rows, impl="hopper"), scores)
+    monkeypatch.undo()
+    for k in (20, 2048):
+        fused = indexer_topk(*case.args, k, **case.rows, impl="hopper")
+        assert torch.equal(fused, exact_topk(scores, k, lengths=visible.cuda(), impl="triton"))
+
+
 def test_the_forms_of_both_caches_are_compiled_offline():
     """Those of `indexer_topk`, whose scores prepare the top-k or not, and of rows that name their
     request."""
@@ -298,11 +321,15 @@ def test_what_the_hopper_kernel_does_not_take():
     one = q[:2]
     assert refusal(one, k_cache, table, ragged=False) is None
     assert "e4m3 q" in refusal(one.bfloat16(), k_cache, table, ragged=False)
-    assert "one row a request" in refusal(q, k_cache, table, ragged=False)
-    assert "one row a request" in refusal(one, k_cache, table, ragged=True)
+    assert (
+        refusal(q, k_cache, table, ragged=False) is refusal(q, k_cache, table, ragged=True) is None
+    )
+    many = torch.empty(launcher_hopper.MAX_ROWS + 1, 1, 128, dtype=q.dtype)
+    tables = table[:1].expand(len(many), -1)
+    assert "at most 1024" in refusal(many, k_cache, tables, ragged=False)
     assert "contiguous" in refusal(one, k_cache[::2], table, ragged=False)
     with pytest.raises(ValueError, match="impl='hopper' of indexer_scores cannot run here"):
-        indexer_scores(*case.args, impl="hopper")
+        indexer_scores(q.bfloat16(), *case.args[1:], impl="hopper")
 
 
 def wrong(case, **change):

@@ -49,8 +49,9 @@ def indexer_topk_triton(
         )
     if step > 16:  # later rows as aligned as the first: no other specialisation
         step -= step % 16
-    if step < T and request_ids is None and not hopper:  # a turn may end within a request
-        rows_per_request = T // block_table.shape[0]
+    rows_per_request = T // max(block_table.shape[0], 1)
+    tables_in_turns = hopper and request_ids is None and rows_per_request == 1
+    if step < T and request_ids is None and not tables_in_turns:  # one may end within a request
         request_ids = torch.arange(T, dtype=torch.int32, device=q.device) // rows_per_request
     levels = topk_tiles(width, k).levels
     for a in range(0, T, step):
@@ -72,9 +73,10 @@ def indexer_topk_triton(
                 q[a:b],
                 k_cache,
                 weights[a:b],
-                block_table[a:b],
+                block_table[a:b] if tables_in_turns else block_table,
                 lengths[a:b],
                 scores,
+                request_ids=None if request_ids is None else request_ids[a:b],
                 level1=views[0] if views else None,
             )
         else:
