@@ -79,8 +79,10 @@ def keys(monkeypatch):
     )
 
     def choose(op, impl, q, k_cache, block_table, request_ids):
-        no = hopper.refusal(q, k_cache, block_table, ragged=request_ids is not None)
-        return types.SimpleNamespace(impl="triton" if no else "hopper")
+        ragged = request_ids is not None
+        no = hopper.refusal(q, k_cache, block_table, ragged=ragged)
+        one = hopper.one_row_each(q, block_table, ragged=ragged)
+        return types.SimpleNamespace(impl="hopper" if one and not no else "triton")
 
     monkeypatch.setattr(indexer_api, "_choose", choose)
     triton = types.SimpleNamespace(impl="triton")
