@@ -52,6 +52,8 @@ def indexer_scores(
     clean        False: entries from the end of a row's last page on are left as they are, for a
                  caller that passes `lengths` on to `exact_topk`
     out          [T, 64 * max_blocks] fp32 to write into
+    impl         "hopper" with several rows a request is a kernel that was compiled and followed in
+                 Python, but has not run on a GPU yet: "auto" leaves those to "triton"
 
     Returns [T, 64 * max_blocks] fp32 (the sums too), -inf where row t does not see key s. A NaN in
     q, weights or a visible key makes its scores NaN. ValueError for arguments that do not fit.

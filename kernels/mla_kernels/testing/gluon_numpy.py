@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from triton.experimental.gluon import language as gl
+from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITCallable
 
 NUMPY = {gl.int32: np.int32, gl.int64: np.int64, gl.float32: np.float32, gl.float16: np.float16,
@@ -191,8 +192,9 @@ def run(kernel, grid, *args, **constants):
         if name.endswith("_desc"):
             on_numpy[i] = arg.numpy()
     constants = {name: x for name, x in constants.items() if name in names}
-    for program in range(*grid[:1]):
-        with_hardware(kernel, language(grid[0], program))(*on_numpy, **constants)
+    for program in range(grid[0]):
+        with np.errstate(all="ignore"):  # unused rows hold junk
+            with_hardware(kernel, language(grid[0], program))(*on_numpy, **constants)
 
 
 def with_hardware(kernel, gl_):
@@ -208,11 +210,11 @@ def with_hardware(kernel, gl_):
             for name, x in jit.fn.__globals__.items():
                 if name in HARDWARE:
                     x = HARDWARE[name]
-                elif name == "gl":
+                elif name in ("gl", "tl"):
                     x = gl_
                 elif isinstance(x, gl.constexpr):
                     x = x.value
-                elif isinstance(x, JITCallable):
+                elif isinstance(x, JITCallable | InterpretedFunction):
                     x = function(x)
                 names[name] = x
         return made[id(jit)]

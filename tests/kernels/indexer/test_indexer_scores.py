@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Indexer scores and the fused top-k against the fp64 definition on the same quantised inputs."""
 
+import types
+
 import pytest
 import torch
-from mla_kernels import exact_topk, indexer_lengths, indexer_scores, indexer_topk
+from mla_kernels import dispatch, exact_topk, indexer_lengths, indexer_scores, indexer_topk
+from mla_kernels.indexer import api
 from mla_kernels.indexer.hopper import launcher as launcher_hopper
 from mla_kernels.indexer.hopper.launcher import refusal
 from mla_kernels.indexer.reference import indexer_scores_reference
@@ -330,6 +333,27 @@ def test_what_the_hopper_kernel_does_not_take():
     assert "contiguous" in refusal(one, k_cache[::2], table, ragged=False)
     with pytest.raises(ValueError, match="impl='hopper' of indexer_scores cannot run here"):
         indexer_scores(q.bfloat16(), *case.args[1:], impl="hopper")
+
+
+def test_auto_leaves_several_rows_to_the_portable_kernel(monkeypatch):
+    """By name the Hopper kernel for them may be asked for; it has not run on a GPU."""
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(dispatch, "triton_refusal", lambda _: None)
+    monkeypatch.setattr(dispatch, "device_arch", lambda _: types.SimpleNamespace(name="sm_90"))
+    case = make_indexer_case([60, 3], s_q=2)
+    q = types.SimpleNamespace(dtype=case.q.dtype, device=device, shape=case.q.shape)
+    one = types.SimpleNamespace(dtype=case.q.dtype, device=device, shape=case.q[:2].shape)
+    chosen = {
+        (name, impl): api._choose("op", impl, rows, case.k_cache, case.block_table, requests)
+        for name, rows, requests in (("one", one, None), ("two", q, None), ("named", one, one))
+        for impl in ("auto", "hopper")
+    }
+    assert all(chosen[name, "hopper"].impl == "hopper" for name in ("one", "two", "named"))
+    assert chosen["one", "auto"].impl == "hopper"
+    for name in ("two", "named"):
+        assert chosen[name, "auto"].impl == "triton"
+        assert "was compiled, not run" in chosen[name, "auto"].reason
 
 
 def wrong(case, **change):

@@ -32,24 +32,9 @@ from mla_kernels.indexer.hopper.scores import (
     load_page,
     shuffled,
 )
+from mla_kernels.indexer.triton.scores import tile_rows
 from mla_kernels.topk.triton.keys import GROUP, ordered_key
 from mla_kernels.triton_common.gluon_compat import cta_barrier, reinterpret
-
-
-@gluon.jit
-def tile_rows(tile, num_rows, rows_per_request, ROWS: gl.constexpr, RAGGED: gl.constexpr):
-    """(first row, one past the last row, request) of a tile; RAGGED rows carry their request."""
-    if RAGGED:
-        request = tile * 0
-        first = tile * ROWS
-        stop = gl.minimum(first + ROWS, num_rows)
-    else:
-        tiles_per_request = (rows_per_request + ROWS - 1) // ROWS
-        request = tile // tiles_per_request
-        start = request * rows_per_request
-        first = start + (tile - request * tiles_per_request) * ROWS
-        stop = gl.minimum(first + ROWS, start + rows_per_request)
-    return first, stop, request
 
 
 @gluon.jit
@@ -212,33 +197,27 @@ def hopper_several_scores_kernel(
                 requests = requests + (of_row,)
         fence_async_shared()
         cta_barrier()
-        if RAGGED:
-            for n in range(ROWS):
-                request = gl.to_tensor(-1)
+        for n in range(ROWS if RAGGED else 1):
+            own, last = inside, stop
+            seen = n < 0
+            if RAGGED:  # row n's request and the rows that are its own, unless one before was
                 for i in gl.static_range(ROWS):
                     request = gl.where(n == i, requests[i], request)
+                seen = request < 0
                 longest = gl.to_tensor(0)
-                done = request < 0
                 own = ()
                 for i in gl.static_range(ROWS):
                     same = inside[i] & (requests[i] == request)
                     own = own + (same,)
                     longest = gl.where(same, gl.maximum(longest, lengths[i]), longest)
-                    done = done | (same & (i < n))
+                    seen = seen | (same & (i < n))
                 last = gl.minimum(stop, (longest + PAGE - 1) // PAGE)
-                if (first < last) & (done == 0):
-                    slot, phase = score_pages(
-                        keys_desc, scales_desc, table_ptr + request.to(gl.int64) * stride_table,
-                        first, last, keys, scales, full, slot, phase, q_shared, weights, lengths,
-                        own, row64, scores_ptr, level1_ptr, stride_scores, stride_level1,
-                        DOTS, HEADS, ROWS, STAGES,
-                    )  # fmt: skip
-        else:
-            slot, phase = score_pages(
-                keys_desc, scales_desc, table_ptr + request.to(gl.int64) * stride_table,
-                first, stop, keys, scales, full, slot, phase, q_shared, weights, lengths,
-                inside, row64, scores_ptr, level1_ptr, stride_scores, stride_level1,
-                DOTS, HEADS, ROWS, STAGES,
-            )  # fmt: skip
+            if (first < last) & (seen == 0):
+                slot, phase = score_pages(
+                    keys_desc, scales_desc, table_ptr + request.to(gl.int64) * stride_table,
+                    first, last, keys, scales, full, slot, phase, q_shared, weights, lengths,
+                    own, row64, scores_ptr, level1_ptr, stride_scores, stride_level1,
+                    DOTS, HEADS, ROWS, STAGES,
+                )  # fmt: skip
         begin += stop - first
         cta_barrier()  # all have done with q
