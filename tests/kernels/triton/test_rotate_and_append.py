@@ -67,9 +67,10 @@ def test_fused_kernel_equals_torch(device, config, dtype, cache_dtype, kv_scale)
         assert changed.float().mean() < 1e-3
 
 
-def test_device_scale_equals_host_scale(device):
+@pytest.mark.parametrize("scales", [(0.03,), (2.0, 2)])  # one whose quotients are rounded, an int
+def test_device_scale_equals_host_scale(scales, device):
     caches = []
-    for scale in (2.0, 2, torch.full((1,), 2.0, device=device)):
+    for scale in (*scales, torch.full((1,), scales[0], device=device)):
         case = make_case(CONFIGS[1], torch.float8_e4m3fn, torch.bfloat16, device)
         launch_rotate_and_append(CONFIGS[1], *case, kv_scale=scale)
         caches.append(case[1].view(torch.uint8))
