@@ -30,6 +30,16 @@ if not torch.cuda.is_available():
     interpret_kernels()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test that is skipped without a GPU and is not marked would run nowhere: machines with one
+    run `-m gpu`."""
+    for item in items:
+        reasons = [str(mark.kwargs.get("reason")) for mark in item.iter_markers("skipif")]
+        lacking = any(r.startswith("needs ") and "GPU" in r for r in reasons)
+        if lacking and item.get_closest_marker("gpu") is None:
+            raise pytest.UsageError(f"Expected the mark `gpu` on {item.nodeid}")
+
+
 @pytest.fixture(scope="session")
 def demo_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """`demo_checkpoint(family)`: directory of the demo model, made once in a session."""

@@ -11,6 +11,7 @@ from mla_backend import compat
 from mla_backend.attention import fp8_query, support
 from mla_backend.attention.impl import MlaImpl
 from mla_backend.attention.metadata import MlaMetadataBuilder
+from mla_backend.attention.sparse import fp8_indexer
 from mla_backend.start_up import note
 
 
@@ -95,7 +96,8 @@ class MlaBackend(MLACommonBackend):
         An empty list means it can. vLLM raises with the list at start-up.
         """
         reasons = support.explain(super().validate_configuration(**config), config)
-        reasons += support.combination_reasons(config) + fp8_query.reasons(config)
+        reasons += support.combination_reasons(config)
+        reasons += fp8_query.reasons(config) + fp8_indexer.reasons(config)
         if reasons:
             note(f"CUSTOM cannot serve this: {'; '.join(reasons)}")
         return reasons

@@ -3,7 +3,7 @@
 
 from collections.abc import Callable
 
-from mla_backend.doctor import fp8_query, installation, machine, plugins
+from mla_backend.doctor import fp8, installation, machine, plugins
 from mla_backend.doctor.facts import Facts
 from mla_backend.doctor.report import Result
 
@@ -20,7 +20,8 @@ CHECKS: tuple[Callable[[Facts], Result], ...] = (
     plugins.backend_registered,
     plugins.platform,
     plugins.settings,
-    fp8_query.asked_for,
+    fp8.queries,
+    fp8.indexer,
     machine.devices,
     machine.memory,
     machine.libnuma,

@@ -15,6 +15,7 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 from mla_backend import compat
 from mla_backend.attention import fp8_query, support
 from mla_backend.attention.backend import MlaBackend
+from mla_backend.attention.sparse import fp8_indexer
 from mla_backend.attention.sparse.backend import SparseMlaBackend
 from mla_backend.support_matrix.table import table, yes
 
@@ -59,6 +60,11 @@ def _features() -> list[Asked]:
         *(
             Asked(f"fp8 queries, KV cache dtype {name}, on sm_90", _cache(name), _FP8_QUERY)
             for name in fp8_query.KV_CACHE_DTYPES
+        ),
+        Asked(
+            "fp8 products of the indexer, on sm_90",
+            {"use_sparse": True},
+            ((fp8_indexer.VARIABLE, "1"),),
         ),
         Asked("batch-invariant mode", {"use_batch_invariant": True}),
         Asked(

@@ -128,6 +128,35 @@ def test_fp8_queries_of_a_sparse_layer_are_refused(fp8_query):
     assert "needs dense attention, not DeepSeek Sparse Attention" in reason
 
 
+@pytest.mark.parametrize(
+    "capability, impl, sparse, needs",
+    [
+        ((9, 0), "auto", True, None),
+        ((9, 0), "hopper", True, None),
+        ((9, 0), "auto", False, "DeepSeek Sparse Attention, not dense attention"),
+        ((10, 0), "auto", True, "an sm_90 GPU, not sm_100"),
+        (None, "auto", True, "an sm_90 GPU, not a CPU"),
+        ((9, 0), "triton", True, "MLA_BACKEND_IMPL of auto or hopper, not triton"),
+    ],
+)
+def test_where_an_indexer_multiplies_in_fp8(monkeypatch, capability, impl, sparse, needs):
+    from mla_backend.attention.sparse.backend import SparseMlaBackend
+
+    monkeypatch.setenv("MLA_BACKEND_FP8_INDEXER", "1")
+    monkeypatch.setenv("MLA_BACKEND_IMPL", impl)
+    layer = AttentionSelectorConfig(
+        head_size=576, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=64, use_mla=True,
+        use_sparse=sparse,
+    )  # fmt: skip
+    backend = SparseMlaBackend if sparse else MlaBackend
+    device = capability and DeviceCapability(*capability)
+    found = backend.validate_configuration(device_capability=device, **layer._asdict())
+    words = f"MLA_BACKEND_FP8_INDEXER=1 needs {needs}. Mend: unset MLA_BACKEND_FP8_INDEXER"
+    assert found == ([words] if needs else [])
+    monkeypatch.delenv("MLA_BACKEND_FP8_INDEXER")
+    assert backend.validate_configuration(device_capability=device, **layer._asdict()) == []
+
+
 def test_the_kernel_of_fp8_queries_is_chosen_and_planned_as_such(fp8_query, monkeypatch):
     from mla_backend.attention import kernel as module
 

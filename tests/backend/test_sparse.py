@@ -230,6 +230,7 @@ def test_contexts_that_the_top_k_of_a_gpu_does_not_take(monkeypatch):
 
     from mla_backend.attention.sparse.indexer import take_over
     from mla_backend.attention.sparse.indexer_backend import IndexerBackend
+    from mla_backend.attention.sparse.kernel import SparseKernel
 
     monkeypatch.setattr(deepseek_v2, "per_token_group_quant_fp8", None)  # put back afterwards
     config = fake_config()
@@ -237,7 +238,8 @@ def test_contexts_that_the_top_k_of_a_gpu_does_not_take(monkeypatch):
     gpu = torch.device("meta")
 
     def take(impl, device):
-        take_over(fake_indexer(), impl, IndexerBackend, config, device)
+        kernel = SparseKernel("auto", impl, "pow2", False)
+        take_over(fake_indexer(), kernel, IndexerBackend, config, device)
 
     with pytest.raises(
         ValueError, match=r"max_model_len 1048577 .* among 1048576 tokens .* Mend: lower --max-mod"
@@ -398,7 +400,7 @@ def h200(monkeypatch):
         (128, torch.uint8, {}, "hopper", "auto", "arguments fit"),
         (16, torch.bfloat16, {}, "hopper", "auto", "arguments fit"),
         (16, torch.float8_e4m3fn, {}, "triton", "auto", "a cache of"),
-        (16, torch.uint8, {"VLLM_BATCH_INVARIANT": "1"}, "hopper", "triton", "arguments fit"),
+        (16, torch.uint8, {"VLLM_BATCH_INVARIANT": "1"}, "hopper", "auto", "arguments fit"),
         (16, torch.uint8, {"MLA_BACKEND_IMPL": "hopper"}, "hopper", "auto", "by name"),
         (128, torch.uint8, {"MLA_BACKEND_IMPL": "triton"}, "triton", "triton", "by name"),
     ],
@@ -411,6 +413,30 @@ def test_kernel_of_an_engine(monkeypatch, h200, heads, cache, env, kernel, index
     assert chosen.rescale == "pow2"
     assert chosen.deterministic is ("VLLM_BATCH_INVARIANT" in env)
     assert stats["impl"] == kernel and why in stats["reason"]
+    assert chosen.fp8_products is False
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_an_indexer_multiplies_in_fp8_if_asked_to(monkeypatch, h200, asked):
+    from mla_backend.attention.sparse import indexer_layer, kernel
+    from mla_backend.attention.sparse.rows import TokenRows
+
+    said = []
+    monkeypatch.setattr(kernel.logger, "info_once", lambda text, *_: said.append(text))
+    monkeypatch.setenv("MLA_BACKEND_FP8_INDEXER", "1" if asked else "0")
+    chosen, _ = choose_kernel(h200, torch.uint8, 128)
+    assert chosen.fp8_products is asked
+    assert any("MLA_BACKEND_FP8_INDEXER=1 takes" in text for text in said) is not asked
+    given = {}
+    monkeypatch.setattr(indexer_layer, "indexer_topk", lambda *_, **known: given.update(known))
+    topk = torch.zeros(2, 4, dtype=torch.int32, device="meta")
+    layer = indexer_layer.IndexerLayer(
+        8, torch.bfloat16, "ue8m0", "auto", None, topk, fp8_products=chosen.fp8_products
+    )
+    ones = torch.ones(2, dtype=torch.int32)
+    rows = TokenRows(torch.zeros(2, 1, dtype=torch.int32), ones, None, ones)
+    layer.run(torch.zeros(2, 8, 128), None, torch.zeros(2, 8), topk, None, rows, ones)
+    assert given["fp8_products"] is asked
 
 
 def test_what_a_layer_tells_its_kernel_with_every_call(monkeypatch):

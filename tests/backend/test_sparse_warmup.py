@@ -50,8 +50,7 @@ def keys(monkeypatch):
     """The set of keys launched, on a pretended H200."""
     from mla_kernels.cache import api as cache_api
     from mla_kernels.cache.triton import launcher  # noqa: F401
-    from mla_kernels.indexer import api as indexer_api
-    from mla_kernels.indexer.hopper import launcher as hopper
+    from mla_kernels.indexer.hopper import launcher as hopper_scores  # noqa: F401
     from mla_kernels.indexer.triton import fused, row_launchers  # noqa: F401
     from mla_kernels.indexer.triton import launcher as scores
     from mla_kernels.query.triton import launcher as join  # noqa: F401
@@ -78,13 +77,6 @@ def keys(monkeypatch):
         lambda device: types.SimpleNamespace(multi_processor_count=132),
     )
 
-    def choose(op, impl, q, k_cache, block_table, request_ids):
-        ragged = request_ids is not None
-        no = hopper.refusal(q, k_cache, block_table, ragged=ragged)
-        one = hopper.one_row_each(q, block_table, ragged=ragged)
-        return types.SimpleNamespace(impl="hopper" if one and not no else "triton")
-
-    monkeypatch.setattr(indexer_api, "_choose", choose)
     triton = types.SimpleNamespace(impl="triton")
     monkeypatch.setattr(cache_api, "choose_impl", lambda *args, **kwargs: triton)
     return found
@@ -147,18 +139,23 @@ def random_common(rng, max_blocks, max_tokens=MAX_TOKENS):
 
 
 @pytest.mark.parametrize("max_blocks, ranks", [(64, 1), (2048, 1), (64, 2)])
-def test_no_step_launches_what_was_not_compiled(keys, max_blocks, ranks, monkeypatch):
+@pytest.mark.parametrize("scores", ["hopper", "triton"])
+def test_no_step_launches_what_was_not_compiled(keys, max_blocks, ranks, scores, monkeypatch):
+    from mla_kernels.indexer import api
+
     from mla_backend.attention.sparse.rows import RowsBuilder
     from mla_backend.attention.sparse.warmup import warm_up_indexer
 
     shard = shard_of_two() if ranks == 2 else None
     monkeypatch.setattr(torch, "empty", torch.zeros)  # indices that no kernel has written
+    monkeypatch.setattr(api, "_choose", lambda *_: types.SimpleNamespace(impl=scores))
     indexer = make_indexer(max_blocks, shard)
     builder = RowsBuilder(MAX_TOKENS, torch.device("cpu"), shard)
     warm_up_indexer(indexer, MAX_TOKENS, MAX_REQUESTS, max_blocks)
     compiled = set(keys)
     names = {key[0] for key in compiled}
-    assert {"hopper_scores_kernel", "scores_kernel", "write_indexer_cache_kernel"} <= names
+    kernel = "hopper_scores_kernel" if scores == "hopper" else "scores_kernel"
+    assert {kernel, "write_indexer_cache_kernel"} <= names
     assert len(compiled) < 90, "each takes a second or two at start-up"
     keys.clear()
 

@@ -176,6 +176,7 @@ def all_engines():
     add("CUSTOM v3.2 eager", "v3.2", **EAGER, **ANY_BLOCK_SIZE)
     add("CUSTOM v3.2 compiled", "v3.2", **COMPILED)
     add("CUSTOM v3.2 fp8_ds_mla", "v3.2", kv_cache_dtype="fp8_ds_mla")
+    add("CUSTOM v3.2 fp8 indexer", "v3.2", {"MLA_BACKEND_FP8_INDEXER": "1"})
     drafts = MTP["speculative_config"] | {"attention_backend": "CUSTOM"}
     mtp = {"compilation_config": MTP_GRAPHS, "speculative_config": drafts}
     add("CUSTOM v3.2 mtp", "v3.2", **mtp)

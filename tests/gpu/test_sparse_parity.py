@@ -14,7 +14,7 @@ from oracle import NOISE, distance, divergences
 from test_features import done, our_kernels, scenario
 from test_parity import outputs_of
 
-MODES = ("eager", "compiled", "mtp", "fp8_ds_mla")
+MODES = ("eager", "compiled", "mtp", "fp8_ds_mla", "fp8 indexer")
 
 
 def test_all_tokens_are_read_as_well_as_stock(engines, checkpoint, parity_table):

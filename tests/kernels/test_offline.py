@@ -22,18 +22,24 @@ from mla_kernels.offline.spec import KernelSpec
 SPEC = KernelSpec("op/variant", fn=None, signature={}, tensor_core="native")
 GOOD = {"registers": 100, "shared_memory": 1000, "tensor_core": {"wgmma": 4}}
 
-# A loop from 0x40 to 0x90 with wgmma, one spill load before it, one spill store inside, and an
-# unconditional jump back into it from behind the kernel (an mbarrier retry).
+# A loop from 0x40 to 0x90 with wgmma in one from 0x30 to 0xb0, a spill load in that one, a spill
+# store inside, and unconditional jumps back into it: from behind the retries of an mbarrier's wait
+# and from behind the kernel's end.
 LISTING = """
         /*0010*/                   MOV R1, c[0x0][0x28] ;      /* 0x1 */
-        /*0020*/                   LDL R5, [R1+0x8] ;
+        /*0020*/               @P3 EXIT ;
+        /*0030*/                   LDL R5, [R1+0x8] ;
         /*0040*/                   HGMMA.64x256x16.F32.BF16 R24, gdesc[UR4], R24 ;
         /*0050*/              @!P0 STL.64 [R1], R2 ;
         /*0060*/                   FMUL R4, R4, R5 ;
         /*0090*/               @P1 BRA 0x40 ;
         /*00a0*/                   HMMA.16816.F32.BF16 R4, R8, R10, R4 ;
-        /*00b0*/                   EXIT ;
-        /*00c0*/                   BRA 0x60 ;
+        /*00b0*/                   BRA 0x30 ;
+        /*00c0*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR37+0xc480], R24 ;
+        /*00d0*/              @!P1 BRA 0xc0 ;
+        /*00e0*/                   BRA 0x60 ;
+        /*00f0*/                   EXIT ;
+        /*0100*/                   BRA 0x60 ;
 """
 
 

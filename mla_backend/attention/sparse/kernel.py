@@ -14,6 +14,7 @@ from vllm.logger import init_logger
 from mla_backend import envs
 from mla_backend.attention.choice import choose
 from mla_backend.attention.kernel import rescale_on
+from mla_backend.attention.sparse import fp8_indexer
 from mla_backend.start_up import RefusalError
 from mla_backend.stats import STATS
 
@@ -23,12 +24,13 @@ logger = init_logger("vllm.mla_backend")
 @dataclass(frozen=True)
 class SparseKernel:
     """Implementations, settled at start-up. `indexer` may be "auto": each of its ops has its own
-    best one."""
+    best one, the same for all steps. fp8_products: see `mla_kernels.indexer_scores`."""
 
     attention: str
     indexer: str
     rescale: str
     deterministic: bool  # vLLM's batch-invariant mode
+    fp8_products: bool = False
 
     @classmethod
     def choose(
@@ -52,8 +54,8 @@ class SparseKernel:
                 f"MLA_BACKEND_RESCALE={rescale} with a sparse model, whose attention rescales by "
                 "powers of two (on a CPU also as flash). Mend: unset MLA_BACKEND_RESCALE"
             )
-        asked = envs.get("MLA_BACKEND_IMPL")
-        deterministic, indexer = bool(vllm_envs.VLLM_BATCH_INVARIANT), asked
+        indexer = envs.get("MLA_BACKEND_IMPL")
+        deterministic, fp8 = bool(vllm_envs.VLLM_BATCH_INVARIANT), fp8_indexer.asked()
         choice = choose(
             choose_sparse_impl,
             device,
@@ -65,10 +67,13 @@ class SparseKernel:
         )
         STATS.sparse = {"impl": choice.impl, "reason": choice.reason, "rescale": rescale}
         logger.info_once("Sparse attention by %s: %s.", choice.impl, choice.reason)
-        if device.type == "cuda" and (asked == "hopper" or (deterministic and asked == "auto")):
-            # The portable kernels serve steps that the Hopper one does not, and round otherwise.
-            indexer = "triton" if deterministic else "auto"
-        return cls(choice.impl, indexer, rescale, deterministic)
+        if device.type == "cuda" and not fp8:
+            capability = torch.cuda.get_device_capability(device)
+            if not fp8_indexer.lacking(capability, indexer):
+                logger.info_once(fp8_indexer.HINT)
+        if indexer == "hopper":  # which the write of the keys and the top-k have not
+            indexer = "auto"
+        return cls(choice.impl, indexer, rescale, deterministic, fp8)
 
 
 # Made while the model is built, so that vLLM counts them when it sizes the KV cache; every layer

@@ -39,7 +39,7 @@ def step_shapes(max_tokens: int, max_requests: int) -> Iterator[StepShape]:
     request's tokens (1, 2, 3 and more; longer ones are prompts), and on whether runs are equal.
     """
     for tokens in batch_sizes(max_tokens):
-        for run in (1, 2, 4):
+        for run in (1, 2, 3, 4):
             requests = tokens // run
             if requests * run == tokens and requests <= max_requests:
                 yield StepShape(requests, tokens, True)

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Indexer scores and the fused top-k against the fp64 definition on the same quantised inputs."""
 
-import types
-
 import pytest
 import torch
-from mla_kernels import dispatch, exact_topk, indexer_lengths, indexer_scores, indexer_topk
-from mla_kernels.indexer import api
+from mla_kernels import exact_topk, indexer_lengths, indexer_scores, indexer_topk
 from mla_kernels.indexer.hopper import launcher as launcher_hopper
 from mla_kernels.indexer.hopper.launcher import refusal
 from mla_kernels.indexer.reference import indexer_scores_reference
@@ -87,25 +84,37 @@ def test_prefill_rows_of_several_requests(chunks, impl, fp8, device):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("heads", [64, 24])
-@pytest.mark.parametrize("fp8", [True, False])
-def test_a_row_has_the_same_bits_whatever_it_shares_a_tile_with(fp8, heads):
+@pytest.mark.parametrize(
+    "fp8, how",
+    [
+        (True, {"impl": "triton"}),
+        (False, {"impl": "triton"}),
+        (True, {"impl": "hopper"}),
+        (True, {"fp8_products": True}),
+    ],
+)
+def test_a_row_has_the_same_bits_whatever_it_shares_a_tile_with(fp8, how, heads):
     """Which batch-invariant mode rests on: alone, among drafts, in a mixed step, in a prompt. The
     interpreter's products round by their shape."""
+    if how != {"impl": "triton"} and not HOPPER:
+        pytest.skip("needs an sm_90 GPU")
     options = {"s_q": 6, "heads": heads, "q_fp8": fp8, "k_fp8": fp8}
     case = make_indexer_case([3000, 130, 64, 9], **options, device="cuda")
     _, lengths = expected(case)
     lengths, T = lengths.cuda(), len(case.q)
     request = torch.arange(4, device="cuda", dtype=torch.int32).repeat_interleave(6)
     keys, (q, k_cache, weights, table, _) = {"lengths": lengths}, case.args
-    whole = indexer_scores(*case.args, impl="triton")
+    whole = indexer_scores(*case.args, **how)
+    if how == {"impl": "hopper"}:
+        assert torch.equal(indexer_scores(*case.args, impl="triton"), whole)
     for rows in (1, 2, 3):
         tables, ends = table[request[::rows]], lengths[rows - 1 :: rows].contiguous()
-        assert torch.equal(indexer_scores(q, k_cache, weights, tables, ends, impl="triton"), whole)
+        assert torch.equal(indexer_scores(q, k_cache, weights, tables, ends, **how), whole)
     for copies in (1, 2):  # more than 4 rows a request share tiles, fewer do not
         tables, ends = table.repeat(copies, 1), case.seq_lens.repeat(copies)
         args = (q, k_cache, weights, tables, ends)
         assert (T > 4 * len(tables)) == (copies == 1)
-        assert torch.equal(indexer_scores(*args, request_ids=request, **keys, impl="triton"), whole)
+        assert torch.equal(indexer_scores(*args, request_ids=request, **keys, **how), whole)
 
 
 @pytest.mark.parametrize("split", [True, False])
@@ -271,6 +280,7 @@ def test_no_rows(device):
         assert indexer_topk(*case.args, 5, impl=impl).shape == (0, 5)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not HOPPER, reason="needs an sm_90 GPU")
 @pytest.mark.parametrize("heads", [64, 40, 8])
 @pytest.mark.parametrize("lengths", [[130, 0, 1, 64, 700], [900] * 40, [0, 0], [20000, 0, 7]])
@@ -285,6 +295,7 @@ def test_hopper_kernel(lengths, heads):
         assert torch.equal(fused, exact_topk(scores, k, lengths=visible.cuda(), impl="triton"))
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not HOPPER, reason="needs an sm_90 GPU")
 @pytest.mark.parametrize("heads", [64, 24])
 @pytest.mark.parametrize(
@@ -299,11 +310,33 @@ def test_hopper_kernel_of_several_rows(rows, heads, monkeypatch):
     assert_scores(scores, want)
     portable = indexer_scores(*case.args, **case.rows, impl="triton")
     assert torch.allclose(scores, portable, rtol=1e-5, atol=1e-5)
-    monkeypatch.setattr(launcher_hopper, "MAX_TILES", 2)
+    monkeypatch.setattr(launcher_hopper, "TILE_COUNTS", (16, 128, 128))  # in turns
     assert torch.equal(indexer_scores(*case.args, **case.rows, impl="hopper"), scores)
     monkeypatch.undo()
     for k in (20, 2048):
         fused = indexer_topk(*case.args, k, **case.rows, impl="hopper")
+        assert torch.equal(fused, exact_topk(scores, k, lengths=visible.cuda(), impl="triton"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="needs an sm_90 GPU")
+@pytest.mark.parametrize(
+    "rows", [{"s_q": 1}, {"s_q": 2}, {"s_q": 3}, {"chunks": [1, 0, 1, 1, 2]},
+             {"chunks": [600, 0, 1, 40, 130]}]
+)  # fmt: skip
+@pytest.mark.parametrize("heads", [64, 24])
+def test_products_in_fp8(heads, rows):
+    case = make_indexer_case([5000, 0, 1, 64, 700], heads=heads, device="cuda", **rows)
+    want, visible = expected(case)
+    out = torch.full(want.shape, float("nan"), device="cuda")
+    options = {**case.rows, "fp8_products": True}
+    scores = indexer_scores(*case.args, **options, out=out)
+    assert torch.equal(scores == -INF, want == -INF)
+    seen = want > -INF
+    error = torch.linalg.norm(scores.double()[seen] - want[seen])
+    assert 1e-6 < error / torch.linalg.norm(want[seen]) < 2e-4  # exact ones: 1e-7
+    for k in (20, 2048):
+        fused = indexer_topk(*case.args, k, **options)
         assert torch.equal(fused, exact_topk(scores, k, lengths=visible.cuda(), impl="triton"))
 
 
@@ -320,40 +353,23 @@ def test_the_forms_of_both_caches_are_compiled_offline():
 
 def test_what_the_hopper_kernel_does_not_take():
     case = make_indexer_case([60, 3], s_q=2)
-    q, k_cache, table = case.q, case.k_cache, case.block_table
-    one = q[:2]
-    assert refusal(one, k_cache, table, ragged=False) is None
-    assert "e4m3 q" in refusal(one.bfloat16(), k_cache, table, ragged=False)
-    assert (
-        refusal(q, k_cache, table, ragged=False) is refusal(q, k_cache, table, ragged=True) is None
-    )
-    many = torch.empty(launcher_hopper.MAX_ROWS + 1, 1, 128, dtype=q.dtype)
-    tables = table[:1].expand(len(many), -1)
-    assert "at most 1024" in refusal(many, k_cache, tables, ragged=False)
-    assert "contiguous" in refusal(one, k_cache[::2], table, ragged=False)
+    q, k_cache = case.q, case.k_cache
+    assert refusal(q, k_cache) is None
+    assert "e4m3 q" in refusal(q.bfloat16(), k_cache)
+    assert "contiguous" in refusal(q, k_cache[::2])
     with pytest.raises(ValueError, match="impl='hopper' of indexer_scores cannot run here"):
         indexer_scores(q.bfloat16(), *case.args[1:], impl="hopper")
 
 
-def test_auto_leaves_several_rows_to_the_portable_kernel(monkeypatch):
-    """By name the Hopper kernel for them may be asked for; it has not run on a GPU."""
-    device = torch.device("cuda", 0)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(dispatch, "triton_refusal", lambda _: None)
-    monkeypatch.setattr(dispatch, "device_arch", lambda _: types.SimpleNamespace(name="sm_90"))
+def test_products_in_fp8_are_refused_where_they_cannot_be_had():
+    """Never other numbers in their place."""
     case = make_indexer_case([60, 3], s_q=2)
-    q = types.SimpleNamespace(dtype=case.q.dtype, device=device, shape=case.q.shape)
-    one = types.SimpleNamespace(dtype=case.q.dtype, device=device, shape=case.q[:2].shape)
-    chosen = {
-        (name, impl): api._choose("op", impl, rows, case.k_cache, case.block_table, requests)
-        for name, rows, requests in (("one", one, None), ("two", q, None), ("named", one, one))
-        for impl in ("auto", "hopper")
-    }
-    assert all(chosen[name, "hopper"].impl == "hopper" for name in ("one", "two", "named"))
-    assert chosen["one", "auto"].impl == "hopper"
-    for name in ("two", "named"):
-        assert chosen[name, "auto"].impl == "triton"
-        assert "was compiled, not run" in chosen[name, "auto"].reason
+    for impl in ("auto", "hopper"):
+        with pytest.raises(ValueError, match="impl='hopper' of indexer_topk cannot run here"):
+            indexer_topk(*case.args, 5, fp8_products=True, impl=impl)
+    for impl in ("triton", "torch", "reference"):
+        with pytest.raises(ValueError, match=f"needs impl='hopper' or 'auto', got impl='{impl}'"):
+            indexer_scores(*case.args, fp8_products=True, impl=impl)
 
 
 def wrong(case, **change):

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The specialisations of the Hopper score kernels, for the offline compiler."""
+"""The specialisations of the Hopper score kernel, for the offline compiler."""
 
 from mla_kernels.arch import Arch
-from mla_kernels.indexer.hopper import scores, several
-from mla_kernels.indexer.hopper.launcher import OPTIONS, SEVERAL, constants, several_constants
+from mla_kernels.indexer.hopper.launcher import ONE, TWO_F16, TWO_FP8, RowTile, constants
+from mla_kernels.indexer.hopper.layouts import KEYS, SCALES
+from mla_kernels.indexer.hopper.scores import hopper_scores_kernel
 from mla_kernels.offline.spec import KernelSpec
 
 POINTERS = {
@@ -13,58 +14,44 @@ POINTERS = {
     "lengths_ptr": "*i32",
     "scores_ptr": "*fp32",
 }
-STRIDES = ("stride_q_row", "stride_q_head", "stride_scores")
-LEVEL1 = ("level1_ptr", "stride_level1")
-SCALARS = ("num_rows", "max_len", "stride_weights", "stride_table", *STRIDES)
-SEVERAL_SCALARS = ("num_tiles", "rows_per_request", *SCALARS)
 DESCRIPTORS = {
-    "keys_desc": f"tensordesc<u8[64, 128],{scores.KEYS.value!r}>",
-    "scales_desc": f"tensordesc<u8[2, 128],{scores.SCALES.value!r}>",
+    "keys_desc": f"tensordesc<u8[64, 128],{KEYS.value!r}>",
+    "scales_desc": f"tensordesc<u8[2, 128],{SCALES.value!r}>",
 }
+STRIDES = ("stride_q_row", "stride_q_head", "stride_scores")
+SCALARS = (
+    "num_tiles",
+    "num_rows",
+    "rows_per_request",
+    "max_len",
+    "stride_weights",
+    "stride_table",
+    *STRIDES,
+)
 
 
 def specialisations(arch: Arch) -> list[KernelSpec]:
     if arch.sm != 90:
         return []
-    one_row = [
-        KernelSpec(
-            name=f"indexer_scores/hopper/h{heads}_rows{rows}{'_topk' if topk else ''}",
-            fn=scores.hopper_scores_kernel,
-            signature=DESCRIPTORS
-            | POINTERS
-            | dict.fromkeys(SCALARS, "i32")
-            | ({"level1_ptr": "*i32", "stride_level1": "i32"} if topk else {}),
-            constexprs=constants(rows, heads)
-            | ({} if topk else {"level1_ptr": None, "stride_level1": 0}),
-            aligned=(*POINTERS, "max_len", *STRIDES, *(LEVEL1 if topk else ())),
-            options=OPTIONS,
-            tensor_core="native",
-            quick=topk,
-        )
-        for heads, rows, topk in ((64, 64, True), (64, 1, False), (32, 1024, False))
-    ]
-    return one_row + [
-        _several(rows, ragged, topk)
-        for rows, ragged in ((2, False), (3, False), (4, False), (1, True), (4, True))
-        for topk in (False, True)
+    return [
+        _spec(tile, fp8, tiles=tiles, heads=heads, ragged=ragged)
+        for fp8, of_rows in ((False, (ONE, TWO_F16)), (True, (ONE, TWO_FP8)))
+        for tile in of_rows
+        for tiles, heads, ragged in ((100, 64, False), (1000, 64, True), (100, 32, False))
     ]
 
 
-def _several(rows: int, ragged: bool, topk: bool) -> KernelSpec:
-    """Of 100 tiles and 64 heads."""
+def _spec(tile: RowTile, fp8: bool, *, tiles: int, heads: int, ragged: bool) -> KernelSpec:
     pointers = POINTERS | ({"requests_ptr": "*i32"} if ragged else {})
+    name = f"{'fp8' if fp8 else 'f16'}_rows{tile.rows}_h{heads}{'_ragged' * ragged}"
     return KernelSpec(
-        name=f"indexer_scores/hopper_several/rows{rows}{'_ragged' * ragged}{'_topk' * topk}",
-        fn=several.hopper_several_scores_kernel,
-        signature=DESCRIPTORS
-        | pointers
-        | dict.fromkeys(SEVERAL_SCALARS, "i32")
-        | ({"level1_ptr": "*i32", "stride_level1": "i32"} if topk else {}),
-        constexprs=several_constants(rows, 100, 64)
-        | ({} if ragged else {"requests_ptr": None})
-        | ({} if topk else {"level1_ptr": None, "stride_level1": 0}),
-        aligned=(*pointers, "max_len", *STRIDES, *(LEVEL1 if topk else ())),
-        options={"num_warps": 4, "maxnreg": SEVERAL[rows][1]},
+        name=f"indexer_scores/hopper/{name}",
+        fn=hopper_scores_kernel,
+        signature=DESCRIPTORS | pointers | dict.fromkeys(SCALARS, "i32"),
+        constexprs=constants(tile, tiles, heads, fp8_products=fp8)
+        | ({} if ragged else {"requests_ptr": None}),
+        aligned=(*pointers, "max_len", *STRIDES),
+        options=tile.options,
         tensor_core="native",
-        quick=topk and ragged and rows == 4,
+        quick=heads == 64 and tile.rows == 2 and ragged != fp8,
     )

@@ -29,6 +29,7 @@ def indexer_topk_triton(
     values: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
     hopper: bool = False,
+    fp8_products: bool = False,
 ) -> torch.Tensor:
     """See `indexer_topk`. `hopper`: the scores by the Hopper kernel."""
     T, max_blocks = q.shape[0], block_table.shape[1]
@@ -59,10 +60,8 @@ def indexer_topk_triton(
         words_used = workspace[: 4 * (b - a) * words].view(torch.int32)
         scores = words_used[: (b - a) * width].view(torch.float32).view(b - a, width)
         room = words_used[(b - a) * width :]
-        if chunk_of_rows(b - a, width, k, q.device) is not None:
-            prepare = False  # rows that programs share have no levels
-        elif hopper:  # its warps hold 8 tokens side by side, not the 64 of the second level
-            prepare = levels == 1
+        if hopper or chunk_of_rows(b - a, width, k, q.device) is not None:
+            prepare = False  # rows that programs share have no levels; on Hopper it costs more
         else:
             prepare = levels > 0 and (b - a) * max_blocks <= MAX_PREPARED_PAGES
         views = level_views(room, b - a, width) if prepare else None
@@ -77,7 +76,7 @@ def indexer_topk_triton(
                 lengths[a:b],
                 scores,
                 request_ids=None if request_ids is None else request_ids[a:b],
-                level1=views[0] if views else None,
+                fp8_products=fp8_products,
             )
         else:
             launch_scores(
