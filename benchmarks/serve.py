@@ -10,10 +10,10 @@
 `steps` times decode steps inside the engine at fixed batch and context, without prefill, and says
 how much of a step is attention. `serve` starts vLLM's server once per backend with the same options
 and loads it with vLLM's own generator: closed loops, then Poisson arrivals. Weights are random, of
-the shapes in configs/models. A server that answers otherwise than the first is not loaded
-(serve_gate.py); of `steps` no result is checked here (README.md says where it is). Rows are written
-as they come, to results/h200 beside this file, of a cache that is not bf16 under a name that says
-so; `--report FILE` only renders a result again.
+the shapes in configs/models. A server that answers otherwise than the first is not loaded, such an
+engine is not timed (serve_gate.py). Rows are written as they come, to results/h200 beside this
+file, of a cache that is not bf16 under a name that says so; `--report FILE` only renders a result
+again.
 """
 
 import argparse

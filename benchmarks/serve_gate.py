@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gate of `serve.py --mode serve`: what servers of the same weights say must be nearly alike.
+"""The gate of `serve.py`: what servers, or engines, of the same weights say must be nearly alike.
 
-No reference gives the right answer at these sizes, so each server is held to the first one: at
-every token, as long as both have said the same, the best of either has nearly the same logprob in
-the other. Where they part it is thus at a near tie. The weights (telling.py) let attention decide.
+No reference gives the right answer at these sizes, so each is held to the first one: at every
+token, as long as both have said the same, the best of either has nearly the same logprob in the
+other. Where they part it is thus at a near tie. The weights (telling.py) let attention decide.
 """
 
 import json
@@ -24,16 +24,21 @@ Answer = list[dict[str, float]]  # of one prompt: for each token logprobs by tok
 Row = dict[str, Any]
 
 
+def prompts() -> list[list[int]]:
+    """Token ids of PROMPTS."""
+    found = []
+    for length in PROMPTS:
+        rng = random.Random(length)
+        found.append([rng.randrange(10, 2000) for _ in range(length)])
+    return found
+
+
 def ask(url: str, served_name: str) -> list[Answer]:
     """Greedy answers to PROMPTS, with logprobs. ValueError for what is no answer: vLLM has no JSON
     for a NaN."""
-    prompts = []
-    for length in PROMPTS:
-        rng = random.Random(length)
-        prompts.append([rng.randrange(10, 2000) for _ in range(length)])
     body = {
         "model": served_name,
-        "prompt": prompts,
+        "prompt": prompts(),
         "max_tokens": TOKENS,
         "temperature": 0,
         "ignore_eos": True,

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import serve_gate
 from serve_cases import FP8_CACHES, dense_overrides, depths_of, engine_of, step_cases
 from step_driver import ROUNDS, Engine, measure
 
@@ -30,16 +31,20 @@ def growth(args: argparse.Namespace) -> int:
 def engine_options(args: argparse.Namespace, heads: int, layers: int, cases: list[Case]) -> Row:
     """Keywords of vllm.LLM, the same for every backend."""
     batches = sorted({batch for batch, _ in cases})
-    tokens = max(batch * (context + growth(args)) for batch, context in cases)
+    # Of the gate: every prompt and its answer.
+    asked = [length + serve_gate.TOKENS for length in serve_gate.PROMPTS]
+    tokens = max(sum(asked), *(batch * (context + growth(args)) for batch, context in cases))
+    longest = max(*asked, *(context + growth(args) for _, context in cases))
+    requests = max(len(asked), *batches)
     options: Row = {
         "model": str(args.model),
         "dtype": args.dtype,
         "block_size": 64,
-        "max_model_len": max(context for _, context in cases) + growth(args) + 192,
+        "max_model_len": longest + 192,
         "max_num_seqs": max(batches),
         "max_num_batched_tokens": max(2048, max(batches)),
         # A block of padding, and one of each request that is not full.
-        "kv_cache_memory_bytes": (tokens + 64 * (max(batches) + 1)) * token_bytes(args, layers),
+        "kv_cache_memory_bytes": (tokens + 64 * (requests + 1)) * token_bytes(args, layers),
         # Of the weights and the working memory; the engines of all backends share the GPU.
         "gpu_memory_utilization": round(0.92 / len(args.backends), 3),
         "kv_cache_dtype": args.kv_cache_dtype,
@@ -115,6 +120,7 @@ def run(args: argparse.Namespace, save: Callable[[Row], None]) -> None:
                 engines[heads, layers],
                 chosen,
                 group={"heads": heads, "layers": layers},
+                nats=serve_gate.tolerance(args.kv_cache_dtype, args.backends),
                 steps=args.steps,
                 seconds=args.case_seconds,
                 deadline=deadline,

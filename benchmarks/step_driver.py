@@ -3,6 +3,7 @@
 
 import contextlib
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -11,6 +12,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
+
+from serve_gate import drift
 
 WORKER = Path(__file__).with_name("step_worker.py")
 # A host has slow spells of a quarter of a second and more, in which any engine takes up to 1.6
@@ -98,6 +101,7 @@ def measure(
     cases: list[tuple[int, int]],
     *,
     group: Row,
+    nats: float,
     steps: int,
     seconds: float,
     deadline: float,
@@ -107,6 +111,7 @@ def measure(
     leave something behind. `save` gets each row once, also those that were not run.
 
     group    what the rows of these engines have in common     seconds  bound one round of a case
+    nats     by which an engine may differ from the first (serve_gate.py); else it is not timed
     deadline (monotonic) bounds the whole
     """
     alive = []
@@ -116,6 +121,7 @@ def measure(
             save({**group, "backend": engine.backend, **built})
         else:
             alive.append(engine)
+    alive = agreeing(alive, group, nats, save)
     rows: dict[tuple[int, int, str], Row] = {}
     for batch, context in cases:
         key = {**group, "batch": batch, "context": context}
@@ -150,6 +156,32 @@ def measure(
         for engine in running:
             of[engine.backend].update(engine.ask("profile"))
         all_ask(running, "stop")
+
+
+def agreeing(
+    engines: list[Engine], group: Row, nats: float, save: Callable[[Row], None]
+) -> list[Engine]:
+    """Those that say what the first says; none, if there are others and it is alone with it. Who of
+    them is wrong is then not known."""
+    said = all_ask(engines, "say")
+    first = next((answer["answers"] for answer in said if "answers" in answer), [])
+    green = []
+    for engine, answer in zip(engines, said, strict=True):
+        row = {**group, "backend": engine.backend}
+        apart = drift(first, answer["answers"]) if "answers" in answer else math.inf
+        gate = {"nats_from_first": apart if math.isfinite(apart) else None}
+        if apart <= nats:
+            save(row | gate)
+            green.append(engine)
+            continue
+        differs = f"differs from the first engine by {apart:.2g} nats"
+        save(row | gate | {"red": True})
+        save(row | {"error": answer.get("error", differs)})
+    if len(green) == 1 < len(engines):
+        reason = "no other engine gives the same answers"
+        save({**group, "backend": green[0].backend, "error": reason})
+        return []
+    return green
 
 
 def start(engines: list[Engine], batch: int, context: int, rows: dict[str, Row]) -> list[Engine]:

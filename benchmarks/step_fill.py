@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random contents for caches of bytes, which vLLM's DecodeBenchConnector cannot fill."""
+"""What vLLM's DecodeBenchConnector lacks: random contents for caches of bytes, and requests that
+are prefilled."""
 
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 PAGE = 64
 CODES = {132: 128, 576: 576, 656: 512}  # of a token: indexer keys, fp8 rows, fp8_ds_mla rows
 SCALE = 2.0**-6
+PREFILLED = "prefilled-"  # begins the name of a request whose cache the model writes
 
 
 def random_codes(*shape: int, device: torch.device) -> torch.Tensor:
@@ -49,3 +51,19 @@ def fill_bytes_too() -> None:
         kv_cache[torch.tensor(blocks, device=kv_cache.device)] = pages
 
     worker._fill_block_tensor = fill
+
+
+def leave_prefilled() -> None:
+    """Let the connector leave the requests named PREFILLED alone."""
+    from vllm.distributed.kv_transfer.kv_connector.v1 import decode_bench_connector as module
+
+    scheduler: Any = module.DecodeBenchConnectorScheduler
+    stock = scheduler.get_num_new_matched_tokens
+
+    def matched(self: Any, request: Any, *more: Any) -> tuple[int, bool]:
+        if request.request_id.startswith(PREFILLED):
+            return 0, False
+        tokens: tuple[int, bool] = stock(self, request, *more)
+        return tokens
+
+    scheduler.get_num_new_matched_tokens = matched

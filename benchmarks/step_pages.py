@@ -52,7 +52,25 @@ def steps_lines(report: Report) -> list[str]:
         depth = deepest(report, heads)
         lines += [f"## {heads} heads, {depth} layers", ""] if not settings["as_is"] else []
         lines += _steps_table(report, heads)
-    return lines + _disturbed(report)
+    return lines + _gate(report) + _disturbed(report)
+
+
+def _gate(report: Report) -> list[str]:
+    """How far apart the engines were, over all of their depths; older results do not say."""
+    apart: dict[str, list[float | None]] = {}
+    for row in report.rows:
+        if "nats_from_first" in row:
+            apart.setdefault(row["backend"], []).append(row["nats_from_first"])
+    said = [
+        f"{label(name)} {'none to compare' if None in nats else f'{max(nats):.3f}'}"
+        for name, nats in apart.items()
+    ]
+    if not said:
+        return []
+    line = (
+        "Before the steps each engine answered prompts; nats from the first one's logprobs, at most"
+    )
+    return [f"{line}: {', '.join(said)}.", ""]
 
 
 def _disturbed(report: Report) -> list[str]:

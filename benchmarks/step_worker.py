@@ -6,6 +6,7 @@
 Imports vLLM and says so, then reads one line of JSON at a time and answers with one:
 
     {"do": "build"}                                 the engine, in this process
+    {"do": "say"}                                   its answers to the prompts of serve_gate.py
     {"do": "start", "batch": 8, "context": 4096}    requests of so many tokens
     {"do": "time", "steps": 100, "seconds": 0.5}    their steps, at most so many or so long
     {"do": "profile"}                               what the GPU does in them
@@ -13,7 +14,7 @@ Imports vLLM and says so, then reads one line of JSON at a time and answers with
 
 What vLLM prints goes to stderr. vLLM's DecodeBenchConnector fills the cache blocks of a new request
 (each request has its own blocks) with random values instead of a prefill, so every step that is
-timed decodes one token of each request.
+timed decodes one token of each request. The prompts of the gate are prefilled.
 """
 
 import itertools
@@ -25,6 +26,10 @@ import sys
 import time
 from collections.abc import Callable
 from typing import Any
+
+from serve_gate import LIKELY, TOKENS, Answer, prompts
+from step_fill import PREFILLED, fill_bytes_too, leave_prefilled
+from telling import TELLING, register_weights
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
@@ -49,20 +54,50 @@ Row = dict[str, Any]
 
 def make_engine(options: Row) -> Any:
     """vLLM with our plugin registered, whether or not it is installed."""
-    from step_fill import fill_bytes_too
     from vllm import LLM
 
     from mla_backend.plugin import register
 
     register()
+    register_weights(deep=True)
     fill_bytes_too()
+    leave_prefilled()
     return LLM(
         skip_tokenizer_init=True,
-        load_format="dummy",
+        load_format=TELLING,
         enable_prefix_caching=False,
         kv_transfer_config=FILL,
         **options,
     )
+
+
+def answers(engine: Any) -> list[Answer]:
+    """Greedy answers to the prompts of the gate, as serve_gate.ask returns them."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=TOKENS,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=LIKELY,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    names = [f"{PREFILLED}{i}" for i in range(len(prompts()))]
+    for name, prompt in zip(names, prompts(), strict=True):
+        engine.add_request(name, {"prompt_token_ids": prompt}, params)
+    found: dict[str, Answer] = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.num_cached_tokens:
+                raise RuntimeError(f"{output.num_cached_tokens} tokens of a prompt were filled in")
+            (said,) = output.outputs
+            found[output.request_id] = [
+                {str(token): top[token].logprob} | {str(t): one.logprob for t, one in top.items()}
+                for token, top in zip(said.token_ids, said.logprobs, strict=True)
+            ]
+    return [found[name] for name in names]
 
 
 class Steps:
@@ -198,6 +233,8 @@ class Worker:
         if command["do"] == "build":
             self.llm = make_engine(self.options)
             return {"blocks": self.llm.llm_engine.vllm_config.cache_config.num_gpu_blocks}
+        if command["do"] == "say":
+            return {"answers": answers(self.llm.llm_engine)}
         if command["do"] == "start":
             self.steps = Steps(self.llm, command["batch"], command["context"])
             self.steps.run(WARM_STEPS)

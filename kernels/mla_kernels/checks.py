@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Argument checks shared by the ops: ValueError naming the value and what is allowed."""
 
+import operator
+from collections.abc import Hashable
 from numbers import Real
 
 import torch
@@ -14,13 +16,29 @@ MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**127
 
 
 def check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
-    if value not in allowed:
+    # Tensors and arrays are compared element by element, on a GPU with a wait.
+    comparable = isinstance(value, Hashable) and not isinstance(value, torch.Tensor)
+    if not comparable or value not in allowed:
         raise ValueError(f"Expected {name} in {list(allowed)}, got {value!r}")
 
 
+def check_flags(**flags: object) -> None:
+    """Switches: a tensor's value would have to be read from the device."""
+    for name, value in flags.items():
+        check_choice(name, value, (True, False))
+
+
+def check_type(name: str, value: object, wanted: type) -> None:
+    if not isinstance(value, wanted):
+        raise ValueError(f"Expected {name} of type {wanted.__name__}, got {type(value).__name__}")
+
+
 def check_range(name: str, value: int, low: int, high: int) -> None:
-    integer = hasattr(value, "__index__") and not isinstance(value, (bool, torch.Tensor))
-    if not integer or not low <= value <= high:
+    try:
+        fits = not isinstance(value, (bool, torch.Tensor)) and low <= operator.index(value) <= high
+    except TypeError:  # no integer
+        fits = False
+    if not fits:
         raise ValueError(f"Expected {name} in {low}..{high}, got {value!r}")
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mla_kernels import checks
 from mla_kernels.arch import device_arch
 from mla_kernels.versions import no_triton
 
@@ -34,8 +35,7 @@ def choose_impl(
 
     ValueError if `impl` is unknown, or named and cannot run here: nothing else is used instead.
     """
-    if impl not in IMPLS:
-        raise ValueError(f"Expected impl in {list(IMPLS)}, got {impl!r}")
+    checks.check_choice("impl", impl, IMPLS)
     if impl != "auto":
         if impl not in available:
             raise ValueError(f"Expected impl of {op} in {['auto', *available]}, got {impl!r}")

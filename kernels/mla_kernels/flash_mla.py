@@ -274,6 +274,7 @@ def _check_decode(
     checks.check_range("head_dim_v", head_dim_v, 1, Dk - 1)
     if softmax_scale is not None:
         checks.check_scale(softmax_scale, "softmax_scale")
+    checks.check_flags(causal=causal, is_fp8_kvcache=is_fp8_kvcache)
     _check_cache(k_cache, q, head_dim_v, is_fp8_kvcache, indices is not None)
     if indices is not None:
         if causal:

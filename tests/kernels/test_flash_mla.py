@@ -324,6 +324,8 @@ def test_what_is_not_supported_is_refused(options, message, nothing_runs):
         ({"attn_sink": torch.zeros(4).bfloat16()}, "attn_sink.dtype in .*got torch.bfloat16"),
         ({"attn_sink": torch.zeros(8)[::2]}, "attn_sink with a contiguous last dimension"),
         ({"softmax_scale": torch.ones(1)}, "softmax_scale above 0, got tensor"),
+        ({"causal": torch.zeros(2)}, r"causal in \[True, False\], got tensor"),
+        ({"is_fp8_kvcache": "no"}, r"is_fp8_kvcache in \[True, False\], got 'no'"),
         ({"out": torch.zeros(3, 1, 4, 512).half()}, "out.dtype in .*bfloat16.*got torch.float16"),
     ],
 )

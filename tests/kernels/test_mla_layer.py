@@ -223,6 +223,30 @@ def test_bad_arguments_are_refused_before_anything_is_written(change, message):
     assert (arguments | change)["kv_cache"].isnan().all()
 
 
+@pytest.mark.parametrize("wrong", [None, "x", CONFIG])
+def test_what_is_no_part_of_a_layer(wrong):
+    if wrong is not None:
+        with pytest.raises(ValueError, match="buffers of type MlaLayerBuffers, got "):
+            mla_layer(**good_arguments() | {"buffers": wrong})
+    with pytest.raises(ValueError, match="weights of type MlaLayerWeights, got "):
+        mla_layer(**good_arguments() | {"weights": wrong})
+
+
+@pytest.mark.parametrize("wrong", [None, "x", {"dim": 64}])
+def test_what_is_no_config(wrong):
+    names = ("q_down", "kv_down", "q_up", "kv_up", "out")
+    weights = {name: getattr(make_layer(), name).weight for name in names}
+    message = "config of type MlaLayerConfig, got "
+    with pytest.raises(ValueError, match=message):
+        MlaLayerWeights.from_projections(wrong, **weights)
+    with pytest.raises(ValueError, match=message):
+        MlaLayerBuffers.allocate(wrong, 2, dtype=torch.float32, device="cpu")
+    with pytest.raises(ValueError, match=message):
+        rope_table(wrong, 32)
+    with pytest.raises(ValueError, match="out to be a tensor, got "):
+        MlaLayerWeights.from_projections(CONFIG, **weights | {"out": wrong})
+
+
 def test_weights_of_a_wrong_shape_or_dtype_are_refused():
     c, layer = CONFIG, make_layer()
     names = ("q_down", "kv_down", "q_up", "kv_up", "out")

@@ -7,7 +7,16 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from mla_kernels.pipeline import Chain, Cycle, fewest_preloads, plan_cycle, simulate
+import torch
+from mla_kernels.pipeline import (
+    Chain,
+    Cycle,
+    fewest_preloads,
+    plan_cycle,
+    simulate,
+    timeline_png,
+    timeline_text,
+)
 from mla_kernels.pipeline.chain import CUBE, VECTOR
 
 
@@ -226,6 +235,46 @@ def test_bad_durations(durations, message):
             plan(durations)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"chain": None}, "chain of type Chain, got NoneType"),
+        ({"chain": [1, 1, 1, 1]}, "chain of type Chain, got list"),
+        ({"cube_order": None}, "cube_order must hold each of 1 to 2 once, got None"),
+        ({"cube_order": (1, "2")}, r"cube_order must hold .*got \(1, '2'\)"),
+        ({"vector_order": 2}, "vector_order must hold each of 1 to 2 once, got 2"),
+        ({"vector_order": (1.0, 2.0)}, r"vector_order must hold .*got \(1.0, 2.0\)"),
+        ({"internal": None}, "internal must be a set of edges, got None"),
+        ({"internal": [0]}, r"internal must be a set of edges, got \[0\]"),
+        ({"internal": {0, "1"}}, "internal must be a set of edges, got {"),
+    ],
+)
+def test_cycles_of_other_types(change, message):
+    good = {"chain": Chain.of([1] * 4), "cube_order": (1, 2), "vector_order": (1, 2)}
+    good["internal"] = frozenset()
+    assert Cycle(**good).length == 2
+    with pytest.raises(ValueError, match=message):
+        Cycle(**good | change)
+
+
+@pytest.mark.parametrize(
+    "times", [None, [Fraction(1)] * 2, (1, 2), (Fraction(1),), (Fraction(0),) * 2]
+)
+def test_a_chain_is_of_exact_times(times):
+    with pytest.raises(ValueError, match=r"times must be those of Chain.of, got "):
+        Chain(times)
+
+
+@pytest.mark.parametrize("wrong", [None, "x", Chain.of([1, 1])])
+def test_what_is_no_cycle_and_no_timeline(wrong, tmp_path):
+    with pytest.raises(ValueError, match="cycle of type Cycle, got "):
+        simulate(wrong, 3)
+    with pytest.raises(ValueError, match="timeline of type Timeline, got "):
+        timeline_text(wrong)
+    with pytest.raises(ValueError, match="timeline of type Timeline, got "):
+        timeline_png(wrong, tmp_path / "x.png")
+
+
 def test_bad_cycles_and_counts():
     chain = Chain.of([1, 1, 1, 1])
     with pytest.raises(ValueError, match="cube_order must hold each of 1 to 2 once"):
@@ -241,8 +290,9 @@ def test_bad_cycles_and_counts():
             simulate(plan_cycle([1, 1]), blocks)
     with pytest.raises(ValueError, match=r"finite numbers >= 0, got 10{400}$"):
         plan_cycle([10**400])
-    with pytest.raises(ValueError, match="a list of numbers, got 5"):
-        plan_cycle(5)
+    for durations in (5, torch.tensor(5)):
+        with pytest.raises(ValueError, match=r"a list of numbers, got .*5"):
+            plan_cycle(durations)
     with pytest.raises(ValueError, match="at most 4 pairs, got 5"):
         fewest_preloads([1] * 10)
 

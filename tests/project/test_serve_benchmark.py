@@ -91,9 +91,10 @@ def test_kernels_are_told_apart_by_name_and_overlaps_count_once():
 class FakeEngine:
     """Steps of 1 ms, of 2 ms in the first round."""
 
-    def __init__(self, backend, ready):
+    def __init__(self, backend, ready, logprob=-0.5):
         self.backend = backend
         self.ready = ready
+        self.said = {"answers": [[{"5": logprob}]]}
         self.asked = []
         self.log = Path(__file__)
 
@@ -104,6 +105,8 @@ class FakeEngine:
         do = self.asked[-1][0]
         if do == "build":
             return self.ready
+        if do == "say":
+            return self.said
         if do == "time":
             timed = [asked for asked in self.asked if asked[0] == "time"]
             return {"ms": [1.0 + len(timed) % 2] * 9 + [7.0]}
@@ -120,21 +123,34 @@ def test_engines_take_turns_and_what_is_not_run_is_said():
     rows = []
     good, bad = FakeEngine("CUSTOM", {"blocks": 7}), FakeEngine("FLASHMLA", {"error": "no GPU"})
     how = {"group": {"heads": 16, "layers": 2}, "steps": 5, "seconds": 1.0, "save": rows.append}
+    how["nats"] = 0.1
     measure([good, bad], [(1, 1024), (8, 4096)], deadline=time.monotonic() + 60, **how)
     assert bad.asked == [("build",)]
     timed = [("time", 5, 1.0)] * 6
     assert good.asked == [
-        ("build",),
+        ("build",), ("say",),
         ("start", 1, 1024), *timed, ("stop",), ("start", 8, 4096), *timed, ("stop",),
         ("start", 1, 1024), ("profile",), ("stop",), ("start", 8, 4096), ("profile",), ("stop",),
     ]  # fmt: skip
     assert rows[0] == {"heads": 16, "layers": 2, "backend": "FLASHMLA", "error": "no GPU"}
-    assert (rows[2]["batch"], rows[2]["context"], rows[2]["gpu_ms"]) == (8, 4096, 0.5)
-    assert sorted(rows[1]["rounds_ms"]) == [1.0] * 3 + [2.0] * 3 and rows[1]["step_ms"] == 1.0
-    assert rows[1]["mean_ms"] == pytest.approx(1.6)
-    assert rows[1]["out_tok_s"] == pytest.approx(1e3 / 1.6)
+    assert rows[1] == {"heads": 16, "layers": 2, "backend": "CUSTOM", "nats_from_first": 0}
+    assert (rows[3]["batch"], rows[3]["context"], rows[3]["gpu_ms"]) == (8, 4096, 0.5)
+    assert sorted(rows[2]["rounds_ms"]) == [1.0] * 3 + [2.0] * 3 and rows[2]["step_ms"] == 1.0
+    assert rows[2]["mean_ms"] == pytest.approx(1.6)
+    assert rows[2]["out_tok_s"] == pytest.approx(1e3 / 1.6)
     measure([good], [(1, 1024)], deadline=time.monotonic() - 1, **how)
-    assert rows[3]["not_run"] == "no time was left"
+    assert rows[5]["not_run"] == "no time was left"
+
+
+def test_an_engine_that_differs_is_only_asked():
+    from step_driver import measure
+
+    engines = [FakeEngine(*one) for one in (("A", {}), ("B", {}, -0.7), ("C", {}, -0.55))]
+    rows = []
+    how = {"group": {}, "nats": 0.1, "steps": 5, "seconds": 1.0, "save": rows.append}
+    measure(engines, [(1, 1024)], deadline=time.monotonic() + 60, **how)
+    assert engines[1].asked == [("build",), ("say",)]
+    assert [row["backend"] for row in rows if "step_ms" in row] == ["A", "C"]
 
 
 def test_engines_swap_places_in_each_round():
@@ -148,7 +164,7 @@ def test_engines_swap_places_in_each_round():
             turns.append(of) if do == "time" else None,
             tell(do, **command),
         )
-    how = {"group": {}, "steps": 5, "seconds": 1.0, "save": lambda row: None}
+    how = {"group": {}, "nats": 0.1, "steps": 5, "seconds": 1.0, "save": lambda row: None}
     measure(engines, [(1, 1024)], deadline=time.monotonic() + 60, **how)
     assert turns == ["C", "B", "A", "A", "B", "C"] * 3
 
@@ -187,6 +203,8 @@ def test_large_caches_go_to_shallow_engines():
     assert depths(args, 16, cases) == {30: cases[:3], 8: cases[3:4], 2: cases[4:]}
     options = engine_options(args, 16, 1, cases[4:])
     assert options["hf_overrides"]["num_hidden_layers"] == 1
+    few = engine_options(args, 16, 1, [(1, 64)])  # the gate's prompts find room
+    assert few["max_model_len"] > 716 and few["kv_cache_memory_bytes"] > 1293 * 576 * 2
     assert 9 * 2**30 < options["kv_cache_memory_bytes"] < 10 * 2**30
     args.layers = [2, 12]
     assert depths(args, 16, cases) == {12: cases[:3], 2: cases[3:]}
@@ -505,7 +523,8 @@ def test_steps_of_a_tiny_engine(demo_checkpoint, tmp_path):
     assert run.returncode == 0, run.stderr[-2000:]
     name = f"engine_steps_{demo_checkpoint('v3').name}.json"
     report = json.loads((tmp_path / name).read_text())
-    failed, timed = sorted(report["rows"], key=lambda row: "step_ms" in row)
+    failed, gate, timed = report["rows"]
+    assert gate["backend"] == "CUSTOM" and gate["nats_from_first"] == 0
     assert failed["backend"] == "NO_SUCH" and "NO_SUCH" in failed["error"]
     assert (timed["batch"], timed["context"], timed["steps"]) == (3, 100, 20)
     assert 0.1 < timed["step_ms"] < 2000

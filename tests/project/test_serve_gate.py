@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gate of benchmarks/serve.py: servers that answer otherwise than the first get no speed."""
+"""The gate of benchmarks/serve.py: what answers otherwise than the first gets no speed."""
 
 import contextlib
 import http.server
@@ -150,6 +150,60 @@ def test_no_speed_that_no_other_server_stands_behind():
         assert withhold(sound) == sound
 
 
+class FakeEngine:
+    def __init__(self, backend, said):
+        self.backend, self.said = backend, said
+
+    def tell(self, do):
+        assert do == "say"
+
+    def answer(self):
+        return self.said
+
+
+@pytest.mark.parametrize(
+    ("others", "timed"),
+    [
+        ([], ["A"]),
+        ([{"answers": SOUND}], ["A", "B"]),
+        ([{"answers": changed(2, {"e": -0.5})}], []),
+        ([{"answers": changed(2, {"e": math.nan})}, {"answers": SOUND}], ["A", "C"]),
+        ([{"answers": SOUND}, {"error": "the engine has died"}], ["A", "B"]),
+        ([{"error": "the engine has died"}], []),
+    ],
+)
+def test_engines_that_differ_are_not_timed(others, timed):
+    from step_driver import agreeing
+
+    said = [{"answers": SOUND}, *others]
+    engines = [FakeEngine(name, answer) for name, answer in zip("ABC", said, strict=False)]
+    rows = []
+    green = agreeing(engines, {"heads": 16}, 0.1, rows.append)
+    assert [engine.backend for engine in green] == timed
+    gates = {row["backend"]: row for row in rows if "nats_from_first" in row}
+    errors = {row["backend"]: row["error"] for row in rows if "error" in row}
+    assert list(gates) == [engine.backend for engine in engines]
+    assert set(errors) == gates.keys() - set(timed)
+    assert all(row["heads"] == 16 and row.get("red", False) == (name in errors and name != "A")
+               for name, row in gates.items())  # fmt: skip
+    if not timed:
+        assert errors["A"] == "no other engine gives the same answers"
+    json.dumps(rows, allow_nan=False)
+
+
+def test_a_first_engine_that_answers_nothing():
+    """The next one is then the first; what is no number agrees with nothing, itself neither."""
+    from step_driver import agreeing
+
+    died, sound = {"error": "the engine has died"}, {"answers": SOUND}
+    engines = [FakeEngine(*one) for one in zip("ABC", (died, sound, sound), strict=True)]
+    green = agreeing(engines, {}, 0.1, lambda row: None)
+    assert [engine.backend for engine in green] == ["B", "C"]
+    nan = {"answers": changed(0, {"a": math.nan})}
+    assert agreeing([FakeEngine("A", nan)], {}, 0.1, lambda row: None) == []
+    assert agreeing([FakeEngine("A", nan), engines[1]], {}, 0.1, lambda row: None) == []
+
+
 def test_a_page_says_how_far_apart_they_were():
     from serve_pages import _gate_lines
 
@@ -160,6 +214,16 @@ def test_a_page_says_how_far_apart_they_were():
     ]  # fmt: skip
     older = [{"backend": "CUSTOM", "start_s": 1.0, "same_tokens_as_first": 0.5}]
     assert _gate_lines(older)[2] == "| mla-backend | 50.0% | 1 |"
+
+
+def test_a_page_of_steps_says_how_far_apart_they_were():
+    from serve_report import Report
+    from step_pages import _gate
+
+    rows = [gate("CUSTOM", 0.0), gate("FLASHMLA", 0.0312), gate("X", None), gate("FLASHMLA", 0.02)]
+    (line, _) = _gate(Report("steps", "", {}, {}, rows))
+    assert line.endswith(": mla-backend 0.000, FLASHMLA 0.031, X none to compare.")
+    assert _gate(Report("steps", "", {}, {}, [SPEED])) == []
 
 
 # The oldest block of the cache is read twice, and the newest not at all.
@@ -200,3 +264,27 @@ def test_servers_on_a_cpu(demo_checkpoint, tmp_path, monkeypatch):
     first, second, broken = answers
     assert serve_gate.drift(first, second) <= serve_gate.TOLERANCE
     assert serve_gate.drift(first, broken) > serve_gate.TOLERANCE
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it breaks the attention of a CPU")
+def test_engines_of_steps_on_a_cpu(demo_checkpoint, tmp_path, monkeypatch):
+    """Sound ones are timed; one with broken attention is not."""
+    import serve_steps
+    from serve import parse_arguments
+
+    (tmp_path / "sitecustomize.py").write_text(TWICE)
+    path = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
+    envs = {"broken": {"PYTHONPATH": os.pathsep.join(filter(None, path))}}
+    monkeypatch.setattr(serve_steps, "engine_of", lambda name: ("CUSTOM", envs.get(name, {})))
+    words = "--mode steps --as-is --eager --steps 6 --case-seconds 1 --cache-gib 0.05 "
+    words += "--batches 2 --contexts 100 --backends first second broken"
+    args = parse_arguments([*words.split(), "--model", str(demo_checkpoint("v2-lite"))])
+    rows = []
+    serve_steps.run(args, rows.append)
+    first, second, broken = (row for row in rows if "nats_from_first" in row)
+    assert first["nats_from_first"] == 0 and second["nats_from_first"] <= 0.1
+    assert broken["red"]
+    assert [row["backend"] for row in rows if "step_ms" in row] == ["first", "second"]
+    (error,) = (row for row in rows if "error" in row)
+    assert error["backend"] == "broken" and "differs from the first engine" in error["error"]

@@ -82,16 +82,17 @@ def mla_decode(
     that do not fit, before any launch.
     """
     key = None
-    if isinstance(plan, MlaDecodePlan) and plan.device_plan is not None and not validate:
+    if isinstance(plan, MlaDecodePlan) and plan.device_plan is not None and validate is False:
         tensors = kind(q), kind(kv_cache), kind(block_table), kind(seq_lens), kind(out), kind(lse)
         numbers = kind(scale), kind(kv_lora_rank), kind(kv_scale), kind(q_scale)
-        key = *tensors, *numbers, bool(causal), bool(deterministic), rescale, impl
+        key = *tensors, *numbers, causal, deterministic, rescale, impl
         replay = plan.recordings.find(key)
         if replay is not None:
             out, lse = results_for(q, kv_lora_rank, out, lse)
             operands = (q, kv_cache, block_table, seq_lens, kv_scale, q_scale, out, lse)
             replay(operands_of(*operands, plan))
             return out, lse
+    checks.check_flags(causal=causal, deterministic=deterministic, validate=validate)
     chosen = check_arguments(
         q,
         kv_cache,
@@ -114,9 +115,9 @@ def mla_decode(
         "scale": scale,
         "kv_lora_rank": int(kv_lora_rank),  # NumPy's integers are none to Triton
         "kv_scale": kv_scale,
-        "causal": causal,
+        "causal": bool(causal),  # nor are its flags
         "rescale": rescale,
-        "deterministic": deterministic,
+        "deterministic": bool(deterministic),
     }
     if chosen in ("torch", "reference"):
         values = q if isinstance(q, torch.Tensor) else torch.cat(q, dim=-1)

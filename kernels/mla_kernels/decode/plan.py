@@ -159,6 +159,7 @@ def plan_mla_decode(
     if max_seq_len is not None:
         checks.check_range("max_seq_len", max_seq_len, 0, 2**31 - 1)
         max_seq_len = int(max_seq_len)  # NumPy's integers are none to Triton
+    checks.check_flags(deterministic=deterministic)
     checks.check_choice("dtype", dtype, QUERY_DTYPES)
     checks.check_choice("kv_cache_dtype", kv_cache_dtype, _CACHE_DTYPES)
     checks.check_choice("block_size", block_size, checks.BLOCK_SIZES)
@@ -168,6 +169,7 @@ def plan_mla_decode(
     if lender is not None and lender.device != seq_lens.device:
         raise ValueError(f"Expected a lender on {seq_lens.device}, got one on {lender.device}")
     num_heads, s_q, kv_lora_rank = int(num_heads), int(s_q), int(kv_lora_rank)
+    deterministic = bool(deterministic)
     device_plan = None
     choice = choose_decode_impl(
         impl,

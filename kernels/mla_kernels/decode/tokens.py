@@ -7,8 +7,8 @@ import torch
 
 from mla_kernels import checks
 from mla_kernels.decode.api import mla_decode, operands_of
-from mla_kernels.decode.plan import MlaDecodePlan
-from mla_kernels.decode.query import Query, first_part, results_for
+from mla_kernels.decode.plan import QUERY_DTYPES, MlaDecodePlan
+from mla_kernels.decode.query import Query, check_query, results_for
 from mla_kernels.triton_common.record import kind
 
 
@@ -32,6 +32,8 @@ def mla_decode_tokens(
     `mla_decode`. A view takes as long as a fifth of a call that is replayed, and this one makes
     none.
     """
+    if not isinstance(plan, MlaDecodePlan):
+        raise ValueError(f"Expected plan from plan_mla_decode, got {type(plan).__name__}")
     key = None
     if plan.device_plan is not None:
         modes = tuple(map(kind, options.values()))
@@ -43,8 +45,10 @@ def mla_decode_tokens(
             operands = (q, kv_cache, block_table, seq_lens, kv_scale, q_scale, out, lse)
             replay(operands_of(*operands, plan))
             return out, lse
+    checks.check_shape("seq_lens", seq_lens, ("B",))
+    T, _, Dk = check_query(q, kv_lora_rank, ("T", "H"), QUERY_DTYPES)
+    checks.check_range("kv_lora_rank", kv_lora_rank, 1, Dk - 1)
     B = seq_lens.shape[0]
-    T = first_part(q).shape[0]
     if B == 0 or T % B:
         raise ValueError(f"Expected the tokens of {B} requests, as many of each, got {T}")
     out, lse = results_for(q, kv_lora_rank, out, lse)

@@ -63,6 +63,7 @@ def indexer_scores(
     """
     _check(q, k_cache, weights, block_table, seq_lens, positions, request_ids, lengths)
     T, width = q.shape[0], block_table.shape[1] * BLOCK_SIZE
+    checks.check_flags(clean=clean)
     if out is not None:
         checks.check_output("out", out, (T, width), torch.float32, q.device)
     choice = _choose("indexer_scores", impl, q, k_cache, fp8_products)

@@ -43,11 +43,13 @@ def mla_layer(
 
     Returns [B, 1, dim] in x's dtype. ValueError for shapes or dtypes that do not fit together.
     """
+    checks.check_type("weights", weights, MlaLayerWeights)
     c = weights.config
     B = _check(x, weights, table)
     if buffers is None:
         buffers = MlaLayerBuffers.allocate(c, B, dtype=x.dtype, device=x.device)
     else:
+        checks.check_type("buffers", buffers, MlaLayerBuffers)
         buffers.check_fits(c, x)
     _check_decode(buffers.q, kv_cache, block_table, seq_lens, weights, table, kv_scale, plan, impl)
     if B == 0 or block_table.shape[1] == 0:  # padding at most

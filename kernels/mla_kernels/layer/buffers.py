@@ -40,6 +40,7 @@ class MlaLayerBuffers:
         device: torch.device | str,
     ) -> "MlaLayerBuffers":
         """ValueError for a negative batch size."""
+        checks.check_type("config", config, MlaLayerConfig)
         checks.check_range("batch_size", batch_size, 0, 2**31 - 1)
         shapes = _shapes(config, batch_size)
         return cls(

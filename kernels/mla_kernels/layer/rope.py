@@ -3,7 +3,7 @@
 
 import torch
 
-from mla_kernels.checks import check_range
+from mla_kernels.checks import check_range, check_type
 from mla_kernels.layer.config import MlaLayerConfig
 
 
@@ -15,6 +15,7 @@ def rope_table(
     The angle of pair i is position * theta^(-2 i / rope_dim); computed in fp64, because in fp32
     it is off by 1e-2 at position 128K. ValueError for a negative num_positions.
     """
+    check_type("config", config, MlaLayerConfig)
     check_range("num_positions", num_positions, 0, 2**31 - 1)
     half = config.rope_dim // 2
     frequency = config.rope_theta ** -(torch.arange(half, dtype=torch.float64) / half)

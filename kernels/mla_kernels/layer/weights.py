@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mla_kernels.checks import check_shape
+from mla_kernels.checks import check_shape, check_tensor, check_type
 from mla_kernels.layer.config import MlaLayerConfig
 
 
@@ -48,6 +48,8 @@ class MlaLayerWeights:
 
         ValueError for a wrong shape or mixed dtypes or devices.
         """
+        check_type("config", config, MlaLayerConfig)
+        check_tensor("out", out)
         c = config
         given = {"q_down": q_down, "kv_down": kv_down, "q_up": q_up, "kv_up": kv_up, "out": out}
         shapes = {

@@ -21,15 +21,22 @@ class Chain:
 
     times: tuple[Fraction, ...]
 
+    def __post_init__(self) -> None:
+        given = self.times
+        exact = isinstance(given, tuple) and all(isinstance(time, Fraction) for time in given)
+        if not exact or len(given) % 2 or not any(given) or min(given) < 0:
+            raise ValueError(f"times must be those of Chain.of, got {given!r}")
+
     @classmethod
     def of(cls, durations: Iterable[float]) -> "Chain":
         """The chain of durations [C1], [V1], [C2], ...; an odd count ends in [Vn] = 0.
 
         Raises ValueError for no duration, one that is negative or not finite, or only zeros.
         """
-        if not isinstance(durations, Iterable):
-            raise ValueError(f"durations must be a list of numbers, got {durations!r}")
-        times = list(durations)
+        try:
+            times = list(durations)
+        except TypeError:
+            raise ValueError(f"durations must be a list of numbers, got {durations!r}") from None
         for time in times:
             if not isinstance(time, Real) or not _finite(time) or time < 0:
                 raise ValueError(f"durations must be finite numbers >= 0, got {time!r}")

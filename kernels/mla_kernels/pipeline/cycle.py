@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """One cycle of the steady loop: each stage once, each on a block of its own."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from numbers import Integral
 
+from mla_kernels import checks
 from mla_kernels.pipeline.chain import Chain
 
 
@@ -50,8 +52,8 @@ class Cycle:
     internal: edges p (stage p to p + 1) whose two stages work on the same block in one cycle. At
     any other edge the consumer takes what an earlier cycle made.
 
-    Raises ValueError if an order is not a permutation of 1 to n, an edge does not exist, or the
-    internal edges contradict the orders.
+    Raises ValueError if an argument is of another type, an order is not a permutation of 1 to n, an
+    edge does not exist, or the internal edges contradict the orders.
     """
 
     chain: Chain
@@ -60,10 +62,14 @@ class Cycle:
     internal: frozenset[int]
 
     def __post_init__(self) -> None:
+        checks.check_type("chain", self.chain, Chain)
         n = self.chain.pairs
         for name, order in (("cube_order", self.cube_order), ("vector_order", self.vector_order)):
-            if sorted(order) != list(range(1, n + 1)):
-                raise ValueError(f"{name} must hold each of 1 to {n} once, got {order}")
+            whole = isinstance(order, Sequence) and _integers(order)
+            if not whole or sorted(order) != list(range(1, n + 1)):
+                raise ValueError(f"{name} must hold each of 1 to {n} once, got {order!r}")
+        if not (isinstance(self.internal, AbstractSet) and _integers(self.internal)):
+            raise ValueError(f"internal must be a set of edges, got {self.internal!r}")
         if not self.internal <= set(range(2 * n - 1)):
             raise ValueError(
                 f"internal edges must be from 0 to {2 * n - 2}, got {sorted(self.internal)}"
@@ -118,3 +124,7 @@ class Cycle:
         """The internal edges in words."""
         label = self.chain.label
         return ", ".join(f"{label(p)} -> {label(p + 1)}" for p in sorted(self.internal)) or "none"
+
+
+def _integers(items: Iterable[object]) -> bool:
+    return all(isinstance(item, Integral) for item in items)

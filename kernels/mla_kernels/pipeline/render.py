@@ -14,6 +14,7 @@ def timeline_text(timeline: Timeline, width: int = 100) -> str:
     The third line marks the phases. A stage too short for its name shows as much as fits; one of
     duration 0 does not show. Raises ValueError unless width is in 20..10000.
     """
+    checks.check_type("timeline", timeline, Timeline)
     checks.check_range("width", width, 20, 10_000)
     scale = width / timeline.end
     rows = [["."] * width for _ in UNITS]
@@ -33,6 +34,7 @@ def timeline_text(timeline: Timeline, width: int = 100) -> str:
 
 def timeline_png(timeline: Timeline, path: Path) -> None:
     """The timeline drawn to `path`, a colour a block. Needs matplotlib (the extra `bench`)."""
+    checks.check_type("timeline", timeline, Timeline)
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 

@@ -79,6 +79,7 @@ def simulate(cycle: Cycle, blocks: int) -> Timeline:
     the preload is over (paper, section 4.1.1). With a stall-free cycle the busier unit then never
     waits. Raises ValueError for blocks that are no integer of at least 1.
     """
+    checks.check_type("cycle", cycle, Cycle)
     checks.check_range("blocks", blocks, 1, 2**31 - 1)
     times, lags, count = cycle.chain.times, cycle.lags, cycle.preload_count
     events: list[Event] = []

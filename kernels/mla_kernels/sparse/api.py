@@ -82,7 +82,7 @@ def mla_sparse_attention(
         "lengths": lengths,
         "sink": sink,
         "max_logits": max_logits,
-        "deterministic": bool(deterministic),
+        "deterministic": deterministic,
         "rescale": rescale,
     }
     tensors = kind(q), kind(kv_cache), kind(slots), kind(out), kind(lse), kind(workspace)
@@ -109,6 +109,7 @@ def mla_sparse_attention(
         deterministic,
         rescale,
     ).impl
+    options["deterministic"] = bool(deterministic)
     if chosen in ("hopper", "triton"):
         out, lse = results_for(q, kv_lora_rank, out, lse)
         operands = _operands(q, kv_cache, slots, out, lse, workspace, options)
@@ -186,6 +187,7 @@ def _check_arguments(
     checks.check_range("number of heads (q.shape[1])", H, 1, MAX_HEADS)
     checks.check_range("kv_lora_rank", kv_lora_rank, 1, Dk - 1)
     checks.check_scale(scale)
+    checks.check_flags(deterministic=deterministic)
     checks.check_kv_cache(kv_cache, MlaDims(kv_lora_rank, Dk - kv_lora_rank), kv_scale)
     if kv_cache.dtype in checks.FLOAT_DTYPES and kv_cache.dtype != dtype:
         raise ValueError(f"Expected q and kv_cache of one dtype, got {dtype} and {kv_cache.dtype}")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arguments that do not fit: a ValueError that names the value and what is allowed."""
 
+import numpy as np
 import pytest
 import torch
 from mla_kernels import mla_decode, plan_mla_decode
@@ -108,6 +109,15 @@ BAD = {
         r"block_table entries in 0\.\.5, got 6 in row 0, column 0",
     ),
     "cache without blocks": (lambda c: {"kv_cache": c.kv_cache[:0]}, r"block_table entries in"),
+    "rank as a type": (lambda c: {"kv_lora_rank": int}, r"kv_lora_rank in 1\.\.575, got <class"),
+    "rank as an array": (
+        lambda c: {"kv_lora_rank": np.ones(2)},
+        r"kv_lora_rank in 1\.\.575, got ar",
+    ),
+    "rescale of a tensor": (lambda c: {"rescale": LENGTHS}, r"rescale in .*got tensor"),
+    "impl of a list": (lambda c: {"impl": ["torch"]}, r"impl in .*got \['torch'\]"),
+    "causal as a word": (lambda c: {"causal": "no"}, r"causal in \[True, False\], got 'no'"),
+    "causal as an array": (lambda c: {"causal": np.ones(2)}, r"causal in \[True, False\], got ar"),
     "plan of another kind": (lambda c: {"plan": "x"}, r"plan from plan_mla_decode, got str"),
     "plan of another batch": (
         lambda c: {"plan": plan_mla_decode(c.seq_lens[:1], num_heads=16, s_q=1)},
@@ -214,6 +224,8 @@ LENGTHS = torch.tensor([5, 70], dtype=torch.int32)
         ({"block_size": 48}, r"block_size in \[16, 32, 64, 128\], got 48"),
         ({"rescale": "pow3"}, "rescale in .*got 'pow3'"),
         ({"impl": "cuda"}, "impl in .*got 'cuda'"),
+        ({"deterministic": torch.tensor(True)}, r"deterministic in \[True, False\], got tensor"),
+        ({"block_size": LENGTHS}, r"block_size in \[16, 32, 64, 128\], got tensor"),
         ({"lender": "x"}, "lender from plan_mla_decode, got str"),
         (
             {"lender": plan_mla_decode(LENGTHS.to("meta"), num_heads=16, s_q=1)},
@@ -235,6 +247,15 @@ def test_plans_that_fit_no_decode(change, message):
         ({"out": torch.zeros(2, 16, 511)}, r"out of shape \[2, 1, 16, 512\], got .*511\]"),
         ({"lse": torch.zeros(1, 2, 16)}, r"lse of shape \[2, H\], got \[1, 2, 16\]"),
         ({"lse": 1.0}, "lse to be a tensor, got float"),
+        ({"q": None}, "q to be a tensor or its two parts, got NoneType"),
+        ({"q": torch.zeros(2, 1, 16, 576)}, r"q of shape \[T, H, Dk\], got \[2, 1, 16, 576\]"),
+        ({"q": ([1], [2])}, r"q\[0\] to be a tensor, got list"),
+        ({"seq_lens": [5, 70]}, "seq_lens to be a tensor, got list"),
+        ({"seq_lens": LENGTHS[0]}, r"seq_lens of shape \[B\], got \[\]"),
+        ({"block_table": [[0]]}, "block_table to be a tensor, got list"),
+        ({"kv_cache": None}, "kv_cache to be a tensor, got NoneType"),
+        ({"kv_lora_rank": None}, r"kv_lora_rank in 1\.\.575, got None"),
+        ({"plan": None}, "plan from plan_mla_decode, got NoneType"),
     ],
 )
 def test_tokens_that_are_not_those_of_the_requests(change, message):
@@ -258,6 +279,31 @@ def test_a_plan_is_updated_with_lengths_of_its_batch_only(lengths, message):
     plan = plan_mla_decode(LENGTHS, num_heads=16, s_q=1)
     with pytest.raises(ValueError, match=message):
         plan.update(lengths)
+
+
+@pytest.mark.parametrize("name", ["causal", "deterministic", "validate"])
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_a_flag_is_no_tensor(name, impl, device):
+    """With a plan of the kernels too, where calls are replayed: its value would have to be read,
+    which one on "meta" does not allow."""
+    case = decode_case([5, 70], num_heads=1, device=device)
+    plan = plan_mla_decode(case.seq_lens, num_heads=1, s_q=1, impl=impl)
+    call = {"plan": plan, "impl": impl, **case.options}
+    for flag in (torch.tensor(True), torch.ones(2), torch.tensor(True, device="meta")):
+        with pytest.raises(ValueError, match=rf"{name} in \[True, False\], got tensor"):
+            mla_decode(*case.args, **call, **{name: flag})
+        tokens = case.q[:, 0], *case.args[1:]
+        with pytest.raises(ValueError, match=rf"{name} in \[True, False\], got tensor"):
+            mla_decode_tokens(*tokens, **call, **{name: flag})
+
+
+def test_flags_are_numbers_too():
+    case = decode_case([5, 70])
+    want, _ = mla_decode(*case.args, **case.options)
+    plan = plan_mla_decode(case.seq_lens, num_heads=16, s_q=1, deterministic=0)
+    flags = {"causal": np.bool_(True), "deterministic": np.bool_(False), "validate": 1}
+    got, _ = mla_decode(*case.args, **case.options, **flags, plan=plan)
+    assert plan.deterministic is False and torch.equal(got, want)
 
 
 def test_scale_is_never_guessed():

@@ -82,6 +82,13 @@ def test_scores_and_topk(function, change, message):
         function(**call | change)
 
 
+@pytest.mark.parametrize("clean", [torch.tensor(True), torch.ones(2), "no"])
+def test_clean(clean):
+    args = torch.zeros(2, 4, 128).bfloat16(), pages_at(0), torch.zeros(2, 4), TABLE, LENGTHS
+    with pytest.raises(ValueError, match=r"clean in \[True, False\], got "):
+        indexer_scores(*args, clean=clean)
+
+
 @pytest.mark.parametrize("k", [0, -1, 2049, 8.0, "8", None])
 def test_k(k):
     with pytest.raises(ValueError, match=rf"k in 1\.\.2048, got {k!r}"):

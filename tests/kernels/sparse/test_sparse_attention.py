@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from mla_kernels import mla_decode, mla_sparse_attention
+from mla_kernels import mla_decode, mla_sparse_attention, mla_sparse_workspace
 from mla_kernels.layouts import MlaDims
 from mla_kernels.testing.cases import decode_case
 from mla_kernels.testing.metrics import MIRROR_BAR, SHORT_BAR, measure
@@ -180,6 +180,21 @@ def test_dims_256_32():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"device": "cpu"}, "device of type device, got str"),
+        ({"device": None}, "device of type device, got NoneType"),
+        ({"num_heads": 129}, r"num_heads in 1\.\.128, got 129"),
+        ({"kv_lora_rank": "512"}, "kv_lora_rank in 1.*got '512'"),
+    ],
+)
+def test_workspaces_that_are_refused(change, message):
+    good = {"num_tokens": 2, "num_heads": 4, "num_slots": 8, "device": torch.device("cpu")}
+    with pytest.raises(ValueError, match=message):
+        mla_sparse_workspace(**good | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
         ({"q": torch.zeros(2, 576)}, r"q of shape \[T, H, Dk\]"),
         ({"q": torch.zeros(2, 129, 576)}, "heads .* in 1..128, got 129"),
         ({"q": torch.zeros(2, 4, 576, dtype=torch.float64)}, "q.dtype"),
@@ -203,6 +218,8 @@ def test_dims_256_32():
         ({"sink": torch.zeros(4, dtype=torch.bfloat16)}, "sink.dtype"),
         ({"out": torch.zeros(2, 4, 576)}, r"out of shape \[2, 4, 512\]"),
         ({"impl": "cuda"}, "impl in"),
+        ({"deterministic": torch.tensor(True)}, r"deterministic in \[True, False\], got tensor"),
+        ({"deterministic": torch.ones(2)}, r"deterministic in \[True, False\], got tensor"),
         ({"impl": "hopper"}, "mla_sparse_attention"),
     ],
 )

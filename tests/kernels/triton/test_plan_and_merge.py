@@ -233,15 +233,51 @@ def test_merge(device, num_parts, batch, latent, deterministic):
         deterministic=deterministic,
         max_seq_len=6000,
     )
-    plan.acc.copy_(torch.randn(plan.acc.shape, generator=g))
-    plan.sums[..., 0] = (torch.rand(plan.sums.shape[:2], generator=g) + 0.5).to(device)
-    plan.sums[..., 1] = torch.randint(-40, 20, plan.sums.shape[:2], generator=g).to(device).float()
+    random_partials(plan, g)
+    check_merge(plan)
+
+
+@pytest.mark.parametrize(
+    ("rows", "num_parts", "lens", "in_turns"),
+    [(5, 4, [4000] * 3, False), (32, 60, [20000, *[60] * 6], True)],
+)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_largest_reference_is_that_of_a_later_split(
+    device, rows, num_parts, lens, in_turns, deterministic
+):
+    """So far above the first one's that factors relative to that one overflow. Each row has it in
+    another split, the last among them, and beside it one that counts."""
+    seq_lens = torch.tensor(lens, dtype=torch.int32, device=device)
+    options = {"num_heads": rows, "s_q": 1, "kv_lora_rank": 256, "num_parts": num_parts}
+    plan = build_plan(seq_lens, **options, deterministic=deterministic, max_seq_len=max(lens))
+    random_partials(plan, torch.Generator().manual_seed(num_parts))
+    most = int(plan.requests[:, 1].max())
+    assert most > 1 and (most > merge_tile(plan).splits) == in_turns
+    for slot, splits, *_ in plan.requests.tolist():
+        for row in range(rows if splits > 1 else 0):
+            top = splits - 1 - row % (splits - 1)
+            plan.sums[slot + top, row, 1] = 400.0
+            if top > 1:
+                plan.sums[slot + top - 1, row, 1] = 397.0
+    check_merge(plan)
+
+
+def random_partials(plan, generator):
+    acc, sums = plan.acc, plan.sums
+    acc.copy_(torch.randn(acc.shape, generator=generator))
+    sums[..., 0] = (torch.rand(sums.shape[:2], generator=generator) + 0.5).to(sums.device)
+    sums[..., 1] = torch.randint(-40, 20, sums.shape[:2], generator=generator).to(sums)
+
+
+def check_merge(plan):
+    """The merge of the plan's partials against the sum in fp64."""
+    batch, rows, latent, device = len(plan.requests), plan.rows, plan.kv_lora_rank, plan.acc.device
     out = torch.full((batch, rows, latent), torch.nan, device=device)
     lse = torch.full((batch, rows), torch.nan, device=device)
     tile = merge_tile(plan)
     merge_kernel[(-(-rows // tile.rows), latent // tile.cols, batch)](
         plan.acc, plan.sums, plan.requests, out, lse, rows,
-        DV=latent, ROWS=tile.rows, COLS=tile.cols, SPLITS=tile.splits, ORDERED=deterministic,
+        DV=latent, ROWS=tile.rows, COLS=tile.cols, SPLITS=tile.splits, ORDERED=plan.chunk > 0,
         PDL=False, num_warps=4,
     )  # fmt: skip
     for b, (slot, splits, *_) in enumerate(plan.requests.tolist()):
