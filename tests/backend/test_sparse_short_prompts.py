@@ -12,6 +12,12 @@ from conftest import tokens
 from follow import following
 from mla_serving.demo_model import make_demo_model
 
+from mla_backend import compat
+
+pytestmark = pytest.mark.skipif(
+    not compat.expands_prompts_of_sparse_layers(), reason="from vLLM 0.29 on"
+)
+
 LAYERS, TOPK = 2, 256
 
 
@@ -161,14 +167,10 @@ def test_which_requests_of_a_step(new, cached, most_s_q, first):
 
 def test_a_gpu_gets_what_the_common_path_of_vllm_reads(monkeypatch):
     """On a CPU in fp32, where that path computes too, in contexts of two parts."""
-    registry = pytest.importorskip("vllm.v1.attention.backends.mla.prefill.registry")
-    if "CPU" not in registry.MLAPrefillBackendEnum.__members__:
-        pytest.skip("a vLLM without its own prefill on a CPU")
-    from mla_backend import compat
+    from vllm.v1.attention.backends.mla.prefill import registry
+
     from mla_backend.attention.sparse import short_prompts as module
 
-    if not compat.expands_prompts_of_sparse_layers():
-        pytest.skip("a vLLM whose layers ask otherwise")
     nope, rank, rope, heads = test_sparse.NOPE, test_sparse.RANK, test_sparse.ROPE, test_sparse.H
     g = torch.Generator().manual_seed(0)
     weight = torch.randn(rank, heads * 2 * nope, generator=g) * rank**-0.5
@@ -233,7 +235,6 @@ def test_a_step_whose_longest_request_is_padding_has_none():
 def test_where_prompts_are_expanded(
     monkeypatch, version, asked, on_cpu, invariant, cache, expected
 ):
-    from mla_backend import compat
     from mla_backend.attention.sparse import short_prompts as module
 
     monkeypatch.setattr(compat, "installed_vllm_version", lambda: version)
