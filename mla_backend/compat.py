@@ -8,6 +8,7 @@ Import-light: vLLM is imported inside functions only, because the platform entry
 |---|---|---|---|
 | chunked-context metadata on CPU | wants pinned memory | 0.28 | works |
 | MLA prefill backend on CPU | FLASH_ATTN's class, no choice | 0.29 | one for CPUs |
+| prompts of sparse layers in expanded form | as the versions differ | 0.29 | as step metadata say |
 | `kv_b_proj.weight` on CPU | freed after packing | 0.29 | kept for MLA |
 | layouts of a KV cache | by stride order | 0.29 | by name |
 | sparse layers under decode context parallelism | an experiment | 0.28 | refused: not run yet |
@@ -189,6 +190,16 @@ def serves_sparse_dcp() -> bool:
     those was run so.
     """
     return _before((0, 28))
+
+
+def expands_prompts_of_sparse_layers() -> bool:
+    """Whether `use_dense_mha` of a step's prefill metadata sends prompts of sparse layers through
+    `forward_mha`, in the layer and in the CUDA model's own part of it.
+
+    Earlier versions can too: 0.26 compares lengths in the layer, 0.27 and 0.28 ask the metadata
+    for more. None of them was run so.
+    """
+    return not _before((0, 29))
 
 
 def indexer_needs_fp8_type() -> bool:

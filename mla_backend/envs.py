@@ -41,6 +41,10 @@ def _auto_or_count(most: int) -> Callable[[str], int | None]:
     return parse
 
 
+def _auto_or_bool(text: str) -> bool | None:
+    return None if text == "auto" else _parse_bool(text)
+
+
 @dataclass(frozen=True)
 class EnvVar:
     """One environment variable: `default` is the text that stands in when it is unset."""
@@ -94,6 +98,14 @@ ENV_VARS: dict[str, EnvVar] = {
             "tokens, if it has at most so many tokens. `auto`: twice the heads of a rank, with the "
             "Hopper kernel twice the rows of a piece, at most 128; on a CPU three times the heads, "
             "at most 48; `0`, or `auto` in batch-invariant mode: never.",
+        ),
+        EnvVar(
+            "MLA_BACKEND_EXPAND_PROMPTS",
+            "auto",
+            _auto_or_bool,
+            "Prompts of a sparse model that see at most `index_topk` tokens attend in expanded "
+            "form, like those of a dense one (vLLM 0.29 and later). `auto`: on a CPU; on a GPU no, "
+            "where it was not run, nor in batch-invariant mode.",
         ),
         EnvVar(
             "MLA_BACKEND_CHECK",

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """For vLLM 0.26 on CPU, whose MLA layer wants a prefill backend object and has none for a CPU.
 
-`MlaImpl.forward_mha` computes prefill on CPU by itself, so this one is made and never asked.
+`ExpandedPrompts.forward_mha` computes prefill on CPU by itself, so this one is made and never
+asked.
 """
 
 from typing import Any, NoReturn
@@ -17,7 +18,7 @@ class CpuPrefillPlaceholder(MLAPrefillBackend):
         return "CPU_PLACEHOLDER"
 
     def run_prefill_new_tokens(self, *_: Any, **__: Any) -> NoReturn:
-        raise RuntimeError("prefill on CPU belongs to MlaImpl.forward_mha")
+        raise RuntimeError("prefill on CPU belongs to ExpandedPrompts.forward_mha")
 
     def run_prefill_context_chunk(self, *_: Any, **__: Any) -> NoReturn:
-        raise RuntimeError("prefill on CPU belongs to MlaImpl.forward_mha")
+        raise RuntimeError("prefill on CPU belongs to ExpandedPrompts.forward_mha")

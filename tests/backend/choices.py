@@ -35,12 +35,19 @@ def watch_choices(llm):
         raise RuntimeError(f"no {Indexer} in {type(models[0])}: choices cannot be recorded here")
 
     def note(indexer, args, kwargs, _):
-        if not isinstance(get_forward_context().attn_metadata, dict):  # a dummy step
+        steps = get_forward_context().attn_metadata
+        if not isinstance(steps, dict):  # a dummy step
             return
         arguments = inspect.signature(indexer.forward).bind(*args, **kwargs).arguments
         positions = arguments["positions"].to("cpu", copy=True)  # of a buffer that is used again
         counts = rows_of_requests(runner, len(positions))
         buffer = indexer.topk_indices_buffer[: len(positions)].to(torch.int16).cpu()
+        step = steps.get(indexer.k_cache.prefix.replace("indexer.k_cache", "attn"))
+        prefill = getattr(step, "prefill", None)
+        if getattr(prefill, "use_dense_mha", False):  # those rows read all that they see
+            every, last = torch.arange(buffer.shape[1]), step.num_decode_tokens
+            seen = every <= positions[last:, None]
+            buffer[last:] = torch.where(seen, every, -1).to(torch.int16)
         layer = int(indexer.k_cache.prefix.split(".")[2])
         rows = zip(positions.split(counts), buffer.split(counts), strict=True)
         for name, of_request in zip(runner.input_batch.req_ids, rows, strict=True):

@@ -93,7 +93,10 @@ class Rank:
         )
         spec = types.SimpleNamespace(block_size=BLOCK)
         self.layer = types.SimpleNamespace(
-            _k_scale=torch.tensor(1.0), impl=self.impl, kv_cache=torch.empty(0)
+            _k_scale=torch.tensor(1.0),
+            impl=self.impl,
+            kv_cache=torch.empty(0),
+            prefill_backend=None,
         )
         config.compilation_config.static_forward_context = {"attention": self.layer}
         cpu = torch.device("cpu")

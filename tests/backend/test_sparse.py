@@ -6,7 +6,7 @@ import types
 import pytest
 import torch
 
-BLOCK, H, RANK, ROPE = 64, 4, 512, 64
+BLOCK, H, RANK, ROPE, NOPE = 64, 4, 512, 64, 128
 SCALE = 1 / 24
 
 
@@ -135,6 +135,10 @@ def make_impl(monkeypatch, kv_cache_dtype="auto", dtype=torch.float32, config=No
         "kv_sharing_target_layer_name": None,
         "topk_indices_buffer": torch.full((64, 96), -1, dtype=torch.int32),
         "kv_lora_rank": RANK,
+        "qk_nope_head_dim": NOPE,
+        "qk_rope_head_dim": ROPE,
+        "qk_head_dim": NOPE + ROPE,
+        "v_head_dim": NOPE,
         "kv_b_proj": types.SimpleNamespace(quant_method=None),
     }
     before = torch.get_default_dtype()

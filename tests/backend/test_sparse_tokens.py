@@ -6,20 +6,25 @@ import torch
 from follow import following
 from mla_serving.demo_model import make_demo_model
 
+from mla_backend import compat
+
 pytestmark = pytest.mark.engine
 
 LAYERS = 3
 
 
-@pytest.fixture(scope="module")
-def dense(run_engine, scenarios, tmp_path_factory):
-    """(checkpoint, result): index_topk beyond every context, so every token is read."""
+@pytest.fixture(scope="module", params=["0", "auto"], ids=["absorbed", "expanded"])
+def dense(request, run_engine, scenarios, tmp_path_factory):
+    """(checkpoint, result): index_topk beyond every context, so every token is read; where that
+    pays, prompts attend in expanded form, if they may."""
     folder = tmp_path_factory.mktemp("v32-dense") / "model"
     checkpoint = make_demo_model(
         "v3.2", folder, overrides={"index_topk": 2048, "num_hidden_layers": LAYERS}
     )
     requests = {name: scenarios[name] for name in ("plain", "prefix")}
-    return checkpoint, run_engine(requests, model=checkpoint, env={"MLA_BACKEND_CHECK": "1"})
+    env = {"MLA_BACKEND_CHECK": "1", "MLA_BACKEND_EXPAND_PROMPTS": request.param}
+    expands = request.param == "auto" and compat.expands_prompts_of_sparse_layers()
+    return checkpoint, run_engine(requests, model=checkpoint, env=env), expands
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +44,7 @@ def sparse(run_engine, scenarios, tmp_path_factory):
 
 @pytest.mark.parametrize("scenario", ["plain", "prefix"])
 def test_all_tokens_chosen(dense, oracle, scenario):
-    checkpoint, result = dense
+    checkpoint, result, _ = dense
     outputs = result["scenarios"][scenario]["outputs"]
     agreed, differences = oracle(checkpoint, outputs)
     assert agreed == len(differences) == 128
@@ -49,12 +54,17 @@ def test_all_tokens_chosen(dense, oracle, scenario):
 
 
 def test_every_call_was_ours(dense):
-    for scenario in dense[1]["scenarios"].values():
-        before, after = scenario["before"], scenario["after"]
+    for name, scenario in dense[1]["scenarios"].items():
+        before, after, outputs = scenario["before"], scenario["after"], scenario["outputs"]
         done = {k: after[k] - before[k] for k in after if isinstance(after[k], int)}
-        assert done["forward_mqa_calls"] == done["indexer_calls"] == LAYERS * done["sparse_steps"]
+        assert done["indexer_calls"] == LAYERS * done["sparse_steps"]
         assert done["forward_mqa_tokens"] == done["indexer_tokens"] > 0
-        assert done["forward_mha_calls"] == done["decode_steps"] == 0
+        fed = sum(len(o["prompt"]) - o["cached"] + len(o["tokens"]) - 1 for o in outputs)
+        assert done["forward_mqa_tokens"] + done["forward_mha_tokens"] == LAYERS * fed
+        assert done["forward_mha_calls"] == LAYERS * done["prefill_steps"]
+        # Behind 256 cached tokens chunks of at most 128 are better absorbed.
+        assert (done["prefill_steps"] > 0) is (dense[2] and name == "plain")
+        assert done["decode_steps"] == 0
         assert done["checked_steps"] == done["sparse_steps"]
         assert after["sparse"]["impl"] == "torch"
     # 497 prompt tokens in chunks of at most 128.

@@ -42,4 +42,5 @@ def test_a_prompt_longer_than_the_indexer_chooses(client):
     # Every layer chose for every token but the last one, which is not read again.
     for name in ("indexer_tokens", "forward_mqa_tokens"):
         assert now[name] - was[name] == LAYERS * (len(prompt) + 4), name
-    assert now["forward_mha_calls"] == 0  # no prompt went past the sparse layers
+    # No prompt went past the sparse layers, but for a short one at start-up.
+    assert now["forward_mha_calls"] == was["forward_mha_calls"]

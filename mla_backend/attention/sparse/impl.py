@@ -9,29 +9,42 @@ from mla_kernels.decode.query import Query, first_part
 from mla_kernels.layouts import MlaDims
 from vllm.config import get_current_vllm_config
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import MLAAttentionImpl
 
 from mla_backend import compat
 from mla_backend.attention import support
-from mla_backend.attention.cache_write import CacheWrites
+from mla_backend.attention.expanded import ExpandedPrompts
 from mla_backend.attention.impl import lay_out_absorbed_weights
 from mla_backend.attention.kernel import cache_dtype
 from mla_backend.attention.sparse.dcp import Shard
 from mla_backend.attention.sparse.indexer import take_over
 from mla_backend.attention.sparse.indexer_backend import IndexerBackend
+from mla_backend.attention.sparse.indexer_layer import LAYERS
 from mla_backend.attention.sparse.kernel import SparseKernel, attention_workspace
 from mla_backend.attention.sparse.metadata import SparseMetadata
 from mla_backend.attention.sparse.rows import max_tokens
+from mla_backend.attention.sparse.short_prompts import are_expanded
 from mla_backend.start_up import RefusalError
 from mla_backend.stats import STATS
 
+# What vLLM's common path of prompts needs beside what every impl is given.
+_EXPANDING = (
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "qk_head_dim",
+    "v_head_dim",
+    "kv_b_proj",
+)
 
-class SparseMlaImpl(CacheWrites, MLAAttentionImpl[SparseMetadata]):
-    """Sparse MLA through `mla_kernels`; prefill tokens take the same path as decode tokens."""
+
+class SparseMlaImpl(ExpandedPrompts):
+    """Sparse MLA through `mla_kernels`; prefill tokens take the same path as decode tokens, but for
+    those of short prompts (`short_prompts`)."""
 
     is_sparse = True
-    supports_dense_mha_prefill = False
+    masked_mha_available = False  # of prompts that see more than they read; asked for on sm_100
     supports_quant_query_input = False
+    _use_flashinfer_concat_mla_k = False
     can_return_lse_for_decode: bool = True
     # vLLM 0.30 and later ask for it, and there it is False; before, `refuse_sparse_dcp` decides.
     supports_dcp: bool = compat.serves_sparse_dcp()
@@ -68,13 +81,16 @@ class SparseMlaImpl(CacheWrites, MLAAttentionImpl[SparseMetadata]):
             on_cpu=self._on_cpu,
         )
         self.shard = Shard.of(vllm_config)
-        self.num_heads = num_heads
-        self.head_size = head_size
-        self.scale = float(scale)
-        self.kv_cache_dtype = kv_cache_dtype
-        self.kv_lora_rank: int = mla_args["kv_lora_rank"]
+        super().__init__(
+            num_heads,
+            head_size,
+            scale,
+            num_kv_heads,
+            kv_cache_dtype,
+            **{name: mla_args[name] for name in _EXPANDING},
+        )
         if self._on_cpu:
-            compat.keep_kv_b_weight(mla_args["kv_b_proj"])
+            compat.keep_kv_b_weight(self.kv_b_proj)
         self._indexer, self._shared_buffer = indexer, topk_indices_buffer
         buffer = self.topk_indices_buffer
         if buffer is None:
@@ -85,6 +101,7 @@ class SparseMlaImpl(CacheWrites, MLAAttentionImpl[SparseMetadata]):
         self.dtype = torch.get_default_dtype()  # the model's, while vLLM builds it
         self.kv_cache_element = cache_dtype(kv_cache_dtype, self.dtype)
         self._fp8_cache = self.kv_cache_element == torch.float8_e4m3fn
+        self.supports_dense_mha_prefill = are_expanded(kv_cache_dtype, self.dtype)
         dims = MlaDims(self.kv_lora_rank, head_size - self.kv_lora_rank)
         self.kernel = SparseKernel.choose(
             device, dims, self.dtype, self.kv_cache_element, self.query_heads
@@ -101,8 +118,20 @@ class SparseMlaImpl(CacheWrites, MLAAttentionImpl[SparseMetadata]):
             # vLLM has the queries of all heads and, while it adds up those of the ranks, their
             # outputs twice, which are narrower.
             gathered = 3 * self.query_heads * head_size * self.dtype.itemsize
+            expanded = 0
+            if self.supports_dense_mha_prefill and not self._on_cpu:
+                # Keys and values of new or cached rows, and two outputs that are merged.
+                widths = self.qk_head_dim + self.qk_nope_head_dim + 3 * self.v_head_dim
+                expanded = widths * num_heads * self.dtype.itemsize
             take_over(
-                indexer, self.kernel, IndexerBackend, vllm_config, device, self.shard, gathered
+                indexer,
+                self.kernel,
+                IndexerBackend,
+                vllm_config,
+                device,
+                self.shard,
+                gathered,
+                expanded,
             )
 
     @property
@@ -117,6 +146,12 @@ class SparseMlaImpl(CacheWrites, MLAAttentionImpl[SparseMetadata]):
         """For models of vLLM whose layers pass such a change on to us."""
         self._indexer, self._shared_buffer = None, buffer
 
+    def score_no_short_prompts(self, layer_name: str) -> None:
+        """Where the tokens of such prompts attend in expanded form, the layer's indexer need not
+        choose for them; `layer_name` is this layer's, whose metadata says so."""
+        if self._indexer is not None:
+            LAYERS[self._indexer.k_cache.prefix].attention = layer_name
+
     def prepare_for_batch(self, attn_metadata: Any) -> None:
         """vLLM 0.30 and later on a GPU ask before each batch; nothing needs to be prepared."""
 
@@ -130,7 +165,8 @@ class SparseMlaImpl(CacheWrites, MLAAttentionImpl[SparseMetadata]):
         attn_metadata: SparseMetadata,
         layer: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Absorbed attention of q [T, H, Dk], or its latent and rope parts, T all tokens.
+        """Absorbed attention of q [T, H, Dk], or its latent and rope parts, T all tokens that
+        `forward_mha` does not get.
 
         Returns out [T, H, kv_lora_rank] and lse [T, H], fp32, natural log. Under DCP H are the
         heads of all ranks and the results those of this rank's tokens, 0 and -inf without any;

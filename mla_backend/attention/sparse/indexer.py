@@ -19,7 +19,7 @@ from mla_backend.attention import support
 from mla_backend.attention.sparse.dcp import Shard
 from mla_backend.attention.sparse.indexer_layer import LAYERS, IndexerLayer
 from mla_backend.attention.sparse.kernel import SparseKernel, topk_workspace
-from mla_backend.attention.sparse.metadata import IndexerMetadata
+from mla_backend.attention.sparse.metadata import IndexerMetadata, SparseMetadata
 from mla_backend.attention.sparse.rows import max_tokens
 from mla_backend.start_up import RefusalError
 from mla_backend.stats import STATS
@@ -35,11 +35,12 @@ def take_over(
     device: Any,
     shard: Shard | None = None,
     gathered_bytes: int = 0,
+    expanded_bytes: int = 0,
 ) -> None:
     """Make the `Indexer` of one of vLLM's layers compute with our kernels, and nothing else.
 
-    `shard` and `gathered_bytes`: see `IndexerLayer`. ValueError for an indexer that the kernels do
-    not take.
+    `shard`, `gathered_bytes` and `expanded_bytes`: see `IndexerLayer`. ValueError for an indexer
+    that the kernels do not take.
     """
     limits = {
         "index_head_dim": (indexer.head_dim, HEAD_DIM, HEAD_DIM),
@@ -72,6 +73,7 @@ def take_over(
         fp8_products=kernel.fp8_products,
         shard=shard,
         gathered_bytes=gathered_bytes,
+        expanded_bytes=expanded_bytes,
     )
 
     def forward(
@@ -107,11 +109,14 @@ def run_indexer(
         return
     metadata: IndexerMetadata = context.attn_metadata[layer_name]
     k_cache = context.no_compile_layers[layer_name].kv_cache
+    layer, rows = LAYERS[layer_name], metadata.rows
+    if layer.attention is not None:
+        step: SparseMetadata = context.attn_metadata[layer.attention]
+        if step.prefill is not None:
+            rows = rows.first(step.num_decodes, step.num_decode_tokens)
     STATS.indexer_calls += 1
-    STATS.indexer_tokens += metadata.rows.lengths.shape[0]
-    LAYERS[layer_name].run(
-        q, k, weights, topk_indices, k_cache, metadata.rows, metadata.slot_mapping
-    )
+    STATS.indexer_tokens += rows.lengths.shape[0]
+    layer.run(q, k, weights, topk_indices, k_cache, rows, metadata.slot_mapping)
 
 
 def _op(

@@ -8,6 +8,7 @@ from mla_kernels import indexer_topk, write_indexer_cache
 
 from mla_backend.attention.sparse.dcp import CANDIDATE_BYTES, MERGED_AT_ONCE, Shard
 from mla_backend.attention.sparse.rows import TokenRows
+from mla_backend.attention.sparse.short_prompts import WORKSPACE_ROWS
 
 
 @dataclass
@@ -18,6 +19,9 @@ class IndexerLayer:
     topk_indices   [>= max tokens, index_topk] int32, which the attention of the layer reads
     shard          this rank's under decode context parallelism: its share of the choice is kept
     gathered_bytes of a token, while the attention of all ranks' heads is added up
+    expanded_bytes of a token on a GPU, while its prompt attends in expanded form; 0 where none does
+    attention      name of the layer whose metadata says which rows do, so that nothing is chosen
+                   for them; None: for all rows, as in a draft, which may read the choice again
     """
 
     heads: int
@@ -29,16 +33,23 @@ class IndexerLayer:
     fp8_products: bool = False
     shard: Shard | None = None
     gathered_bytes: int = 0
+    expanded_bytes: int = 0
+    attention: str | None = None
 
     def profile(self, T: int) -> None:
-        """Take what a step of T tokens takes under decode context parallelism and free it, so that
-        vLLM counts it when it sizes the KV cache: no layer attends while it measures."""
+        """Take what a step of T tokens takes under decode context parallelism, or on a GPU for
+        prompts in expanded form, and free it, so that vLLM counts it when it sizes the KV cache: no
+        layer attends while it measures."""
+        device = self.topk_indices.device
+        if self.expanded_bytes:
+            size = (T + WORKSPACE_ROWS) * self.expanded_bytes
+            torch.empty(size, dtype=torch.uint8, device=device)
         if self.shard is not None:
             candidates = T * self.topk_indices.shape[1]
             # 8 bytes each, and first 16 while their scores are looked up, then those of the merge.
             choice = 8 * candidates + max(16 * candidates, CANDIDATE_BYTES * MERGED_AT_ONCE)
             size = max(choice, T * self.gathered_bytes)
-            torch.empty(size, dtype=torch.uint8, device=self.topk_indices.device)
+            torch.empty(size, dtype=torch.uint8, device=device)
 
     def run(
         self,
@@ -56,6 +67,8 @@ class IndexerLayer:
             write_indexer_cache(
                 k, k_cache, slot_mapping, scale_format=self.scale_format, impl=self.impl
             )
+        if not T:  # all of them prompts that read all they see
+            return
         own = topk_indices[:T]
         if self.shard is None:
             if own.device.type == "cpu" and self.impl in ("auto", "torch"):

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import (
     AttentionCGSupport,
     AttentionMetadata,
@@ -13,9 +14,11 @@ from vllm.v1.attention.backend import (
 
 from mla_backend import compat, envs
 from mla_backend.attention import support
+from mla_backend.attention.prefill import PrefillTile
 from mla_backend.attention.sparse.dcp import Shard
 from mla_backend.attention.sparse.indexer_layer import LAYERS
 from mla_backend.attention.sparse.rows import RowsBuilder, TokenRows, max_tokens
+from mla_backend.attention.sparse.short_prompts import ShortPrompts
 from mla_backend.attention.sparse.warmup import warm_up_attention, warm_up_indexer
 from mla_backend.attention.step_check import StepCheck
 from mla_backend.stats import STATS
@@ -23,16 +26,23 @@ from mla_backend.stats import STATS
 
 @dataclass
 class SparseMetadata(AttentionMetadata):
-    """What vLLM's MLA layer and our attention read. All tokens go through `forward_mqa`, so all of
-    them count as decode tokens."""
+    """What vLLM's MLA layer and our attention read.
+
+    All tokens that go through `forward_mqa` count as decode tokens, and `rows` are theirs. With
+    `prefill`, the step ends with `num_prefills` prompts that go through `forward_mha`: each of
+    their tokens sees at most `topk_tokens`, and so does all of `prefill_max_seq_len`.
+    """
 
     num_actual_tokens: int
     num_decodes: int
     num_decode_tokens: int
     rows: TokenRows
     num_prefills: int = 0
-    prefill: None = None
+    prefill: Any = None
+    prefill_tiles: list[PrefillTile] | None = None
     decode: None = None
+    prefill_max_seq_len: int = 0  # vLLM asks where it quantises the output of a layer
+    topk_tokens: int = 0
 
 
 @dataclass
@@ -72,6 +82,8 @@ class _Builder:
 class SparseMetadataBuilder(_Builder, AttentionMetadataBuilder[SparseMetadata]):
     """Builds `SparseMetadata`, once per step."""
 
+    _short_prompts: ShortPrompts | None = None
+
     def __init__(
         self,
         kv_cache_spec: Any,
@@ -89,6 +101,24 @@ class SparseMetadataBuilder(_Builder, AttentionMetadataBuilder[SparseMetadata]):
             self._step_check = StepCheck(layer, kv_cache_spec.block_size, ranks, drafts)
         if layer.impl.kernel.attention in support.GPU_IMPLS:
             warm_up_attention(layer, *limits)
+        if layer.impl.supports_dense_mha_prefill and layer.prefill_backend is not None:
+            self._expand_short_prompts(layer_names, vllm_config)
+
+    def _expand_short_prompts(self, layer_names: list[str], vllm_config: Any) -> None:
+        if vllm_config.attention_config.sparse_mla_force_mqa:  # the layer would not
+            return
+        layers = vllm_config.compilation_config.static_forward_context
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        self._short_prompts = ShortPrompts(
+            layers[layer_names[0]],
+            self.reorder_batch_threshold,
+            self.kv_cache_spec.block_size,
+            self.device,
+        )
+        own = vllm_config.model_config.hf_text_config.num_hidden_layers
+        for name in layer_names:
+            if extract_layer_index(name) < own:
+                layers[name].impl.score_no_short_prompts(name)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
@@ -98,8 +128,15 @@ class SparseMetadataBuilder(_Builder, AttentionMetadataBuilder[SparseMetadata]):
             self._step_check(common)
             STATS.checked_steps += 1
         STATS.sparse_steps += 1
-        T = common.num_actual_tokens
-        return SparseMetadata(T, common.num_reqs, T, self._rows.build(common))
+        T, B, rows = common.num_actual_tokens, common.num_reqs, self._rows.build(common)
+        first = None if self._short_prompts is None else self._short_prompts.find(common)
+        if self._short_prompts is None or first is None:
+            return SparseMetadata(T, B, T, rows)
+        STATS.prefill_steps += 1
+        tokens = int(common.query_start_loc_cpu[first])
+        rows = rows.first(first, tokens)
+        prefill, tiles = self._short_prompts.describe(common, first)
+        return SparseMetadata(T, first, tokens, rows, B - first, prefill, tiles)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> SparseMetadata:
         """A step that is made up to capture a graph with: not checked."""

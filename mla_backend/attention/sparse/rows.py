@@ -31,6 +31,15 @@ class TokenRows:
     request_ids: torch.Tensor | None
     lengths: torch.Tensor
 
+    def first(self, requests: int, tokens: int) -> "TokenRows":
+        """Those of the leading requests, which have `tokens` tokens."""
+        return TokenRows(
+            self.block_table[:requests],
+            self.seq_lens[:requests],
+            None if self.request_ids is None else self.request_ids[:tokens],
+            self.lengths[:tokens],
+        )
+
 
 class RowsBuilder:
     """Builds `TokenRows` into buffers that stay where they are, as a captured graph needs."""

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts that see no more tokens than the indexer may choose.
+
+All their tokens are read whatever it says, so such prompts attend unscored and as those of dense
+layers do, in expanded form: a new token costs 2 * (192 + 128) FLOP a head and token that it sees,
+not 2 * (576 + 512). For that each cached row is expanded, which costs what some 170 new tokens save
+on it. The keys of the indexer are written as ever: later tokens are chosen among them.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from vllm import envs as vllm_envs
+from vllm.model_executor.layers.attention.mla_attention import (
+    MLACommonPrefillMetadata,
+    build_mla_chunked_context_metadata,
+)
+from vllm.platforms import current_platform
+
+from mla_backend import compat, envs
+from mla_backend.attention import extends
+from mla_backend.attention.prefill import PrefillTile, plan_prefill
+
+# Tokens that see a cached row, from which on it is better expanded.
+TOKENS_PER_ROW = 170
+# Cached rows that a GPU expands at a time, 1 GB of keys and values with 128 heads.
+WORKSPACE_ROWS = 8192
+
+
+def are_expanded(kv_cache_dtype: str, dtype: torch.dtype) -> bool:
+    """Whether an engine's short prompts are. By itself not in batch-invariant mode: the form
+    depends on what else is in a step."""
+    if not compat.expands_prompts_of_sparse_layers():
+        return False
+    if kv_cache_dtype == "fp8_ds_mla" and dtype == torch.float16:
+        return False  # vLLM gathers such rows as bfloat16
+    asked: bool | None = envs.get("MLA_BACKEND_EXPAND_PROMPTS")
+    if asked is not None:
+        return asked
+    return current_platform.is_cpu() and not vllm_envs.VLLM_BATCH_INVARIANT
+
+
+def pays(query_lens: np.ndarray, contexts: np.ndarray) -> bool:
+    """Whether prompts of [R] new tokens behind [R] cached ones are better expanded."""
+    read = query_lens * (contexts + query_lens / 2)
+    return bool(read.sum() >= TOKENS_PER_ROW * contexts.sum())
+
+
+class ShortPrompts:
+    """Which prompts of a step attend in expanded form, and vLLM's metadata for them.
+
+    layer     an MLA layer of vLLM with our sparse impl and a prefill backend
+    most_s_q  new tokens of a request that `forward_mqa` gets in any case, like drafts
+    """
+
+    def __init__(self, layer: Any, most_s_q: int, block_size: int, device: torch.device) -> None:
+        self._topk = layer.impl.topk_indices_buffer.shape[1]
+        self._most_s_q, self._block_size, self._device = most_s_q, block_size, device
+        self._dtype = layer.impl.dtype
+        self._backend = layer.prefill_backend.clone()  # vLLM's own builders do: each has its steps
+        self._workspace: torch.Tensor | None = None
+        if device.type != "cpu":
+            self._workspace = torch.empty(
+                WORKSPACE_ROWS, layer.impl.head_size, dtype=self._dtype, device=device
+            )
+
+    def find(self, common: Any) -> int | None:
+        """The request of vLLM's reordered batch from which on all are such prompts; None: there
+        are none, or a longer one is among them, or expanding their context does not pay."""
+        if common.max_query_len <= self._most_s_q:
+            return None
+        query_lens, contexts = extends.host_lengths(common)
+        longer = query_lens > self._most_s_q
+        if not longer.any():
+            return None
+        first = int(longer.argmax())
+        query_lens, contexts = query_lens[first:], contexts[first:]
+        if (query_lens + contexts).max() > self._topk or not pays(query_lens, contexts):
+            return None
+        return first
+
+    def describe(
+        self, common: Any, first: int
+    ) -> tuple[MLACommonPrefillMetadata, list[PrefillTile] | None]:
+        """Of the requests from `first` on; on a CPU with the tiles of `run_prefill`."""
+        query_lens, contexts = (lengths[first:] for lengths in extends.host_lengths(common))
+        starts = common.query_start_loc[first : common.num_reqs + 1]
+        prefill = MLACommonPrefillMetadata(
+            block_table=common.block_table_tensor[first : common.num_reqs],
+            query_start_loc=starts - starts[0],
+            max_query_len=int(query_lens.max()),
+            query_lens_cpu=torch.from_numpy(query_lens),
+            use_dense_mha=True,
+        )
+        if self._workspace is None:
+            return prefill, plan_prefill(
+                prefill.block_table,
+                prefill.query_start_loc,
+                common.seq_lens[first : common.num_reqs],
+                block_size=self._block_size,
+            )
+        starts = common.query_start_loc_cpu[first:]
+        prefill.chunked_context = build_mla_chunked_context_metadata(
+            context_lens_cpu=torch.from_numpy(contexts),
+            prefill_query_start_loc_cpu=starts - starts[0],
+            chunked_prefill_workspace=self._workspace,
+            chunked_prefill_workspace_size=WORKSPACE_ROWS,
+            block_size=self._block_size,
+            align_chunk_to_block=True,
+            device=self._device,
+            dcp_world_size=1,
+            dcp_local_block_size=1,
+            dcp_virtual_block_size=1,
+        )
+        prefill.q_data_type = prefill.output_dtype = self._dtype
+        prefill.prefill_backend = self._backend
+        self._backend.prepare_metadata(prefill)
+        return prefill, None

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts of sparse layers that see no more than `index_topk` tokens: in expanded form."""
+
+import random
+import types
+
+import numpy as np
+import pytest
+import test_sparse
+import torch
+from conftest import tokens
+from follow import following
+from mla_serving.demo_model import make_demo_model
+
+from mla_backend import compat
+
+pytestmark = pytest.mark.skipif(
+    not compat.expands_prompts_of_sparse_layers(), reason="from vLLM 0.29 on"
+)
+
+LAYERS, TOPK = 2, 256
+
+
+def requests(rng, *lengths, new_tokens=6, prefix=()):
+    prompts = [[*prefix, *tokens(rng, n)] for n in lengths]
+    return [{"prompt": prompt, "max_tokens": new_tokens} for prompt in prompts]
+
+
+@pytest.fixture(scope="module")
+def engine(run_engine, tmp_path_factory):
+    """(checkpoint, result): a draft layer (MTP) proposes 2 tokens, a step has at most 512."""
+    rng = random.Random(3)
+    below, at, above = requests(rng, TOPK - 1, TOPK, TOPK + 1, new_tokens=12)
+    shared = tokens(rng, 192)
+    scenarios = {
+        "below": [below],
+        "at": [at],
+        "above": [above],
+        "chunks": requests(rng, 250, 250, 250, 700),
+        "mixed": [
+            {**request, "arrive": step}
+            for request, step in zip(
+                # The first is read beyond `index_topk` while the others come.
+                [*requests(rng, 240, new_tokens=40), *requests(rng, 90, 257, 40, 60, 2)],
+                (0, 4, 8, 8, 12, 14),
+                strict=True,
+            )
+        ],
+        "first": [{"prompt": shared, "max_tokens": 4}],
+        "prefix": requests(rng, 100, prefix=shared[:150]),
+        "short end": requests(rng, 20, prefix=shared),
+    }
+    checkpoint = make_demo_model(
+        "v3.2",
+        tmp_path_factory.mktemp("v32-short") / "model",
+        overrides={
+            "index_topk": TOPK,
+            "num_hidden_layers": LAYERS,
+            "num_nextn_predict_layers": 1,
+        },
+    )
+    return checkpoint, run_engine(
+        scenarios,
+        model=checkpoint,
+        env={"MLA_BACKEND_CHECK": "1"},
+        speculative_config={"method": "mtp", "num_speculative_tokens": 2},
+        choices=True,
+        max_num_batched_tokens=512,
+    )
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    "scenario, expanded",
+    [
+        ("below", TOPK - 1),
+        ("at", TOPK),
+        ("above", 0),
+        # 250 + 250 + 12, then 238 behind 12 with 274 of 700, which is the longer one.
+        ("chunks", 512),
+        # Beside decode tokens, but not the 40 that come with 257; 2 could be those of a draft.
+        ("mixed", 240 + 90 + 60),
+        ("first", 192),
+        ("prefix", None),  # all that is not cached, behind a block or two
+        ("short end", 0),
+    ],
+)
+def test_tokens_and_who_attended(engine, oracle, scenario, expanded):
+    checkpoint, result = engine
+    ran = result["scenarios"][scenario]
+    done = {k: n - ran["before"][k] for k, n in ran["after"].items() if isinstance(n, int)}
+    if expanded is None:
+        (output,) = ran["outputs"]
+        assert output["cached"] in (64, 128)
+        expanded = len(output["prompt"]) - output["cached"]
+    assert done["forward_mha_tokens"] == (LAYERS + 1) * expanded
+    # Of such prompts nothing is chosen but in the draft layer.
+    assert done["indexer_tokens"] == done["forward_mqa_tokens"] + expanded
+    gaps = []
+    choices = torch.load(result["choices"])[scenario]
+    for output, chosen in zip(ran["outputs"], choices, strict=True):
+        with following(chosen) as follow:
+            agreed, differences = oracle(checkpoint, [output])
+        assert agreed == len(differences) == len(output["tokens"])
+        assert differences.max() < 1e-4
+        gaps += follow.gaps
+    # Keys of short prompts are chosen among later.
+    assert (len(gaps) > 10) is (scenario in ("below", "at", "above", "chunks", "mixed"))
+    assert max(gaps, default=0) < 0.05
+
+
+def common_metadata(new, cached, most_blocks=6):
+    starts = torch.tensor([0, *new]).cumsum(0).int()
+    lengths = torch.tensor(new).int() + torch.tensor(cached).int()
+    return types.SimpleNamespace(
+        num_reqs=len(new),
+        num_actual_tokens=int(starts[-1]),
+        max_query_len=max(new),
+        query_start_loc=starts,
+        query_start_loc_cpu=starts.clone(),
+        seq_lens=lengths,
+        seq_lens_cpu_upper_bound=lengths.clone(),
+        block_table_tensor=torch.arange(len(new) * most_blocks).view(-1, most_blocks).int(),
+    )
+
+
+def short_prompts(most_s_q=1, backend=None):
+    from mla_backend.attention.sparse.short_prompts import ShortPrompts
+
+    buffer = torch.zeros(1, TOPK)
+    impl = types.SimpleNamespace(topk_indices_buffer=buffer, dtype=torch.float32)
+    backend = backend or types.SimpleNamespace(clone=dict)
+    layer = types.SimpleNamespace(impl=impl, prefill_backend=backend)
+    return ShortPrompts(layer, most_s_q, 64, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "new, cached, most_s_q, first",
+    [
+        ([256], [0], 1, 0),
+        ([257], [0], 1, None),
+        ([1, 1, 200], [900, 3, 0], 1, 2),
+        ([1, 1], [900, 3], 1, None),
+        ([3, 3, 4], [900, 3, 0], 3, 2),
+        ([3, 1, 2], [900, 3, 0], 3, None),  # all of them may be drafts
+        ([1, 200, 200], [900, 0, 57], 1, None),  # one sees 257
+        ([1, 200, 200], [900, 0, 56], 1, 1),
+        ([1, 8, 200], [900, 100, 0], 1, 1),  # what the long one saves pays for the other
+        ([1, 8, 8], [900, 100, 0], 1, None),
+        ([1, 200, 1], [900, 0, 0], 1, 1),  # vLLM's first runner: a prompt of one token at the end
+    ],
+)
+def test_which_requests_of_a_step(new, cached, most_s_q, first):
+    short = short_prompts(most_s_q)
+    common = common_metadata(new, cached)
+    assert short.find(common) == first
+    if first is None:
+        return
+    prefill, tiles = short.describe(common, first)
+    assert prefill.use_dense_mha and prefill.max_query_len == max(new[first:])
+    assert prefill.query_start_loc.tolist() == np.cumsum([0, *new[first:]]).tolist()
+    assert prefill.query_start_loc[-1] == sum(new) - common.query_start_loc[first]
+    read = sum(len(tile.slots) for tile in tiles)
+    assert read == sum(new[first:]) + sum(cached[first:])
+    assert tiles[0].slots[0] == common.block_table_tensor[first, 0] * 64
+
+
+def test_a_gpu_gets_what_the_common_path_of_vllm_reads(monkeypatch):
+    """On a CPU in fp32, where that path computes too, in contexts of two parts."""
+    from vllm.v1.attention.backends.mla.prefill import registry
+
+    from mla_backend.attention.sparse import short_prompts as module
+
+    nope, rank, rope, heads = test_sparse.NOPE, test_sparse.RANK, test_sparse.ROPE, test_sparse.H
+    g = torch.Generator().manual_seed(0)
+    weight = torch.randn(rank, heads * 2 * nope, generator=g) * rank**-0.5
+
+    class Projection(torch.nn.Module):
+        quant_method, params_dtype = None, torch.float32
+
+        def forward(self, x):
+            return x @ weight, None
+
+    impl = test_sparse.make_impl(monkeypatch, kv_b_proj=Projection())
+    dims = {"qk_nope_head_dim": nope, "qk_rope_head_dim": rope, "v_head_dim": nope}
+    backend = registry.MLAPrefillBackendEnum.CPU.get_class()(
+        num_heads=heads, scale=impl.scale, kv_lora_rank=rank, vllm_config=None, **dims
+    )
+    new, cached = [1, 80, 40, 100], [300, 60, 0, 150]
+    common = common_metadata(new, cached)
+    cache = torch.full((24, 64, rank + rope), torch.nan)
+    rows = [torch.randn(n, rank + rope, generator=g) for n in common.seq_lens.tolist()]
+    for table, kv in zip(common.block_table_tensor, rows, strict=True):
+        position = torch.arange(len(kv))
+        cache[table[position // 64].long(), position % 64] = kv
+    T = sum(new[1:])
+    q = torch.randn(T, heads, nope + rope, generator=g)
+    fresh = torch.cat([kv[-n:] for n, kv in zip(new[1:], rows[1:], strict=True)])
+    outputs = []
+    monkeypatch.setattr(module, "WORKSPACE_ROWS", 128)
+    for on_cpu in (True, False):
+        short = short_prompts(backend=backend)
+        if not on_cpu:
+            short._workspace = torch.empty(128, rank + rope)
+        prefill, tiles = short.describe(common, 1)
+        step = types.SimpleNamespace(prefill=prefill, prefill_tiles=tiles)
+        impl._on_cpu = on_cpu
+        output = torch.full((T, heads * nope), torch.nan)
+        latent, rotated = fresh.split([rank, rope], -1)
+        impl.forward_mha(q, latent, rotated[:, None], cache, step, torch.tensor(1.0), output)
+        outputs.append(output)
+    assert (prefill.chunked_context is not None) and tiles is None
+    assert len(prefill.chunked_context.chunks) > 1
+    assert (outputs[0] - outputs[1]).abs().max() < 1e-5
+
+
+def test_a_step_whose_longest_request_is_padding_has_none():
+    common = common_metadata([1, 1], [900, 3])
+    common.max_query_len = 512  # as of a step made up for a CUDA graph
+    assert short_prompts().find(common) is None
+
+
+@pytest.mark.parametrize(
+    "version, asked, on_cpu, invariant, cache, expected",
+    [
+        ("0.28.0", "1", True, False, "auto", False),
+        ("0.29.0", "auto", True, False, "auto", True),
+        ("0.33.0", "auto", True, False, "fp8_ds_mla", True),
+        ("0.32.0", "0", True, False, "auto", False),
+        ("0.32.0", "auto", False, False, "auto", False),
+        ("0.32.0", "auto", True, True, "auto", False),
+        ("0.32.0", "1", False, True, "fp8_ds_mla", True),
+    ],
+)
+def test_where_prompts_are_expanded(
+    monkeypatch, version, asked, on_cpu, invariant, cache, expected
+):
+    from mla_backend.attention.sparse import short_prompts as module
+
+    monkeypatch.setattr(compat, "installed_vllm_version", lambda: version)
+    monkeypatch.setenv("MLA_BACKEND_EXPAND_PROMPTS", asked)
+    platform = types.SimpleNamespace(is_cpu=lambda: on_cpu)
+    monkeypatch.setattr(module, "current_platform", platform)
+    monkeypatch.setattr(module, "vllm_envs", types.SimpleNamespace(VLLM_BATCH_INVARIANT=invariant))
+    assert module.are_expanded(cache, torch.bfloat16) is expected
+    assert not module.are_expanded("fp8_ds_mla", torch.float16)
