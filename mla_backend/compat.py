@@ -7,6 +7,7 @@ Import-light: vLLM is imported inside functions only, because the platform entry
 | item | 0.26 | since | what then |
 |---|---|---|---|
 | chunked-context metadata on CPU | wants pinned memory | 0.28 | works |
+| prompts merged with their cached context | the leading ones | 0.28 | all |
 | MLA prefill backend on CPU | FLASH_ATTN's class, no choice | 0.29 | one for CPUs |
 | prompts of sparse layers in expanded form | as the versions differ | 0.29 | as step metadata say |
 | `kv_b_proj.weight` on CPU | freed after packing | 0.29 | kept for MLA |
@@ -190,6 +191,25 @@ def serves_sparse_dcp() -> bool:
     those was run so.
     """
     return _before((0, 28))
+
+
+def merge_every_context(prefill: Any, cached_tokens: Callable[[], Any]) -> None:
+    """Have vLLM merge the attention of all prompts of a step with that of their cached context.
+
+    prefill        vLLM's MLACommonPrefillMetadata
+    cached_tokens  [R] of each prompt, a numpy array; asked for if it matters
+
+    0.26 and 0.27 count how many prompts have a context and take the leading ones for them, as their
+    first model runner orders a step. The second, which they take for DeepSeek-V2 and dense models,
+    orders by new tokens: prompts behind a shorter new one then lose what they had cached. Seen as
+    wrong tokens after preemption and beside drafts, with vLLM's own backends too.
+    """
+    chunked = prefill.chunked_context
+    if getattr(chunked, "prefill_tokens_with_context", None) is None:
+        return
+    cached = cached_tokens() > 0
+    if not cached[: cached.sum()].all():
+        chunked.prefill_tokens_with_context = None  # all; prompts without a context are masked
 
 
 def expands_prompts_of_sparse_layers() -> bool:

@@ -220,7 +220,12 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MlaMetadata]):
             self.reorder_batch_threshold = longest
         if metadata.prefill is not None:
             STATS.prefill_steps += 1
-            if self._on_cpu:
+            if not self._on_cpu:
+                compat.merge_every_context(
+                    metadata.prefill,
+                    lambda: extends.host_lengths(common)[1][metadata.num_decodes :],
+                )
+            else:
                 metadata.prefill_tiles = plan_prefill(
                     metadata.prefill.block_table,
                     metadata.prefill.query_start_loc,

@@ -236,3 +236,32 @@ def test_one_token_each_is_known_of_one_step(monkeypatch):
     for new in ([1, 1], [2, 1], [1, 0], [1, 60]):
         builder.build(0, common(new, [50, 1000]))
     assert seen == [True, False, True, False]
+
+
+@pytest.mark.parametrize(
+    "new, lengths, decodes, counted, merged",
+    [
+        ([1, 200, 300], [9, 900, 300], 1, 200, 200),  # as the first model runner orders them
+        ([1, 200, 300], [9, 200, 900], 1, 200, None),  # by new tokens: the new prompt is shorter
+        ([200, 300, 400], [900, 300, 500], 0, 500, None),
+        ([200, 300], [200, 300], 0, None, None),  # no context at all
+    ],
+)
+def test_every_prompt_is_merged_with_its_context(
+    monkeypatch, new, lengths, decodes, counted, merged
+):
+    """vLLM 0.26 and 0.27 count the tokens of as many leading prompts as have a context."""
+    from mla_backend.attention import metadata
+
+    builder = object.__new__(MlaMetadataBuilder)
+    builder._most_s_q, builder._extend_tokens, builder._step_check = 1, 0, None
+    builder.reorder_batch_threshold, builder._on_cpu = 1, False
+    context = counted and SimpleNamespace(prefill_tokens_with_context=counted)
+    prefill = SimpleNamespace(chunked_context=context)
+    built = SimpleNamespace(prefill=prefill, num_decodes=decodes)
+    monkeypatch.setattr(metadata.MLACommonMetadataBuilder, "build", lambda *_: built)
+    builder.build(0, common(new, lengths))
+    assert context is None or context.prefill_tokens_with_context == merged
+    prefill.chunked_context = SimpleNamespace()  # of vLLM 0.28 and later
+    builder.build(0, common(new, lengths))
+    assert vars(prefill.chunked_context) == {}

@@ -188,6 +188,10 @@ def all_engines():
     padded = {"MLA_BACKEND_IMPL": "hopper", "MLA_BACKEND_CHECK": "1"}
     add("CUSTOM v3.2 few hopper", "v3.2 few", padded, short, kv_cache_dtype="fp8_ds_mla")
     add("CUSTOM v3.2 all mtp", "v3.2 all", scenarios=short, **mtp)
+    if FUSED_INDEXER:
+        for more, options in (("", {}), (" mtp", mtp)):
+            add(f"CUSTOM v3.2 all expanded{more}", "v3.2 all", {"MLA_BACKEND_EXPAND_PROMPTS": "1"},
+                short, **options)  # fmt: skip
     add("eager", **EAGER, **ANY_BLOCK_SIZE)
     add("compiled", **COMPILED)
     add("portable kernel", env={"MLA_BACKEND_IMPL": "triton"})

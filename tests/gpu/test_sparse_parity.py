@@ -10,6 +10,7 @@ heads and fp8_ds_mla rows, which engines give to the portable kernel everywhere.
 """
 
 import pytest
+from engines import FUSED_INDEXER
 from oracle import NOISE, distance, divergences
 from test_features import done, our_kernels, scenario
 from test_parity import outputs_of
@@ -20,6 +21,8 @@ MODES = ("eager", "compiled", "mtp", "fp8_ds_mla", "fp8 indexer")
 def test_all_tokens_are_read_as_well_as_stock(engines, checkpoint, parity_table):
     path = checkpoint("v3.2 all")
     names = [f"CUSTOM v3.2 all{mode}" for mode in ("", " mtp", " other runner mtp")]
+    if FUSED_INDEXER:
+        names += ["CUSTOM v3.2 all expanded", "CUSTOM v3.2 all expanded mtp"]
     names.append("FLASHMLA_SPARSE v3.2 all")
     outputs = {name: outputs_of(engines(name)) for name in names}
     distances = {name: distance(path, outputs[name]) for name in names}
@@ -32,6 +35,13 @@ def test_all_tokens_are_read_as_well_as_stock(engines, checkpoint, parity_table)
     for name in names[:-1]:
         assert distances[name].mean <= NOISE * stock.mean, name
         assert distances[name].p99 <= NOISE * stock.p99, name
+
+
+@pytest.mark.skipif(not FUSED_INDEXER, reason="vLLM 0.29 and later")
+@pytest.mark.parametrize("mode", ["", " mtp"])
+def test_short_prompts_are_expanded_if_asked_to(mode, engines):
+    counted = done(engines(f"CUSTOM v3.2 all expanded{mode}"), "plain")
+    assert counted["forward_mha_tokens"] > 1000
 
 
 def test_few_heads_part_from_stock_at_near_ties(engines, checkpoint, parity_table):

@@ -34,6 +34,12 @@ class Array(np.ndarray):
     def type(self):
         return types.SimpleNamespace(layout=None)
 
+    def __iadd__(self, other):  # type: ignore[misc,override]  # other names of it keep their value, as in Triton
+        return self + other
+
+    def __isub__(self, other):  # type: ignore[misc,override]
+        return self - other
+
     def to(self, dtype, bitcast=False):
         return array(self.view(NUMPY[dtype]) if bitcast else self.astype(NUMPY[dtype]))
 

@@ -106,7 +106,8 @@ def constants(tile: RowTile, tiles: int, heads: int, *, fp8_products: bool) -> d
         "H": heads,
         "HEADS": padded_heads(heads),
         "ROWS": tile.rows,
-        "TILES": next(n for n in TILE_COUNTS[1:] if n >= tiles or n == TILE_COUNTS[-1]),
+        "TILES": next((n for n in TILE_COUNTS if n >= tiles), TILE_COUNTS[-1]),
+        "IN_TURNS": tiles > TILE_COUNTS[-1],
         "STAGES": STAGES,
         "FP8": fp8_products,
     }

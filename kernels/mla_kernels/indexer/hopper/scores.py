@@ -33,8 +33,7 @@ from mla_kernels.indexer.hopper.layouts import (
     operand,
 )
 from mla_kernels.indexer.hopper.pages import load_first_pages, score_pages
-from mla_kernels.indexer.hopper.share import START, cost, program_share, tile_pages
-from mla_kernels.indexer.triton.scores import tile_rows
+from mla_kernels.indexer.hopper.share import START, cost, program_share, rows_of, tile_pages
 from mla_kernels.triton_common.gluon_compat import cta_barrier
 
 
@@ -115,6 +114,7 @@ def hopper_scores_kernel(
     HEADS: gl.constexpr,
     ROWS: gl.constexpr,
     TILES: gl.constexpr,
+    IN_TURNS: gl.constexpr,
     STAGES: gl.constexpr,
     FP8: gl.constexpr,
 ):
@@ -137,12 +137,12 @@ def hopper_scores_kernel(
     fence_async_shared()
 
     tile, skipped, left = program_share(
-        lengths_ptr, num_tiles, num_rows, rows_per_request, max_len, ROWS, RAGGED, TILES
+        lengths_ptr, num_tiles, num_rows, rows_per_request, max_len, ROWS, RAGGED, TILES, IN_TURNS
     )
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     while left > 0:
-        first_row, stop_row, request = tile_rows(tile, num_rows, rows_per_request, ROWS, RAGGED)
+        first_row, stop_row, request = rows_of(tile, num_rows, rows_per_request, ROWS, RAGGED)
         pages = tile_pages(lengths_ptr, first_row, stop_row, max_len, ROWS)
         first = gl.maximum(skipped - START, 0)
         stop = gl.minimum(left - START, pages)

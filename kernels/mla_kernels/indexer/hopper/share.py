@@ -18,6 +18,15 @@ def add(a, b):
 
 
 @gluon.jit
+def rows_of(tile, num_rows, rows_per_request, ROWS: gl.constexpr, RAGGED: gl.constexpr):
+    """See `tile_rows`, which divides; of one row a tile, which are the requests or name them."""
+    if ROWS == 1:
+        return tile, tile + 1, tile
+    else:
+        return tile_rows(tile, num_rows, rows_per_request, ROWS, RAGGED)
+
+
+@gluon.jit
 def tile_pages(lengths_ptr, first, stop, max_len, ROWS: gl.constexpr):
     """Pages up to the last key that one of the rows [first, stop) sees."""
     longest = first * 0
@@ -39,7 +48,7 @@ def costs(
     ROWS: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
     """Of a list of tiles, 0 from num_tiles on."""
-    first, stop, _ = tile_rows(tiles, num_rows, rows_per_request, ROWS, RAGGED)
+    first, stop, _ = rows_of(tiles, num_rows, rows_per_request, ROWS, RAGGED)
     stop = gl.where(tiles < num_tiles, stop, 0)
     return cost(tile_pages(lengths_ptr, first, stop, max_len, ROWS))
 
@@ -47,29 +56,47 @@ def costs(
 @gluon.jit
 def program_share(
     lengths_ptr, num_tiles, num_rows, rows_per_request, max_len,
-    ROWS: gl.constexpr, RAGGED: gl.constexpr, TILES: gl.constexpr,
+    ROWS: gl.constexpr, RAGGED: gl.constexpr, TILES: gl.constexpr, IN_TURNS: gl.constexpr,
 ):  # fmt: skip
     """This program's share of the costs of all tiles, counted through TILES at a time: (the tile in
-    which it begins, how much of that tile others do, the share's end from the tile's begin on)."""
+    which it begins, how much of that tile others do, the share's end from the tile's begin on).
+
+    Not IN_TURNS: TILES are all. What runs once a program is short, as each of its instructions is
+    fetched for 10 to 20 clocks.
+    """
     listed = gl.arange(0, TILES, LIST)
-    total = gl.to_tensor(0)
-    for at in range(0, num_tiles, TILES):
+    if IN_TURNS:
+        total = gl.to_tensor(0)
+        for at in range(0, num_tiles, TILES):
+            of_tiles = costs(
+                lengths_ptr, at + listed, num_tiles, num_rows, rows_per_request, max_len,
+                ROWS, RAGGED,
+            )  # fmt: skip
+            total += gl.sum(of_tiles, 0)
+        share = gl.cdiv(total, gl.num_programs(0))
+        begin = gl.program_id(0) * share
+        tile = gl.to_tensor(0)
+        tile_begin = gl.to_tensor(0)
+        counted = gl.to_tensor(0)
+        for at in range(0, num_tiles, TILES):
+            of_tiles = costs(
+                lengths_ptr, at + listed, num_tiles, num_rows, rows_per_request, max_len,
+                ROWS, RAGGED,
+            )  # fmt: skip
+            ends = counted + gl.associative_scan(of_tiles, 0, add)
+            before = (ends <= begin) & (at + listed < num_tiles)
+            tile += gl.sum(before.to(gl.int32), 0)
+            tile_begin = gl.maximum(tile_begin, gl.max(gl.where(before, ends, 0), 0))
+            counted = gl.max(ends, 0)
+    else:
         of_tiles = costs(
-            lengths_ptr, at + listed, num_tiles, num_rows, rows_per_request, max_len, ROWS, RAGGED
+            lengths_ptr, listed, num_tiles, num_rows, rows_per_request, max_len, ROWS, RAGGED
         )
-        total += gl.sum(of_tiles, 0)
-    share = gl.cdiv(total, gl.num_programs(0))
-    begin = gl.program_id(0) * share
-    tile = gl.to_tensor(0)
-    tile_begin = gl.to_tensor(0)
-    counted = gl.to_tensor(0)
-    for at in range(0, num_tiles, TILES):
-        of_tiles = costs(
-            lengths_ptr, at + listed, num_tiles, num_rows, rows_per_request, max_len, ROWS, RAGGED
-        )
-        ends = counted + gl.associative_scan(of_tiles, 0, add)
-        before = (ends <= begin) & (at + listed < num_tiles)
-        tile += gl.sum(before.to(gl.int32), 0)
-        tile_begin = gl.maximum(tile_begin, gl.max(gl.where(before, ends, 0), 0))
-        counted = gl.max(ends, 0)
+        ends = gl.associative_scan(of_tiles, 0, add)
+        total = gl.max(ends, 0)
+        share = gl.cdiv(total, gl.num_programs(0))
+        begin = gl.program_id(0) * share
+        before = (ends <= begin) & (listed < num_tiles)
+        tile = gl.sum(before.to(gl.int32), 0)
+        tile_begin = gl.max(gl.where(before, ends, 0), 0)
     return tile, begin - tile_begin, gl.minimum(begin + share, total) - tile_begin

@@ -37,7 +37,7 @@ def specialisations(arch: Arch) -> list[KernelSpec]:
         _spec(tile, fp8, tiles=tiles, heads=heads, ragged=ragged)
         for fp8, of_rows in ((False, (ONE, TWO_F16)), (True, (ONE, TWO_FP8)))
         for tile in of_rows
-        for tiles, heads, ragged in ((100, 64, False), (1000, 64, True), (100, 32, False))
+        for tiles, heads, ragged in ((100, 64, False), (2000, 64, True), (100, 32, False))
     ]
 
 
