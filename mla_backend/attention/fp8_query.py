@@ -34,6 +34,14 @@ def asked() -> bool:
 
 def lacking(capability: Sequence[int] | None, impl: str, rescale: str) -> list[str]:
     """What it needs and this device or these settings are not; capability None: a CPU."""
+    found = lacking_hopper(capability, impl)
+    if rescale not in RESCALES:
+        found.append(f"MLA_BACKEND_RESCALE of {' or '.join(RESCALES)}, not {rescale}")
+    return found
+
+
+def lacking_hopper(capability: Sequence[int] | None, impl: str) -> list[str]:
+    """Likewise, of what only Hopper kernels do."""
     found = []
     if capability is None:
         found.append("an sm_90 GPU, not a CPU")
@@ -41,8 +49,6 @@ def lacking(capability: Sequence[int] | None, impl: str, rescale: str) -> list[s
         found.append(f"an sm_90 GPU, not sm_{capability[0]}{capability[1]}")
     if impl not in IMPLS:
         found.append(f"MLA_BACKEND_IMPL of {' or '.join(IMPLS)}, not {impl}")
-    if rescale not in RESCALES:
-        found.append(f"MLA_BACKEND_RESCALE of {' or '.join(RESCALES)}, not {rescale}")
     return found
 
 

@@ -430,7 +430,7 @@ def test_an_indexer_multiplies_in_fp8_if_asked_to(monkeypatch, h200, asked):
     monkeypatch.setenv("MLA_BACKEND_FP8_INDEXER", "1" if asked else "0")
     chosen, _ = choose_kernel(h200, torch.uint8, 128)
     assert chosen.fp8_products is asked
-    assert any("MLA_BACKEND_FP8_INDEXER=1 takes" in text for text in said) is not asked
+    assert any("MLA_BACKEND_FP8_INDEXER=1 makes" in text for text in said) is not asked
     given = {}
     monkeypatch.setattr(indexer_layer, "indexer_topk", lambda *_, **known: given.update(known))
     topk = torch.zeros(2, 4, dtype=torch.int32, device="meta")
