@@ -2,6 +2,7 @@
 """The root application: whose route answers, the shape of errors, the API key, the body limit."""
 
 import asyncio
+import json
 
 import pytest
 
@@ -252,6 +253,57 @@ def test_a_client_that_asks_first_is_not_told_to_send_what_is_refused(stand):
     scope = {"type": "http", "method": "POST", "path": "/v1/echo", "headers": headers}
     asyncio.run(s.app(scope, receive, send))
     assert sent[0]["status"] == 413
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+@pytest.mark.parametrize("pieces", [0, 1])
+def test_a_body_that_stops_does_not_hold_a_place(stand, monkeypatch, pieces, chunked):
+    from mla_serving.server import body_wait
+
+    monkeypatch.setattr(body_wait.BodyWait.__init__, "__defaults__", (0.05,))
+    s, sent = stand(), []
+    body = [{"type": "http.request", "body": b'{"a":', "more_body": True}] * pieces
+
+    async def receive():
+        if body:
+            return body.pop()
+        return await asyncio.Event().wait()  # the client keeps the connection, and sends nothing
+
+    async def send(message):
+        sent.append(message)
+
+    headers = [(b"content-type", b"application/json")]
+    headers.append((b"transfer-encoding", b"chunked") if chunked else (b"content-length", b"9"))
+    scope = {"type": "http", "method": "POST", "path": "/v1/echo", "headers": headers}
+    asyncio.run(s.app(scope, receive, send))
+    assert sent[0]["status"] == 408
+    assert (b"connection", b"close") in sent[0]["headers"]
+    assert json.loads(sent[1]["body"])["error"]["message"].endswith("stopped for 0.05 seconds.")
+    assert s.gate.running == 0 and s.events == []
+
+
+def test_an_answer_may_stream_for_longer_than_a_body_is_waited_for():
+    """Starlette listens meanwhile whether the client has gone, of a body that nobody read too."""
+    from mla_serving.server.body_wait import BodyWait
+    from starlette.responses import StreamingResponse
+
+    async def parts():
+        for _ in range(5):
+            await asyncio.sleep(0.05)
+            yield b"x"
+
+    async def receive():
+        await asyncio.Event().wait()
+
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
+    asyncio.run(BodyWait(StreamingResponse(parts()), 0.1)(scope, receive, send))
+    assert sent[0]["status"] == 200
+    assert b"".join(message.get("body", b"") for message in sent) == b"xxxxx"
 
 
 def test_info(stand):

@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 from mla_serving.server.admission import Admission, Gate
 from mla_serving.server.auth import ApiKey
 from mla_serving.server.body_limit import BodyLimit
+from mla_serving.server.body_wait import BodyWait
 from mla_serving.server.errors import OpenAIErrors, error_response
 from mla_serving.server.info import Info
 from mla_serving.server.json_object import JsonObject
@@ -70,6 +71,7 @@ def build_root_app(
     app.add_middleware(JsonValues)
     app.add_middleware(JsonObject)
     app.add_middleware(BodyLimit, limit=int(args.mla_max_body_mib * MIB))
+    app.add_middleware(BodyWait)
     app.add_middleware(Admission, gate=gate)
     if keys:
         app.add_middleware(ApiKey, keys=keys)
