@@ -164,12 +164,14 @@ def agreeing(
     """Those that say what the first says; none, if there are others and it is alone with it. Who of
     them is wrong is then not known."""
     said = all_ask(engines, "say")
-    first = next((answer["answers"] for answer in said if "answers" in answer), [])
+    answers = [answer["answers"] for answer in said if "answers" in answer]
+    first = next((one for one in answers if drift(one, one) == 0), [])  # NaN is no yardstick
     green = []
     for engine, answer in zip(engines, said, strict=True):
         row = {**group, "backend": engine.backend}
-        apart = drift(first, answer["answers"]) if "answers" in answer else math.inf
-        gate = {"nats_from_first": apart if math.isfinite(apart) else None}
+        apart = drift(first, answer["answers"]) if first and "answers" in answer else math.inf
+        compared = math.isfinite(apart) and len(engines) > 1
+        gate = {"nats_from_first": apart if compared else None}
         if apart <= nats:
             save(row | gate)
             green.append(engine)

@@ -168,4 +168,5 @@ def host_lengths(common: Any) -> tuple[np.ndarray, np.ndarray]:
     """New and cached tokens [B] of a step, from the host's copies in vLLM's
     CommonAttentionMetadata. Drafts that were refused count as cached: an upper bound."""
     query_lens = np.diff(common.query_start_loc_cpu.numpy())
-    return query_lens, common.seq_lens_cpu_upper_bound.numpy()[: len(query_lens)] - query_lens
+    seq_lens = common.seq_lens_cpu_upper_bound.numpy()[: len(query_lens)]
+    return query_lens, np.maximum(seq_lens - query_lens, 0)  # a drafter's steps may be longer

@@ -238,6 +238,11 @@ def test_one_token_each_is_known_of_one_step(monkeypatch):
     assert seen == [True, False, True, False]
 
 
+def test_a_drafter_whose_step_is_longer_has_no_context_less_than_none():
+    new, cached = extends.host_lengths(common([3, 5], [2, 9]))
+    assert (new.tolist(), cached.tolist()) == ([3, 5], [0, 4])
+
+
 @pytest.mark.parametrize(
     "new, lengths, decodes, counted, merged",
     [

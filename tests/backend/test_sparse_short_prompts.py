@@ -223,13 +223,17 @@ def test_a_step_whose_longest_request_is_padding_has_none():
 @pytest.mark.parametrize(
     "version, asked, on_cpu, invariant, cache, expected",
     [
-        ("0.28.0", "1", True, False, "auto", False),
+        ("0.28.0", "auto", True, False, "auto", False),
+        ("0.28.0", "1", True, False, "auto", "needs vLLM 0.29 or later"),
         ("0.29.0", "auto", True, False, "auto", True),
         ("0.33.0", "auto", True, False, "fp8_ds_mla", True),
         ("0.32.0", "0", True, False, "auto", False),
         ("0.32.0", "auto", False, False, "auto", False),
+        ("0.32.0", "1", False, False, "auto", True),
         ("0.32.0", "auto", True, True, "auto", False),
-        ("0.32.0", "1", False, True, "fp8_ds_mla", True),
+        ("0.32.0", "1", True, True, "auto", "needs VLLM_BATCH_INVARIANT unset"),
+        ("0.32.0", "auto", False, False, "fp8_ds_mla", False),
+        ("0.32.0", "1", False, False, "fp8_ds_mla", "needs a model of bfloat16"),
     ],
 )
 def test_where_prompts_are_expanded(
@@ -242,5 +246,35 @@ def test_where_prompts_are_expanded(
     platform = types.SimpleNamespace(is_cpu=lambda: on_cpu)
     monkeypatch.setattr(module, "current_platform", platform)
     monkeypatch.setattr(module, "vllm_envs", types.SimpleNamespace(VLLM_BATCH_INVARIANT=invariant))
-    assert module.are_expanded(cache, torch.bfloat16) is expected
-    assert not module.are_expanded("fp8_ds_mla", torch.float16)
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=f"{expected}.*unset MLA_BACKEND_EXPAND_PROMPTS"):
+            module.are_expanded(cache, torch.float16)
+    else:
+        assert module.are_expanded(cache, torch.float16) is expected
+
+
+@pytest.mark.parametrize(
+    "backend, force_mqa, needs",
+    [
+        ("FLASH_ATTN", False, None),
+        ("FLASH_ATTN", True, "sparse_mla_force_mqa unset"),
+        ("FLASHINFER", False, "another prefill backend"),
+        (None, False, "another prefill backend"),
+    ],
+)
+def test_layers_that_would_not_expand_prompts(monkeypatch, backend, force_mqa, needs):
+    """FLASHINFER looks for the layers of dense attention, and fails where there are none."""
+    from mla_backend.attention.sparse.short_prompts import reach_forward_mha
+
+    made = backend and types.SimpleNamespace(get_name=lambda: backend)
+    layer = types.SimpleNamespace(prefill_backend=made)
+    config = types.SimpleNamespace(
+        attention_config=types.SimpleNamespace(sparse_mla_force_mqa=force_mqa)
+    )
+    assert reach_forward_mha(layer, config) is (needs is None)
+    monkeypatch.setenv("MLA_BACKEND_EXPAND_PROMPTS", "1")
+    if needs is None:
+        assert reach_forward_mha(layer, config)
+    else:
+        with pytest.raises(ValueError, match=needs):
+            reach_forward_mha(layer, config)

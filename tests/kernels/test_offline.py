@@ -65,6 +65,17 @@ def test_a_loop_that_ends_by_an_unconditional_jump_is_found():
     assert [loop.start for loop in sass.hot_loops(sass.parse(listing))] == [0x40]
 
 
+def test_a_loop_that_ends_with_a_wait_is_found():
+    """Of a barrier: the jump behind it has a predicate, which that behind a retry has not."""
+    listing = LISTING.replace(
+        "        /*0090*/               @P1 BRA 0x40 ;",
+        """        /*0070*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR37] ;
+        /*0080*/              @!P1 BRA 0x70 ;
+        /*0090*/               @P2 BRA 0x40 ;""",
+    )
+    assert [loop.start for loop in sass.hot_loops(sass.parse(listing))] == [0x40]
+
+
 def test_a_good_report_passes():
     assert check(CompileReport(SPEC, ARCHS[90], **GOOD)) == []
 

@@ -202,6 +202,11 @@ def test_a_first_engine_that_answers_nothing():
     nan = {"answers": changed(0, {"a": math.nan})}
     assert agreeing([FakeEngine("A", nan)], {}, 0.1, lambda row: None) == []
     assert agreeing([FakeEngine("A", nan), engines[1]], {}, 0.1, lambda row: None) == []
+    rows, heard = [], [FakeEngine("A", nan), *engines[1:]]
+    assert agreeing(heard, {}, 0.1, rows.append) == heard[1:], "A is no yardstick for the others"
+    rows.clear()
+    assert agreeing(engines[1:2], {}, 0.1, rows.append) == engines[1:2]
+    assert rows == [{"backend": "B", "nats_from_first": None}], "compared with nobody"
 
 
 def test_a_page_says_how_far_apart_they_were():

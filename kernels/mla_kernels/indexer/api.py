@@ -63,7 +63,8 @@ def indexer_scores(
     """
     _check(q, k_cache, weights, block_table, seq_lens, positions, request_ids, lengths)
     T, width = q.shape[0], block_table.shape[1] * BLOCK_SIZE
-    checks.check_flags(clean=clean)
+    checks.check_flags(clean=clean, fp8_products=fp8_products)
+    fp8_products = bool(fp8_products)
     if out is not None:
         checks.check_output("out", out, (T, width), torch.float32, q.device)
     choice = _choose("indexer_scores", impl, q, k_cache, fp8_products)
@@ -128,6 +129,8 @@ def indexer_topk(
     Returns [T, k] int32: ascending token positions within the row's request, then -1.
     """
     checks.check_range("k", k, 1, MAX_K)
+    checks.check_flags(fp8_products=fp8_products)
+    fp8_products = bool(fp8_products)
     _check(q, k_cache, weights, block_table, seq_lens, positions, request_ids, lengths)
     T = q.shape[0]
     if out is not None:

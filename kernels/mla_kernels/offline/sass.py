@@ -53,8 +53,7 @@ def hot_loops(instructions: list[Instruction]) -> list[Loop]:
         if start is None or start >= i.address or _ends_retry(instructions, n):
             continue
         # An unconditional jump back from behind the kernel's end is a retry too.
-        conditional = i.predicated or re.search(r"\bU?P\d", i.text)
-        if conditional or not any(start <= end < i.address for end in exits):
+        if _conditional(i) or not any(start <= end < i.address for end in exits):
             spans.append((start, i.address))
     loops = [loop for start, end in spans if (loop := _loop(instructions, start, end)).tensor_core]
     return [
@@ -70,13 +69,17 @@ def _target(i: Instruction) -> int | None:
     return int(found.group(1), 16) if found else None
 
 
+def _conditional(jump: Instruction) -> bool:
+    return jump.predicated or bool(re.search(r"\bU?P\d", jump.text))
+
+
 def _ends_retry(instructions: list[Instruction], n: int) -> bool:
     """Whether instruction n is the jump back behind the retries of a wait for an mbarrier, which
     stand behind the rest of the kernel."""
     if n < 2:
         return False
-    wait, again = instructions[n - 2 : n]
-    return wait.opcode == "SYNCS" and _target(again) == wait.address
+    wait, again, back = instructions[n - 2 : n + 1]
+    return not _conditional(back) and wait.opcode == "SYNCS" and _target(again) == wait.address
 
 
 def hot_spills(instructions: list[Instruction]) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from mla_backend.attention.prefill import PrefillTile
 from mla_backend.attention.sparse.dcp import Shard
 from mla_backend.attention.sparse.indexer_layer import LAYERS
 from mla_backend.attention.sparse.rows import RowsBuilder, TokenRows, max_tokens
-from mla_backend.attention.sparse.short_prompts import ShortPrompts
+from mla_backend.attention.sparse.short_prompts import ShortPrompts, reach_forward_mha
 from mla_backend.attention.sparse.warmup import warm_up_attention, warm_up_indexer
 from mla_backend.attention.step_check import StepCheck
 from mla_backend.stats import STATS
@@ -29,8 +29,8 @@ class SparseMetadata(AttentionMetadata):
     """What vLLM's MLA layer and our attention read.
 
     All tokens that go through `forward_mqa` count as decode tokens, and `rows` are theirs. With
-    `prefill`, the step ends with `num_prefills` prompts that go through `forward_mha`: each of
-    their tokens sees at most `topk_tokens`, and so does all of `prefill_max_seq_len`.
+    `prefill`, the step ends with `num_prefills` prompts that go through `forward_mha`: none of
+    their tokens sees more than the indexer may choose.
     """
 
     num_actual_tokens: int
@@ -41,7 +41,8 @@ class SparseMetadata(AttentionMetadata):
     prefill: Any = None
     prefill_tiles: list[PrefillTile] | None = None
     decode: None = None
-    prefill_max_seq_len: int = 0  # vLLM asks where it quantises the output of a layer
+    # Compared by vLLM where it quantises the output of a layer: no longer than is read.
+    prefill_max_seq_len: int = 0
     topk_tokens: int = 0
 
 
@@ -101,12 +102,10 @@ class SparseMetadataBuilder(_Builder, AttentionMetadataBuilder[SparseMetadata]):
             self._step_check = StepCheck(layer, kv_cache_spec.block_size, ranks, drafts)
         if layer.impl.kernel.attention in support.GPU_IMPLS:
             warm_up_attention(layer, *limits)
-        if layer.impl.supports_dense_mha_prefill and layer.prefill_backend is not None:
+        if layer.impl.supports_dense_mha_prefill and reach_forward_mha(layer, vllm_config):
             self._expand_short_prompts(layer_names, vllm_config)
 
     def _expand_short_prompts(self, layer_names: list[str], vllm_config: Any) -> None:
-        if vllm_config.attention_config.sparse_mla_force_mqa:  # the layer would not
-            return
         layers = vllm_config.compilation_config.static_forward_context
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self._short_prompts = ShortPrompts(

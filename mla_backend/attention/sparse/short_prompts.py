@@ -21,6 +21,7 @@ from vllm.platforms import current_platform
 from mla_backend import compat, envs
 from mla_backend.attention import extends
 from mla_backend.attention.prefill import PrefillTile, plan_prefill
+from mla_backend.start_up import RefusalError
 
 # Tokens that see a cached row, from which on it is better expanded.
 TOKENS_PER_ROW = 170
@@ -29,16 +30,35 @@ WORKSPACE_ROWS = 8192
 
 
 def are_expanded(kv_cache_dtype: str, dtype: torch.dtype) -> bool:
-    """Whether an engine's short prompts are. By itself not in batch-invariant mode: the form
-    depends on what else is in a step."""
+    """Whether an engine's short prompts are. ValueError if that is asked for and cannot be had."""
+    obstacle = ""
     if not compat.expands_prompts_of_sparse_layers():
-        return False
-    if kv_cache_dtype == "fp8_ds_mla" and dtype == torch.float16:
-        return False  # vLLM gathers such rows as bfloat16
+        obstacle = "vLLM 0.29 or later"
+    elif vllm_envs.VLLM_BATCH_INVARIANT:
+        obstacle = "VLLM_BATCH_INVARIANT unset: the form depends on what else is in a step"
+    elif not current_platform.is_cpu() and (kv_cache_dtype, dtype) == ("fp8_ds_mla", torch.float16):
+        obstacle = "a model of bfloat16 with fp8_ds_mla, whose rows vLLM gathers as such"
+    return asked_for(current_platform.is_cpu(), obstacle)
+
+
+def reach_forward_mha(layer: Any, vllm_config: Any) -> bool:
+    """The same of a layer that vLLM has built, whose impl expands prompts."""
+    backend, obstacle = layer.prefill_backend, ""
+    if vllm_config.attention_config.sparse_mla_force_mqa:
+        obstacle = "sparse_mla_force_mqa unset"
+    elif backend is None or backend.get_name() == "FLASHINFER":  # which finds no dense layer
+        obstacle = "another prefill backend than FLASHINFER, like FLASH_ATTN"
+    return asked_for(True, obstacle)
+
+
+def asked_for(by_itself: bool, obstacle: str) -> bool:
+    """What to do by MLA_BACKEND_EXPAND_PROMPTS. obstacle: what it needs and is not there, or ""."""
     asked: bool | None = envs.get("MLA_BACKEND_EXPAND_PROMPTS")
-    if asked is not None:
-        return asked
-    return current_platform.is_cpu() and not vllm_envs.VLLM_BATCH_INVARIANT
+    if asked and obstacle:
+        raise RefusalError(
+            f"MLA_BACKEND_EXPAND_PROMPTS=1 needs {obstacle}. Mend: unset MLA_BACKEND_EXPAND_PROMPTS"
+        )
+    return not obstacle and (by_itself if asked is None else asked)
 
 
 def pays(query_lens: np.ndarray, contexts: np.ndarray) -> bool:

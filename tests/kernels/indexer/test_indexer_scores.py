@@ -367,6 +367,10 @@ def test_products_in_fp8_are_refused_where_they_cannot_be_had():
     for impl in ("auto", "hopper"):
         with pytest.raises(ValueError, match="impl='hopper' of indexer_topk cannot run here"):
             indexer_topk(*case.args, 5, fp8_products=True, impl=impl)
+    for flag in ("no", 2, None, torch.tensor(True)):
+        for run in (indexer_scores, lambda *args, **how: indexer_topk(*args, 5, **how)):
+            with pytest.raises(ValueError, match=r"fp8_products in \[True, False\]"):
+                run(*case.args, fp8_products=flag)
     for impl in ("triton", "torch", "reference"):
         with pytest.raises(ValueError, match=f"needs impl='hopper' or 'auto', got impl='{impl}'"):
             indexer_scores(*case.args, fp8_products=True, impl=impl)
