@@ -212,29 +212,24 @@ def indexer_calls(arch: Arch) -> Iterator[tuple[str, Any]]:
     """The same behind `indexer_scores` and `indexer_topk`."""
     from mla_kernels.indexer.hopper.launcher import launch_hopper_scores
 
-    def call(heads, requests, topk, s_q=1, ragged=False):
+    def call(fp8_products, heads, requests, s_q, ragged):
         rows = requests * s_q
-        scores, level1 = torch.empty(rows, 256), torch.zeros(rows, 32, dtype=torch.int32)
         launch_hopper_scores(
             torch.empty(rows, heads, 128, dtype=torch.float8_e4m3fn),
             torch.empty(8, 64, 128 + 4, dtype=torch.uint8),  # codes and a scale
             torch.empty(rows, heads),
             torch.zeros(requests, 4, dtype=torch.int32),
             torch.ones(rows, dtype=torch.int32),
-            scores,
+            torch.empty(rows, 256),
             request_ids=torch.zeros(rows, dtype=torch.int32) if ragged else None,
-            level1=level1 if topk else None,
+            fp8_products=fp8_products,
         )
 
-    if arch.sm == 90:
-        one_row = ((64, 64, True), (64, 1, False), (32, 1024, False))
-        several = ((2, False, 50), (3, False, 50), (4, False, 50), (1, True, 100), (8, True, 40))
-        for args in one_row:
-            yield f"indexer {args}", lambda a=args: call(*a)
-        for s_q, ragged, requests in several:
-            for topk in (False, True):
-                args = (64, requests, topk, s_q, ragged)
-                yield f"indexer {args}", lambda a=args: call(*a)
+    in_order = ((64, 100, 1, False), (64, 100, 2, False), (32, 100, 1, False), (32, 100, 2, False))
+    in_turns = ((64, 1000, 2, True), (64, 100, 40, True))  # a row a tile, and two
+    for fp8 in (False, True) if arch.sm == 90 else ():
+        for args in (*in_order, *in_turns):
+            yield f"indexer {fp8, *args}", lambda a=(fp8, *args): call(*a)
 
 
 def unaligned_calls(arch: Arch) -> Iterator[tuple[str, Any]]:

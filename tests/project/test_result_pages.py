@@ -41,7 +41,8 @@ def page_of(path):
     elif path.stem == "sparse":
         from sparse_report import markdown
 
-        return markdown(result, json.loads(path.with_name("sparse_indexer.json").read_text()))
+        indexer = path.with_name("sparse_indexer.json")
+        return markdown(result, json.loads(indexer.read_text()) if indexer.exists() else None)
     else:
         from serve_report import Report
         from serve_results import markdown
