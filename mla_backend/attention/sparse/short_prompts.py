@@ -44,10 +44,10 @@ def are_expanded(kv_cache_dtype: str, dtype: torch.dtype) -> bool:
 def reach_forward_mha(layer: Any, vllm_config: Any) -> bool:
     """The same of a layer that vLLM has built, whose impl expands prompts."""
     backend, obstacle = layer.prefill_backend, ""
-    if vllm_config.attention_config.sparse_mla_force_mqa:
-        obstacle = "sparse_mla_force_mqa unset"
-    elif backend is None or backend.get_name() == "FLASHINFER":  # which finds no dense layer
+    if backend is None or backend.get_name() == "FLASHINFER":  # which finds no dense layer
         obstacle = "another prefill backend than FLASHINFER, like FLASH_ATTN"
+    elif vllm_config.attention_config.sparse_mla_force_mqa:
+        obstacle = "sparse_mla_force_mqa unset"
     return asked_for(True, obstacle)
 
 
