@@ -201,8 +201,8 @@ def merge_every_context(prefill: Any, cached_tokens: Callable[[], Any]) -> None:
 
     0.26 and 0.27 count how many prompts have a context and take the leading ones for them, as their
     first model runner orders a step. The second, which they take for DeepSeek-V2 and dense models,
-    orders by new tokens: prompts behind a shorter new one then lose what they had cached. Seen as
-    wrong tokens after preemption and beside drafts, with vLLM's own backends too.
+    orders by new tokens: prompts behind a shorter new one then lose what they had cached. On it
+    tokens were seen to be wrong, with vLLM's own backends too.
     """
     chunked = prefill.chunked_context
     if getattr(chunked, "prefill_tokens_with_context", None) is None:

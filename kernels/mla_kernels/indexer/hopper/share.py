@@ -7,8 +7,8 @@ from triton.experimental.gluon import language as gl
 from mla_kernels.indexer.hopper.layouts import LIST, PAGE
 from mla_kernels.indexer.triton.scores import tile_rows
 
-# What starting a tile costs, in pages. Without it the program with the shortest prompts, some 90
-# tiles of a page or two, runs twice as long as the others.
+# What starting a tile costs, in pages. Without it all wait for the program with the shortest rows
+# of a prompt, some 90 tiles of a page or two.
 START = gl.constexpr(4)
 
 
