@@ -234,6 +234,7 @@ def test_contexts_that_the_top_k_of_a_gpu_does_not_take(monkeypatch):
 
     from mla_backend.attention.sparse.indexer import take_over
     from mla_backend.attention.sparse.indexer_backend import IndexerBackend
+    from mla_backend.attention.sparse.indexer_layer import LAYERS
     from mla_backend.attention.sparse.kernel import SparseKernel
 
     monkeypatch.setattr(deepseek_v2, "per_token_group_quant_fp8", None)  # put back afterwards
@@ -242,8 +243,9 @@ def test_contexts_that_the_top_k_of_a_gpu_does_not_take(monkeypatch):
     gpu = torch.device("meta")
 
     def take(impl, device):
-        kernel = SparseKernel("auto", impl, "pow2", False)
+        kernel = SparseKernel("auto", impl, "pow2", False, fp8_products=device == gpu)
         take_over(fake_indexer(), kernel, IndexerBackend, config, device)
+        assert LAYERS["layers.0.indexer.k_cache"].fp8_products is kernel.fp8_products
 
     with pytest.raises(
         ValueError, match=r"max_model_len 1048577 .* among 1048576 tokens .* Mend: lower --max-mod"

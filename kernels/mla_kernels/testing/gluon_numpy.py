@@ -34,7 +34,8 @@ class Array(np.ndarray):
     def type(self):
         return types.SimpleNamespace(layout=None)
 
-    def __iadd__(self, other):  # type: ignore[misc,override]  # other names of it keep their value, as in Triton
+    # Other names of it keep their value, as in Triton.
+    def __iadd__(self, other):  # type: ignore[misc,override]
         return self + other
 
     def __isub__(self, other):  # type: ignore[misc,override]
