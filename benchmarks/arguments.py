@@ -13,6 +13,14 @@ def count(text: str) -> int:
     return value
 
 
+def length(text: str) -> int:
+    """Of something that may be empty."""
+    value = int(text)
+    if value < 0:
+        raise ArgumentTypeError(f"expected 0 or more, got {value}")
+    return value
+
+
 def pattern(text: str) -> re.Pattern[str]:
     try:
         return re.compile(text)

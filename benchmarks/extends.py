@@ -2,12 +2,17 @@
 """Time to the first token of a prompt whose prefix is cached, by the length of what is not.
 
     python benchmarks/extends.py [--heads 128 16] [--layers 6] [--contexts 2048 8192 32768]
+    python benchmarks/extends.py --sparse
 
 This backend as it chooses (absorbed form for short ends), with every end in expanded form
 (MLA_BACKEND_EXTEND_TOKENS=0), and on a GPU vLLM's own backends, engines side by side that take
 turns. All must agree: the best first tokens of either have nearly the same logprobs in the other
 (TOLERANCE); weights are such that attention decides them. Without a GPU the model is two layers of
 DeepSeek-V2-Lite. Writes extends.json and extends.md to results/h200 or cpu beside this file.
+
+--sparse: DeepSeek-V3.2's layers, vLLM 0.29 or later, and prompts that see at most `index_topk`
+tokens, in absorbed form (MLA_BACKEND_EXPAND_PROMPTS=0) and in expanded form, which is the default;
+writes sparse_extends.json and sparse_extends.md.
 """
 
 import argparse
@@ -21,22 +26,28 @@ import time
 from pathlib import Path
 from typing import Any
 
-from arguments import count
+from arguments import count, length
 from ending import exit_on_signals
 from machine import describe_machine, nvidia_smi
 from outputs import claim, write, write_json
-from serve_cases import MODEL, dense_overrides
+from serve_cases import MODEL, SPARSE_MODEL, dense_overrides
 from step_driver import Engine, all_ask
 
 WORKER = Path(__file__).with_name("extend_worker.py")
 # {name: (vLLM's name, environment)}; the first two are compared with each other.
-ENGINES = {
+ENGINES: dict[str, tuple[str, dict[str, str]]] = {
     "absorbed": ("CUSTOM", {}),
     "expanded": ("CUSTOM", {"MLA_BACKEND_EXTEND_TOKENS": "0"}),
     "FLASHMLA": ("FLASHMLA", {}),
     "FLASH_ATTN_MLA": ("FLASH_ATTN_MLA", {}),
 }
+SPARSE_ENGINES: dict[str, tuple[str, dict[str, str]]] = {
+    "absorbed": ("CUSTOM", {"MLA_BACKEND_EXPAND_PROMPTS": "0"}),
+    "expanded": ("CUSTOM", {"MLA_BACKEND_EXPAND_PROMPTS": "1"}),
+    "FLASHMLA_SPARSE": ("FLASHMLA_SPARSE", {}),
+}
 OURS = ("absorbed", "expanded")
+INDEX_TOPK = json.loads((SPARSE_MODEL / "config.json").read_text())["index_topk"]
 CPU_MODEL = MODEL.with_name("deepseek-v2-lite")  # of 16 heads
 TOLERANCE = 0.1  # nats: bf16 rounds the two forms differently
 Row = dict[str, Any]
@@ -46,25 +57,36 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     gpu = bool(nvidia_smi("name"))
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--heads", nargs="+", type=count, default=[128, 16] if gpu else [16])
-    parser.add_argument("--layers", type=count, default=6 if gpu else 2, help="dense ones")
-    contexts = [2048, 8192, 32768] if gpu else [512, 2048, 4096]
-    parser.add_argument("--contexts", nargs="+", type=count, default=contexts)
-    new = [8, 32, 64, 128] if gpu else [4, 16, 32, 48]
-    parser.add_argument("--new", nargs="+", type=count, default=new)
+    parser.add_argument("--layers", type=count, default=6 if gpu else 2, help="with dense MLPs")
+    parser.add_argument("--contexts", nargs="+", type=length, help="tokens that are cached")
+    parser.add_argument("--new", nargs="+", type=count, help="tokens behind them")
     parser.add_argument("--repeats", type=count, default=9 if gpu else 5)
     parser.add_argument("--time-limit", type=float, default=3600, help="seconds; then it stops")
     default = Path(__file__).parent / "results" / ("h200" if gpu else "cpu")
     parser.add_argument("--results", type=Path, default=default)
+    parser.add_argument("--sparse", action="store_true", help="layers of DeepSeek-V3.2")
     args = parser.parse_args(argv)
-    args.engines = list(ENGINES if gpu else OURS)
+    engines = SPARSE_ENGINES if args.sparse else ENGINES
+    args.engines = {name: engines[name] for name in (engines if gpu else OURS)}
     args.gpu = gpu
+    if args.sparse:
+        contexts, new = [0, 512, 1024], [128, 512, 1000]
+    elif gpu:
+        contexts, new = [2048, 8192, 32768], [8, 32, 64, 128]
+    else:
+        contexts, new = [512, 2048, 4096], [4, 16, 32, 48]
+    args.contexts, args.new = args.contexts or contexts, args.new or new
+    longest = max(args.contexts) + max(args.new)
+    if args.sparse and longest > INDEX_TOPK:
+        parser.error(f"--sparse takes prompts of up to {INDEX_TOPK} tokens, got {longest}")
     return args
 
 
 def engine_options(args: argparse.Namespace, heads: int) -> Row:
     """Keywords of vllm.LLM, the same for every engine."""
+    dense = MODEL if args.gpu else CPU_MODEL
     options: Row = {
-        "model": str(MODEL if args.gpu else CPU_MODEL),
+        "model": str(SPARSE_MODEL if args.sparse else dense),
         "dtype": "bfloat16",
         "block_size": 64,
         "max_model_len": max(args.contexts) + max(args.new) + 64,
@@ -74,6 +96,8 @@ def engine_options(args: argparse.Namespace, heads: int) -> Row:
     }
     if not args.gpu:
         layers = {"num_hidden_layers": args.layers, "first_k_dense_replace": args.layers}
+        if args.sparse:
+            layers = dense_overrides(args.layers, heads)
         return options | {"enforce_eager": True, "hf_overrides": layers}
     return options | {
         "kv_cache_memory_bytes": 6 << 30,
@@ -110,8 +134,7 @@ def measure(args: argparse.Namespace, heads: int, deadline: float) -> list[Row]:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         engines = {}
-        for name in args.engines:
-            backend, env = ENGINES[name]
+        for name, (backend, env) in args.engines.items():
             options = engine_options(args, heads)
             env = {"VLLM_CPU_KVCACHE_SPACE": "1", **env}
             engine = Engine(backend, options, Path(folder) / f"{name}.log", WORKER, env)
@@ -144,8 +167,22 @@ def measure(args: argparse.Namespace, heads: int, deadline: float) -> list[Row]:
 def markdown(result: Row) -> str:
     """The page for a result."""
     machine = ", ".join(f"{k} {v}" for k, v in result["machine"].items())
-    of = "DeepSeek-V3's width" if "gpu" in result["machine"] else "DeepSeek-V2-Lite"
-    engines = result["engines"]
+    engines, sparse = result["engines"], result.get("sparse", False)
+    if sparse:
+        of, default, other = "layers of DeepSeek-V3.2 with dense MLPs", "expanded", "absorbed"
+        told = (
+            f"Every prompt sees at most {INDEX_TOPK} tokens, which is what the indexer may choose. "
+            "`expanded`: this backend as it is from vLLM 0.29 on; `absorbed`: with "
+            "MLA_BACKEND_EXPAND_PROMPTS=0."
+        )
+    else:
+        of, default, other = "dense layers of DeepSeek-V2-Lite", "absorbed", "expanded"
+        if "gpu" in result["machine"]:
+            of = "dense layers of DeepSeek-V3's width"
+        told = (
+            "`absorbed`: this backend, which takes short ends in absorbed form, by docs/plugin.md; "
+            "`expanded`: with MLA_BACKEND_EXTEND_TOKENS=0."
+        )
     peers = [name for name in engines if name not in OURS]
     lines = [
         "# First token behind a cached prefix",
@@ -156,12 +193,11 @@ def markdown(result: Row) -> str:
         "",
         *([result["note"], ""] if "note" in result else []),
         f"Milliseconds from a request to its first token, alone in the engine: {result['layers']} "
-        f"dense layers of {of}, random weights, bf16. `context` tokens are in the prefix cache, "
-        "`new` are not. `absorbed`: this backend, which takes short ends in absorbed "
-        "form, by docs/plugin.md; `expanded`: with MLA_BACKEND_EXTEND_TOKENS=0.",
+        f"{of}, random weights, bf16. `context` tokens are in the prefix cache, `new` are not. "
+        f"{told}",
         "",
-        f"| heads | context | new | {' | '.join(engines)} | expanded / absorbed |"
-        + (" best peer / absorbed |" if peers else ""),
+        f"| heads | context | new | {' | '.join(engines)} | {other} / {default} |"
+        + (f" best peer / {default} |" if peers else ""),
         "|---" * (4 + len(engines) + bool(peers)) + "|",
     ]
     for row in result["rows"]:
@@ -171,9 +207,9 @@ def markdown(result: Row) -> str:
             continue
         ms = row["ms"]
         cells += [f"{ms[name]:.2f}" for name in engines]
-        cells.append(f"{ms['expanded'] / ms['absorbed']:.2f}")
+        cells.append(f"{ms[other] / ms[default]:.2f}")
         if peers:
-            cells.append(f"{min(ms[name] for name in peers) / ms['absorbed']:.2f}")
+            cells.append(f"{min(ms[name] for name in peers) / ms[default]:.2f}")
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join([*lines, ""])
 
@@ -191,13 +227,15 @@ def main(argv: list[str] | None = None) -> None:
         "machine": describe_machine(),
         "command": " ".join(words),
         "layers": args.layers,
-        "engines": args.engines,
+        "engines": list(args.engines),
+        "sparse": args.sparse,
         "rows": [],
     }
+    name = "sparse_extends" if args.sparse else "extends"
     for heads in args.heads:
         result["rows"] += measure(args, heads, deadline)
-        write_json(args.results / "extends.json", result)
-        write(args.results / "extends.md", markdown(result))
+        write_json(args.results / f"{name}.json", result)
+        write(args.results / f"{name}.md", markdown(result))
 
 
 if __name__ == "__main__":

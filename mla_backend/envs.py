@@ -104,8 +104,9 @@ ENV_VARS: dict[str, EnvVar] = {
             "auto",
             _auto_or_bool,
             "Prompts of a sparse model that see at most `index_topk` tokens attend in expanded "
-            "form, like those of a dense one (vLLM 0.29 and later). `auto`: on a CPU; on a GPU no, "
-            "where it was not run, nor in batch-invariant mode.",
+            "form, like those of a dense one. `auto`: from vLLM 0.29 on, but not in "
+            "batch-invariant mode, nor with FLASHINFER's prefill. `1` is refused at start-up "
+            "wherever it cannot be had.",
         ),
         EnvVar(
             "MLA_BACKEND_CHECK",

@@ -190,7 +190,7 @@ def all_engines():
     add("CUSTOM v3.2 all mtp", "v3.2 all", scenarios=short, **mtp)
     if FUSED_INDEXER:
         for more, options in (("", {}), (" mtp", mtp)):
-            add(f"CUSTOM v3.2 all expanded{more}", "v3.2 all", {"MLA_BACKEND_EXPAND_PROMPTS": "1"},
+            add(f"CUSTOM v3.2 all absorbed{more}", "v3.2 all", {"MLA_BACKEND_EXPAND_PROMPTS": "0"},
                 short, **options)  # fmt: skip
     add("eager", **EAGER, **ANY_BLOCK_SIZE)
     add("compiled", **COMPILED)

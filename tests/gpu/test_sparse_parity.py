@@ -22,7 +22,7 @@ def test_all_tokens_are_read_as_well_as_stock(engines, checkpoint, parity_table)
     path = checkpoint("v3.2 all")
     names = [f"CUSTOM v3.2 all{mode}" for mode in ("", " mtp", " other runner mtp")]
     if FUSED_INDEXER:
-        names += ["CUSTOM v3.2 all expanded", "CUSTOM v3.2 all expanded mtp"]
+        names += ["CUSTOM v3.2 all absorbed", "CUSTOM v3.2 all absorbed mtp"]
     names.append("FLASHMLA_SPARSE v3.2 all")
     outputs = {name: outputs_of(engines(name)) for name in names}
     distances = {name: distance(path, outputs[name]) for name in names}
@@ -39,14 +39,17 @@ def test_all_tokens_are_read_as_well_as_stock(engines, checkpoint, parity_table)
 
 @pytest.mark.skipif(not FUSED_INDEXER, reason="vLLM 0.29 and later")
 @pytest.mark.parametrize("mode", ["", " mtp"])
-def test_short_prompts_are_expanded_if_asked_to(mode, engines):
-    counted = done(engines(f"CUSTOM v3.2 all expanded{mode}"), "plain")
-    assert counted["forward_mha_tokens"] > 1000
+def test_short_prompts_are_expanded_unless_told_otherwise(mode, engines):
+    expanded, absorbed = (
+        done(engines(f"CUSTOM v3.2 all{form}{mode}"), "plain") for form in ("", " absorbed")
+    )
+    assert expanded["forward_mha_tokens"] > 1000
+    assert absorbed["forward_mha_tokens"] == 0
 
 
 def test_few_heads_part_from_stock_at_near_ties(engines, checkpoint, parity_table):
     """The bar of the distances is the Hopper kernel: vLLM's backend prefills prompts of up to 2048
-    tokens with keys that are not quantised, ours reads all rows as the cache has them."""
+    tokens with keys that are not quantised, ours does so from vLLM 0.29 on."""
     path = checkpoint("v3.2 few")
     names = ("CUSTOM v3.2 few", "FLASHMLA_SPARSE v3.2 few", "CUSTOM v3.2 few hopper")
     ours, theirs, padded = (outputs_of(engines(name)) for name in names)

@@ -18,6 +18,7 @@ MAKERS = {
     "accuracy": "accuracy",
     "decode": "decode_cpu",
     "extends": "extends",
+    "sparse_extends": "extends",
     "mla_layer": "mla_layer",
     "soak": "soak_report",
     "cpu/serving": "serve_cpu",

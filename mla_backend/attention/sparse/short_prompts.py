@@ -38,7 +38,7 @@ def are_expanded(kv_cache_dtype: str, dtype: torch.dtype) -> bool:
         obstacle = "VLLM_BATCH_INVARIANT unset: the form depends on what else is in a step"
     elif not current_platform.is_cpu() and (kv_cache_dtype, dtype) == ("fp8_ds_mla", torch.float16):
         obstacle = "a model of bfloat16 with fp8_ds_mla, whose rows vLLM gathers as such"
-    return asked_for(current_platform.is_cpu(), obstacle)
+    return asked_for(obstacle)
 
 
 def reach_forward_mha(layer: Any, vllm_config: Any) -> bool:
@@ -48,17 +48,17 @@ def reach_forward_mha(layer: Any, vllm_config: Any) -> bool:
         obstacle = "another prefill backend than FLASHINFER, like FLASH_ATTN"
     elif vllm_config.attention_config.sparse_mla_force_mqa:
         obstacle = "sparse_mla_force_mqa unset"
-    return asked_for(True, obstacle)
+    return asked_for(obstacle)
 
 
-def asked_for(by_itself: bool, obstacle: str) -> bool:
+def asked_for(obstacle: str) -> bool:
     """What to do by MLA_BACKEND_EXPAND_PROMPTS. obstacle: what it needs and is not there, or ""."""
     asked: bool | None = envs.get("MLA_BACKEND_EXPAND_PROMPTS")
     if asked and obstacle:
         raise RefusalError(
             f"MLA_BACKEND_EXPAND_PROMPTS=1 needs {obstacle}. Mend: unset MLA_BACKEND_EXPAND_PROMPTS"
         )
-    return not obstacle and (by_itself if asked is None else asked)
+    return not obstacle and asked is not False
 
 
 def pays(query_lens: np.ndarray, contexts: np.ndarray) -> bool:
