@@ -5,9 +5,10 @@
 
 Speaks as step_worker.py does:
 
-    {"do": "build"}                                             the engine, in this process
-    {"do": "time", "context": 8192, "new": 64, "repeats": 9}    milliseconds to the first token, and
-                                                                logprobs of the LIKELY first tokens
+    {"do": "build"}                  the engine, in this process
+    {"do": "time", "turn": 0, "context": 8192, "new": 64, "repeats": 3}
+                                     milliseconds to the first token, and logprobs of the LIKELY
+                                     first tokens; each turn has prompts of its own
 """
 
 import os
@@ -38,13 +39,13 @@ class Worker:
             return {}
         return self.time(**command)
 
-    def time(self, context: int, new: int, repeats: int) -> Row:
+    def time(self, turn: int, context: int, new: int, repeats: int) -> Row:
         """The first request fills the cache, the second warms up."""
         prefix = numbers(f"{context}", context)
-        self.first_token(f"fill-{context}-{new}", [*prefix, 4])
+        self.first_token(f"fill-{context}-{new}-{turn}", [*prefix, 4])
         found = []
         for i in range(1 + repeats):
-            name = f"{context}-{new}-{i}"
+            name = f"{context}-{new}-{turn}-{i}"
             ms, logprobs, cached = self.first_token(name, prefix + numbers(name, new))
             if cached != context:
                 raise RuntimeError(f"{cached} tokens were cached, expected {context}")

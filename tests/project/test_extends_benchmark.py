@@ -33,6 +33,31 @@ def test_engines_are_held_to_the_best_tokens_of_either():
     assert disagreements(found) == ["FLASHMLA differs from absorbed by inf nats"]
 
 
+def test_engines_take_turns_and_the_lowest_turn_counts():
+    """A slow spell of the host is not an engine's; one that fails is asked no more."""
+    from extends import in_turns
+    from step_driver import ROUNDS
+
+    asked = []
+
+    class Engine:
+        def __init__(self, name):
+            self.name = name
+
+        def ask(self, do, *, turn, context):
+            asked.append((self.name, turn))
+            if self.name == "broken":
+                return {"error": "out of memory"}
+            return {"ms": [9, 5 + turn, 1], "logprobs": [{str(turn): -0.1}]}
+
+    found = in_turns({name: Engine(name) for name in ("sound", "broken", "other")}, {"context": 8})
+    assert found["broken"] == {"error": "out of memory"}
+    assert found["sound"]["ms"] == [min(5 + turn, 9) for turn in range(ROUNDS)]
+    assert len(found["sound"]["logprobs"]) == ROUNDS
+    assert asked[:5] == [("sound", 0), ("broken", 0), ("other", 0), ("other", 1), ("sound", 1)]
+    assert len(asked) == 2 * ROUNDS + 1
+
+
 # In one engine alone the oldest block of the cache is read twice, and the newest not at all.
 TWICE = "attend = lambda f, q, keys, *r: f(q, torch.cat([keys[:, :64], keys[:, :-64]], 1), *r)"
 
