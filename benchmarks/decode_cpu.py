@@ -24,7 +24,7 @@ from machine import describe_machine
 from mla_kernels import mla_decode
 from mla_kernels.testing import metrics
 from mla_kernels.testing.metrics import MIRROR_BAR, SHORT_BAR
-from outputs import claim, write, write_json
+from outputs import claim, command, write, write_json
 
 DK, DV, SCALE = 576, 512, 192**-0.5
 # Lengths of the requests of a batch: all alike, or spread evenly from a 16th of the longest to it.
@@ -180,8 +180,8 @@ def main(argv: list[str] | None = None) -> int:
                 rows.append({**key, "batch": batch, "lengths": lens, **times})
                 print(rows[-1], flush=True)
     machine = describe_machine()
-    command = " ".join(["python", "benchmarks/decode_cpu.py", *sys.argv[1:]])
-    report = {"command": command, "machine": machine, "heads": args.heads, "rows": rows}
+    report = {"command": command("decode_cpu", argv), "machine": machine}
+    report |= {"heads": args.heads, "rows": rows}
     write_json(args.results / "decode.json", report)
     write(args.results / "decode.md", markdown(report))
     return 0

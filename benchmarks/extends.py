@@ -29,7 +29,7 @@ from typing import Any
 from arguments import count, length
 from ending import exit_on_signals
 from machine import describe_machine, nvidia_smi
-from outputs import claim, write, write_json
+from outputs import claim, command, write, write_json
 from serve_cases import MODEL, SPARSE_MODEL, dense_overrides
 from step_driver import ROUNDS, Engine, all_ask
 
@@ -242,13 +242,9 @@ def main(argv: list[str] | None = None) -> None:
     claim(args.results)
     exit_on_signals()
     deadline = time.monotonic() + args.time_limit
-    words = ["python", "benchmarks/extends.py", *(sys.argv[1:] if argv is None else argv)]
-    if "--results" in words:
-        at = words.index("--results")
-        del words[at : at + 2]
     result: Row = {
         "machine": describe_machine(),
-        "command": " ".join(words),
+        "command": command("extends", argv),
         "layers": args.layers,
         "engines": list(args.engines),
         "sparse": args.sparse,

@@ -24,7 +24,7 @@ from mla_kernels import mla_layer, plan_mla_decode
 from mla_kernels.layer import MlaLayerBuffers, MlaLayerConfig, MlaLayerWeights, rope_table
 from mla_kernels.layer.rope import rotate
 from mla_kernels.testing.naive_layer import NaiveMlaLayer
-from outputs import claim, write, write_json
+from outputs import claim, command, write, write_json
 
 PAGE = 64
 PREFILLS = (512, 2048, 4096, 6144)
@@ -230,9 +230,7 @@ def main() -> int:
     for prefill in args.prefill:
         rows += run_case(make_case(naive, weights, args.batch, prefill), args.impl)
     machine = describe_gpu()
-    options = [str(a) for a in sys.argv[1:] if "/" not in str(a) and a != "--results"]
-    command = " ".join(["python benchmarks/mla_layer.py", *options])
-    result = {"machine": machine, "command": command, "rows": rows}
+    result = {"machine": machine, "command": command("mla_layer"), "rows": rows}
     write_json(args.results / "mla_layer.json", result)
     write(args.results / "mla_layer.md", markdown(result))
     return int(any(r["note"] and r["note"] != "out of memory" for r in rows))

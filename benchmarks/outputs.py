@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where results go: a folder tried before anything is measured, and files that are whole."""
+"""Where results go: a folder tried before anything is measured, and files that are whole; and how
+a result names the command that made it."""
 
 import json
+import shlex
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,17 @@ def claim(folder: Path) -> None:
             pass
     except OSError as error:
         raise SystemExit(f"results cannot be written to {folder}: {error}") from error
+
+
+def command(name: str, words: list[str] | None = None) -> str:
+    """`python benchmarks/NAME.py` with `words`, or with what this program was called with, but for
+    where its results went."""
+    kept, skip = [], False
+    for word in sys.argv[1:] if words is None else words:
+        if not skip and word.partition("=")[0] != "--results":
+            kept.append(word)
+        skip = word == "--results"
+    return shlex.join(["python", f"benchmarks/{name}.py", *kept])
 
 
 def write(path: Path, text: str) -> None:

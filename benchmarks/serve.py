@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ending import exit_on_signals
-from outputs import claim
+from outputs import claim, command
 from serve_cases import (
     BACKENDS,
     CONCURRENCY,
@@ -128,8 +128,7 @@ def main(argv: list[str] | None = None) -> int:
     from machine import describe_machine
 
     settings = {k: _plain(v) for k, v in vars(args).items() if k not in ("results", "report")}
-    words = ["python", "benchmarks/serve.py", *(sys.argv[1:] if argv is None else argv)]
-    report = Report(args.mode, shlex.join(_public(words)), describe_machine(), settings)
+    report = Report(args.mode, command("serve", argv), describe_machine(), settings)
 
     def save(row: Row) -> None:
         report.rows.append(row)
@@ -157,18 +156,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Path):
         return value.name
     return value if isinstance(value, (int, float, str, bool, type(None))) else str(value)
-
-
-def _public(words: list[str]) -> list[str]:
-    """The command without where its results went."""
-    kept = []
-    skip = False
-    for word in words:
-        if skip or word.startswith("--results"):
-            skip = word == "--results"
-            continue
-        kept.append(word)
-    return kept
 
 
 if __name__ == "__main__":

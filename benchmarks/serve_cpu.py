@@ -25,7 +25,7 @@ from ending import exit_on_signals
 from load import METRICS, STATISTICS, agreement, greedy_tokens, run_load
 from machine import describe_machine
 from mla_serving.demo_model import FAMILIES, demo_model_path
-from outputs import claim, write, write_json
+from outputs import claim, command, write, write_json
 from servers import BACKENDS, Server
 
 NAME = "demo"
@@ -190,10 +190,9 @@ def main(argv: list[str] | None = None) -> int:
             if red(gate):
                 print("The backends disagree in fp32: no speed is reported.", file=sys.stderr)
                 return 1
-    words = sys.argv[1:] if argv is None else argv
     settings = {k: v for k, v in vars(args).items() if k != "results"}
     report = {
-        "command": " ".join(["python", "benchmarks/serve_cpu.py", *words]),
+        "command": command("serve_cpu", argv),
         "machine": describe_machine(),
         "settings": settings,
         "gates": gates,

@@ -29,7 +29,7 @@ from arguments import count
 from ending import exit_on_signals
 from machine import describe_machine, nvidia_smi
 from mla_serving.demo_model import FAMILIES, demo_model_path, make_demo_model
-from outputs import claim
+from outputs import claim, command
 from prometheus_client.parser import text_string_to_metric_families
 from servers import Server
 from soak_ledger import End, Ledger, verdict
@@ -238,17 +238,11 @@ async def final_state(
     )
 
 
-def public(words: list[str]) -> str:
-    """The command without where its results went."""
-    kept = [w for i, w in enumerate(words) if not (w == "--results" or words[i - 1] == "--results")]
-    return shlex.join(["python", "benchmarks/soak.py", *kept])
-
-
-def describe(args: argparse.Namespace, config: Row, words: list[str]) -> Row:
-    """The soak itself; `config` is the model's, `words` the command's."""
+def describe(args: argparse.Namespace, config: Row, words: list[str] | None) -> Row:
+    """The soak itself; `config` is the model's, `words` the command's if not this program's."""
     heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
     return {
-        "command": public(words),
+        "command": command("soak", words),
         "machine": describe_machine(),
         "model": f"{args.model.name if args.model else 'demo v3'}, {layers} layers, {heads} heads",
         "settings": {k: v for k, v in vars(args).items() if k not in ("results", "model")},
@@ -268,8 +262,7 @@ def main(argv: list[str] | None = None) -> int:
         config = json.loads((model / "config.json").read_text())
         scope = Scope(args.max_model_len, args.longest_answer, config["vocab_size"])
         log = Path(scratch) / "server.log"
-        words = sys.argv[1:] if argv is None else argv
-        report = Report(args.results, describe(args, config, words))
+        report = Report(args.results, describe(args, config, argv))
         with Server("ours", model, server_options(args, model), log) as server:
             server.wait_ready()
             minutes, ledger, end = asyncio.run(soak(server, args, scope, report))

@@ -26,7 +26,7 @@ from gpu import Timer, describe_gpu, need_gpu
 from mla_kernels import mla_sparse_attention, mla_sparse_workspace
 from mla_kernels.flash_mla import flash_mla_sparse_fwd
 from mla_kernels.testing.metrics import SHORT_BAR, measure
-from outputs import claim
+from outputs import claim, command
 from sparse_cases import SHAPES, Batch, Shape, golden, make_batch
 from sparse_peers import PEERS, Run
 from sparse_report import write_report
@@ -142,8 +142,8 @@ def main(argv: list[str] | None = None) -> int:
         shown = [f"{r['impl']} {r.get('us', r.get('failed'))}" for r in found]
         print(f"{shape.name} floor {floor}: {' | '.join(shown)}", flush=True)
         torch.cuda.empty_cache()
-    command = "python benchmarks/sparse.py " + " ".join(sys.argv[1:])
-    write_report({"machine": machine, "command": command.strip(), "rows": rows}, args.results)
+    report = {"machine": machine, "command": command("sparse", argv), "rows": rows}
+    write_report(report, args.results)
     return 1 if any("failed" in row for row in rows) else 0
 
 

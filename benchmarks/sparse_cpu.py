@@ -29,7 +29,7 @@ from mla_kernels import (
     positions_to_slots,
     write_indexer_cache,
 )
-from outputs import claim, write, write_json
+from outputs import claim, command, write, write_json
 
 BLOCK, INDEX_HEADS, INDEX_DIM = 64, 64, 128
 # Requests, their tokens (each, the new ones included), new tokens of each, index_topk.
@@ -156,9 +156,8 @@ def main(argv: list[str] | None = None) -> int:
                 key |= dict(zip(("requests", "tokens", "new", "topk"), case, strict=True))
                 rows.append({**key, **times})
                 print(rows[-1], flush=True)
-    command = " ".join(["python", "benchmarks/sparse_cpu.py", *sys.argv[1:]])
-    machine = describe_machine()
-    report = {"command": command, "machine": machine, "heads": args.heads, "rows": rows}
+    report = {"command": command("sparse_cpu", argv), "machine": describe_machine()}
+    report |= {"heads": args.heads, "rows": rows}
     write_json(args.results / "sparse.json", report)
     write(args.results / "sparse.md", markdown(report))
     return 0

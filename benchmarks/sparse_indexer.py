@@ -22,7 +22,7 @@ from indexer_cases import SHAPES, Batch, Shape, golden, make_batch, score_error,
 from indexer_peers import Run, deepgemm_logits, topk_peers
 from mla_kernels import exact_topk, indexer_scores, indexer_topk
 from mla_kernels.indexer.hopper.launcher import refusal
-from outputs import claim, write_json
+from outputs import claim, command, write_json
 from sparse_report import write_page
 
 K = 2048
@@ -145,8 +145,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.cases.search(shape.name):
             rows += bench(timer, shape)
             torch.cuda.empty_cache()
-    command = "python benchmarks/sparse_indexer.py " + " ".join(sys.argv[1:])
-    report = {"machine": machine, "command": command.strip(), "rows": rows}
+    report = {"machine": machine, "command": command("sparse_indexer", argv), "rows": rows}
     write_json(args.results / "sparse_indexer.json", report)
     write_page(args.results)
     return 1 if any("failed" in row for row in rows) else 0

@@ -42,6 +42,15 @@ def test_a_folder_that_cannot_be_written_is_said_at_once(name, tmp_path):
         importlib.import_module(name).main(["--results", str(tmp_path / "file" / "results")])
 
 
+@pytest.mark.parametrize("words", [None, ["--results", "a b", "--cases", "b1 x", "--results=c"]])
+def test_a_command_says_all_but_where_its_results_went(words, monkeypatch):
+    from outputs import command
+
+    monkeypatch.setattr(sys, "argv", ["/there/name.py", "--heads", "16", "--results", "/tmp/out"])
+    expected = "--heads 16" if words is None else "--cases 'b1 x'"
+    assert command("name", words) == f"python benchmarks/name.py {expected}"
+
+
 @pytest.fixture
 def signals():
     """Handlers are the process's: they are put back."""

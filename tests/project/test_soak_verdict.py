@@ -166,7 +166,8 @@ def test_too_few_samples_tell_nothing():
 def test_the_page(alive):
     from dataclasses import asdict
 
-    from soak import parse_arguments, public
+    from outputs import command
+    from soak import parse_arguments
     from soak_report import counts_of, markdown
 
     args = vars(parse_arguments(["--minutes", "1", "--dtype", "float32"]))
@@ -175,7 +176,7 @@ def test_the_page(alive):
         {
             "line": "soak: all well",
             "wrong": [] if alive else ["the server has no sound end state"],
-            "command": public(["--minutes", "1", "--results", "there", "--eager"]),
+            "command": command("soak", ["--minutes", "1", "--results", "there", "--eager"]),
             "machine": {"cpu": "C", "vllm": "1", "torch": "2"},
             "model": "demo v3",
             "settings": args,
