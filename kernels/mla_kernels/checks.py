@@ -48,7 +48,12 @@ def check_scale(scale: float, name: str = "softmax scale") -> None:
 
 
 def _check_positive(name: str, value: object) -> None:
-    if not isinstance(value, Real) or not value <= MAX_SCALE or value < MIN_SCALE:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, Real)
+        or not value <= MAX_SCALE
+        or value < MIN_SCALE
+    ):
         raise ValueError(
             f"Expected a finite {name} above 0, got {value!r} (allowed: 2^-126 to 2^127)"
         )

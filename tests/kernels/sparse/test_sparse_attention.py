@@ -205,6 +205,7 @@ def test_workspaces_that_are_refused(change, message):
         ({"scale": 0.0}, "softmax scale above 0, got 0.0"),
         ({"scale": float("nan")}, "softmax scale above 0, got nan"),
         ({"scale": None}, "softmax scale above 0, got None"),
+        ({"scale": True}, "softmax scale above 0, got True"),
         ({"scale": torch.tensor(0.1)}, "softmax scale above 0, got tensor"),
         ({"kv_scale": 1.0}, "kv_scale=None"),
         ({"kv_cache": torch.zeros(1, 64, 576).to(torch.float8_e4m3fn)}, "kv_scale for"),
