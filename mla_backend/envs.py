@@ -62,16 +62,18 @@ ENV_VARS: dict[str, EnvVar] = {
             "MLA_BACKEND_IMPL",
             "auto",
             _choice("auto", "hopper", "triton", "torch", "reference"),
-            "Implementation of the decode kernel, or of the kernels of a sparse model (`hopper`: "
-            "of its attention). `auto` chooses by device and shape.",
+            "`hopper`, `triton`, `torch` or `reference`: implementation of the decode kernel, or "
+            "of the kernels of a sparse model (`hopper`: of its attention). `auto` chooses by "
+            "device and shape.",
         ),
         EnvVar(
             "MLA_BACKEND_RESCALE",
             "auto",
             _choice("auto", "pow2", "amla", "flash"),
-            "Softmax rescaling of decode attention: power-of-two grid, the AMLA paper's integer "
-            "add, or the usual multiply. `auto`: `pow2`, and on a CPU `flash`, which torch has an "
-            "operator for. Sparse attention has no others than these two.",
+            "Softmax rescaling of decode attention: `pow2` (power-of-two grid), `amla` (the "
+            "paper's integer add) or `flash` (the usual multiply). `auto`: `pow2`, and on a CPU "
+            "`flash`, which torch has an operator for. Sparse attention has no others than these "
+            "two.",
         ),
         EnvVar(
             "MLA_BACKEND_FP8_QUERY",
@@ -95,9 +97,10 @@ ENV_VARS: dict[str, EnvVar] = {
             "auto",
             _auto_or_count(512),
             "The end of a prompt whose rest is cached attends in absorbed form, like decode "
-            "tokens, if it has at most so many tokens. `auto`: twice the heads of a rank, with the "
-            "Hopper kernel twice the rows of a piece, at most 128; on a CPU three times the heads, "
-            "at most 48; `0`, or `auto` in batch-invariant mode: never.",
+            "tokens, if it has at most so many tokens, 0 to 512. `auto`: twice the heads of a "
+            "rank, with the Hopper kernel twice the rows of a piece (docs/plugin.md), at most 128; "
+            "on a CPU three times the heads, at most 48; `0`, or `auto` in batch-invariant mode: "
+            "never.",
         ),
         EnvVar(
             "MLA_BACKEND_EXPAND_PROMPTS",
@@ -105,8 +108,8 @@ ENV_VARS: dict[str, EnvVar] = {
             _auto_or_bool,
             "Prompts of a sparse model that see at most `index_topk` tokens attend in expanded "
             "form, like those of a dense one. `auto`: from vLLM 0.29 on, but not in "
-            "batch-invariant mode, nor with FLASHINFER's prefill. `1` is refused at start-up "
-            "wherever it cannot be had.",
+            "batch-invariant mode, nor where it cannot be had (docs/plugin.md), where `1` is "
+            "refused at start-up.",
         ),
         EnvVar(
             "MLA_BACKEND_CHECK",
