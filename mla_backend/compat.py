@@ -222,6 +222,20 @@ def expands_prompts_of_sparse_layers() -> bool:
     return not _before((0, 29))
 
 
+def mla_prefill_backend(vllm_config: Any) -> str | None:
+    """vLLM's name of what will attend to prompts in expanded form; None: nothing does for this
+    model. ValueError, as from vLLM, if one was asked for that does not."""
+    from vllm.v1.attention.backends.mla.prefill import get_mla_prefill_backend
+
+    try:
+        name: str = get_mla_prefill_backend(vllm_config).get_name()
+    except ValueError:
+        if vllm_config.attention_config.mla_prefill_backend is not None:
+            raise
+        return None
+    return name
+
+
 def indexer_needs_fp8_type() -> bool:
     """Whether vLLM's own part of DeepSeek-V3.2's indexer on CUDA is a Triton kernel of a type that
     Triton has from sm_89 on. Before 0.29 it can be done without: see `replace_indexer`."""

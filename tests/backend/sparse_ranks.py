@@ -178,6 +178,8 @@ class Cluster:
         on_gpu = types.SimpleNamespace(is_cpu=lambda: False)
         monkeypatch.setattr(impl, "current_platform", on_gpu)
         monkeypatch.setattr(compat, "serves_sparse_dcp", lambda: True)
+        # No vLLM that serves this does.
+        monkeypatch.setattr(compat, "expands_prompts_of_sparse_layers", lambda: False)
         monkeypatch.setenv("MLA_BACKEND_SPARSE_DCP", "1")
         monkeypatch.setattr(deepseek_v2, "per_token_group_quant_fp8", None)
         monkeypatch.setattr(indexer, "get_forward_context", lambda: self.current.context)

@@ -107,6 +107,7 @@ def fake_config(topk_rows=64, dcp=1, drafts=0):
         speculative_config=speculative,
         model_config=types.SimpleNamespace(max_model_len=384),
         cache_config=types.SimpleNamespace(block_size=64),
+        attention_config=types.SimpleNamespace(sparse_mla_force_mqa=False),
         compilation_config=types.SimpleNamespace(splitting_ops=["vllm::sparse_attn_indexer"]),
     )
 
@@ -119,9 +120,11 @@ def test_most_tokens_of_a_step(batched, drafts, most):
 
 
 def make_impl(monkeypatch, kv_cache_dtype="auto", dtype=torch.float32, config=None, **changes):
+    from mla_backend import compat
     from mla_backend.attention.sparse import impl as module
 
     monkeypatch.setattr(module, "get_current_vllm_config", lambda: config or fake_config())
+    monkeypatch.setattr(compat, "mla_prefill_backend", lambda _: "CPU")
     args = {
         "num_heads": H,
         "head_size": RANK + ROPE,

@@ -220,38 +220,45 @@ def test_a_step_whose_longest_request_is_padding_has_none():
     assert short_prompts().find(common) is None
 
 
-@pytest.mark.parametrize(
-    "version, asked, on_cpu, invariant, cache, expected",
-    [
-        ("0.28.0", "auto", True, False, "auto", False),
-        ("0.28.0", "1", True, False, "auto", "needs vLLM 0.29 or later"),
-        ("0.29.0", "auto", True, False, "auto", True),
-        ("0.33.0", "auto", True, False, "fp8_ds_mla", True),
-        ("0.32.0", "0", True, False, "auto", False),
-        ("0.32.0", "auto", False, False, "auto", True),
-        ("0.32.0", "0", False, False, "auto", False),
-        ("0.32.0", "1", False, False, "auto", True),
-        ("0.32.0", "auto", True, True, "auto", False),
-        ("0.32.0", "1", True, True, "auto", "needs VLLM_BATCH_INVARIANT unset"),
-        ("0.32.0", "auto", False, False, "fp8_ds_mla", False),
-        ("0.32.0", "1", False, False, "fp8_ds_mla", "needs a model of bfloat16"),
-    ],
-)
-def test_where_prompts_are_expanded(
-    monkeypatch, version, asked, on_cpu, invariant, cache, expected
-):
+def where_prompts_expand(monkeypatch, *, on_cpu=False, invariant=False, version="0.32.0"):
     from mla_backend.attention.sparse import short_prompts as module
 
     monkeypatch.setattr(compat, "installed_vllm_version", lambda: version)
-    monkeypatch.setenv("MLA_BACKEND_EXPAND_PROMPTS", asked)
     platform = types.SimpleNamespace(is_cpu=lambda: on_cpu)
     monkeypatch.setattr(module, "current_platform", platform)
     monkeypatch.setattr(module, "vllm_envs", types.SimpleNamespace(VLLM_BATCH_INVARIANT=invariant))
-    if isinstance(expected, str):
-        with pytest.raises(ValueError, match=f"{expected}.*unset MLA_BACKEND_EXPAND_PROMPTS"):
-            module.are_expanded(cache, torch.float16)
+    return module
+
+
+def attention_config(**options):
+    options = {"sparse_mla_force_mqa": False, "mla_prefill_backend": None, **options}
+    return types.SimpleNamespace(attention_config=types.SimpleNamespace(**options))
+
+
+@pytest.mark.parametrize(
+    "where, cache, needs",
+    [
+        ({"version": "0.28.0", "on_cpu": True}, "auto", "vLLM 0.29 or later"),
+        ({"version": "0.29.0", "on_cpu": True}, "auto", ""),
+        ({"version": "0.33.0", "on_cpu": True}, "fp8_ds_mla", ""),
+        ({}, "auto", ""),
+        ({"on_cpu": True, "invariant": True}, "auto", "VLLM_BATCH_INVARIANT unset"),
+        ({}, "fp8_ds_mla", "a model of bfloat16"),
+    ],
+)
+def test_where_prompts_are_expanded(monkeypatch, where, cache, needs):
+    module = where_prompts_expand(monkeypatch, **where)
+    monkeypatch.setattr(compat, "mla_prefill_backend", lambda _: "FLASH_ATTN")
+    arguments = cache, torch.float16, attention_config()
+    assert module.are_expanded(*arguments) is not bool(needs)
+    monkeypatch.setenv("MLA_BACKEND_EXPAND_PROMPTS", "0")
+    assert not module.are_expanded(*arguments)
+    monkeypatch.setenv("MLA_BACKEND_EXPAND_PROMPTS", "1")
+    if needs:
+        with pytest.raises(ValueError, match=f"{needs}.*unset MLA_BACKEND_EXPAND_PROMPTS"):
+            module.are_expanded(*arguments)
     else:
-        assert module.are_expanded(cache, torch.float16) is expected
+        assert module.are_expanded(*arguments)
 
 
 @pytest.mark.parametrize(
@@ -260,22 +267,49 @@ def test_where_prompts_are_expanded(
         ("FLASH_ATTN", False, None),
         ("FLASH_ATTN", True, "sparse_mla_force_mqa unset"),
         ("FLASHINFER", False, "another prefill backend"),
-        (None, False, "another prefill backend"),
+        (ValueError("none serves it"), False, "another prefill backend"),
     ],
 )
-def test_layers_that_would_not_expand_prompts(monkeypatch, backend, force_mqa, needs):
+def test_engines_that_would_not_expand_prompts(monkeypatch, backend, force_mqa, needs):
     """FLASHINFER looks for the layers of dense attention, and fails where there are none."""
-    from mla_backend.attention.sparse.short_prompts import reach_forward_mha
+    import vllm.v1.attention.backends.mla.prefill as prefill
 
-    made = backend and types.SimpleNamespace(get_name=lambda: backend)
-    layer = types.SimpleNamespace(prefill_backend=made)
-    config = types.SimpleNamespace(
-        attention_config=types.SimpleNamespace(sparse_mla_force_mqa=force_mqa)
-    )
-    assert reach_forward_mha(layer, config) is (needs is None)
+    def chosen(_):
+        if isinstance(backend, ValueError):
+            raise backend
+        return types.SimpleNamespace(get_name=lambda: backend)
+
+    monkeypatch.setattr(prefill, "get_mla_prefill_backend", chosen)
+    module = where_prompts_expand(monkeypatch)
+    arguments = "auto", torch.bfloat16, attention_config(sparse_mla_force_mqa=force_mqa)
+    assert module.are_expanded(*arguments) is (needs is None)
     monkeypatch.setenv("MLA_BACKEND_EXPAND_PROMPTS", "1")
     if needs is None:
-        assert reach_forward_mha(layer, config)
+        assert module.are_expanded(*arguments)
     else:
         with pytest.raises(ValueError, match=needs):
-            reach_forward_mha(layer, config)
+            module.are_expanded(*arguments)
+
+
+def test_a_prefill_backend_that_was_asked_for_is_refused_in_vllms_words(monkeypatch):
+    import vllm.v1.attention.backends.mla.prefill as prefill
+
+    def invalid(_):
+        raise ValueError("Selected MLA prefill backend X is not valid")
+
+    monkeypatch.setattr(prefill, "get_mla_prefill_backend", invalid)
+    with pytest.raises(ValueError, match="prefill backend X is not valid"):
+        compat.mla_prefill_backend(attention_config(mla_prefill_backend="X"))
+
+
+@pytest.mark.parametrize("capability, value", [((9, 0), 128), ((10, 0), 128), ((12, 0), 192)])
+def test_memory_of_prompts_in_expanded_form(capability, value):
+    """By hand, of 16 heads in bf16: 8192 new tokens, and 8192 cached rows at a time."""
+    from mla_backend.attention.sparse.short_prompts import WORKSPACE_ROWS, ExpandedBytes
+
+    impl = types.SimpleNamespace(
+        num_heads=16, qk_head_dim=192, qk_nope_head_dim=128, v_head_dim=128
+    )
+    query, key, latent = 192, 192, 128 + value
+    held = 8192 * (query + key + latent + 3 * value) + WORKSPACE_ROWS * (key + latent)
+    assert ExpandedBytes.of(impl, 2, capability).at_most(8192) == 2 * 16 * held

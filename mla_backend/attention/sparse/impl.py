@@ -22,7 +22,7 @@ from mla_backend.attention.sparse.indexer_layer import LAYERS
 from mla_backend.attention.sparse.kernel import SparseKernel, attention_workspace
 from mla_backend.attention.sparse.metadata import SparseMetadata
 from mla_backend.attention.sparse.rows import max_tokens
-from mla_backend.attention.sparse.short_prompts import are_expanded
+from mla_backend.attention.sparse.short_prompts import ExpandedBytes, are_expanded
 from mla_backend.start_up import RefusalError
 from mla_backend.stats import STATS
 
@@ -101,7 +101,7 @@ class SparseMlaImpl(ExpandedPrompts):
         self.dtype = torch.get_default_dtype()  # the model's, while vLLM builds it
         self.kv_cache_element = cache_dtype(kv_cache_dtype, self.dtype)
         self._fp8_cache = self.kv_cache_element == torch.float8_e4m3fn
-        self.supports_dense_mha_prefill = are_expanded(kv_cache_dtype, self.dtype)
+        self.supports_dense_mha_prefill = are_expanded(kv_cache_dtype, self.dtype, vllm_config)
         dims = MlaDims(self.kv_lora_rank, head_size - self.kv_lora_rank)
         self.kernel = SparseKernel.choose(
             device, dims, self.dtype, self.kv_cache_element, self.query_heads
@@ -118,11 +118,10 @@ class SparseMlaImpl(ExpandedPrompts):
             # vLLM has the queries of all heads and, while it adds up those of the ranks, their
             # outputs twice, which are narrower.
             gathered = 3 * self.query_heads * head_size * self.dtype.itemsize
-            expanded = 0
+            expanded = None
             if self.supports_dense_mha_prefill and not self._on_cpu:
-                # Keys and values of new or cached rows, and two outputs that are merged.
-                widths = self.qk_head_dim + self.qk_nope_head_dim + 3 * self.v_head_dim
-                expanded = widths * num_heads * self.dtype.itemsize
+                capability = torch.cuda.get_device_capability(device)
+                expanded = ExpandedBytes.of(self, self.dtype.itemsize, capability)
             take_over(
                 indexer,
                 self.kernel,

@@ -21,6 +21,7 @@ from mla_backend.attention.sparse.indexer_layer import LAYERS, IndexerLayer
 from mla_backend.attention.sparse.kernel import SparseKernel, topk_workspace
 from mla_backend.attention.sparse.metadata import IndexerMetadata, SparseMetadata
 from mla_backend.attention.sparse.rows import max_tokens
+from mla_backend.attention.sparse.short_prompts import ExpandedBytes
 from mla_backend.start_up import RefusalError
 from mla_backend.stats import STATS
 
@@ -35,7 +36,7 @@ def take_over(
     device: Any,
     shard: Shard | None = None,
     gathered_bytes: int = 0,
-    expanded_bytes: int = 0,
+    expanded_bytes: ExpandedBytes | None = None,
 ) -> None:
     """Make the `Indexer` of one of vLLM's layers compute with our kernels, and nothing else.
 

@@ -8,7 +8,7 @@ from mla_kernels import indexer_topk, write_indexer_cache
 
 from mla_backend.attention.sparse.dcp import CANDIDATE_BYTES, MERGED_AT_ONCE, Shard
 from mla_backend.attention.sparse.rows import TokenRows
-from mla_backend.attention.sparse.short_prompts import WORKSPACE_ROWS
+from mla_backend.attention.sparse.short_prompts import ExpandedBytes
 
 
 @dataclass
@@ -19,7 +19,7 @@ class IndexerLayer:
     topk_indices   [>= max tokens, index_topk] int32, which the attention of the layer reads
     shard          this rank's under decode context parallelism: its share of the choice is kept
     gathered_bytes of a token, while the attention of all ranks' heads is added up
-    expanded_bytes of a token on a GPU, while its prompt attends in expanded form; 0 where none does
+    expanded_bytes on a GPU, while prompts attend in expanded form; None where none does
     attention      name of the layer whose metadata says which rows do, so that nothing is chosen
                    for them; None: for all rows, as in a draft, which may read the choice again
     """
@@ -33,7 +33,7 @@ class IndexerLayer:
     fp8_products: bool = False
     shard: Shard | None = None
     gathered_bytes: int = 0
-    expanded_bytes: int = 0
+    expanded_bytes: ExpandedBytes | None = None
     attention: str | None = None
 
     def profile(self, T: int) -> None:
@@ -41,9 +41,8 @@ class IndexerLayer:
         prompts in expanded form, and free it, so that vLLM counts it when it sizes the KV cache: no
         layer attends while it measures."""
         device = self.topk_indices.device
-        if self.expanded_bytes:
-            size = (T + WORKSPACE_ROWS) * self.expanded_bytes
-            torch.empty(size, dtype=torch.uint8, device=device)
+        if self.expanded_bytes is not None:
+            torch.empty(self.expanded_bytes.at_most(T), dtype=torch.uint8, device=device)
         if self.shard is not None:
             candidates = T * self.topk_indices.shape[1]
             # 8 bytes each, and first 16 while their scores are looked up, then those of the merge.

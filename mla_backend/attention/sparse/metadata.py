@@ -18,7 +18,7 @@ from mla_backend.attention.prefill import PrefillTile
 from mla_backend.attention.sparse.dcp import Shard
 from mla_backend.attention.sparse.indexer_layer import LAYERS
 from mla_backend.attention.sparse.rows import RowsBuilder, TokenRows, max_tokens
-from mla_backend.attention.sparse.short_prompts import ShortPrompts, reach_forward_mha
+from mla_backend.attention.sparse.short_prompts import ShortPrompts
 from mla_backend.attention.sparse.warmup import warm_up_attention, warm_up_indexer
 from mla_backend.attention.step_check import StepCheck
 from mla_backend.stats import STATS
@@ -102,7 +102,7 @@ class SparseMetadataBuilder(_Builder, AttentionMetadataBuilder[SparseMetadata]):
             self._step_check = StepCheck(layer, kv_cache_spec.block_size, ranks, drafts)
         if layer.impl.kernel.attention in support.GPU_IMPLS:
             warm_up_attention(layer, *limits)
-        if layer.impl.supports_dense_mha_prefill and reach_forward_mha(layer, vllm_config):
+        if layer.impl.supports_dense_mha_prefill and layer.prefill_backend is not None:
             self._expand_short_prompts(layer_names, vllm_config)
 
     def _expand_short_prompts(self, layer_names: list[str], vllm_config: Any) -> None:

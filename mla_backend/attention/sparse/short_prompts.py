@@ -7,6 +7,7 @@ not 2 * (576 + 512). For that each cached row is expanded, which costs what some
 on it. The keys of the indexer are written as ever: later tokens are chosen among them.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,36 +30,62 @@ TOKENS_PER_ROW = 170
 WORKSPACE_ROWS = 8192
 
 
-def are_expanded(kv_cache_dtype: str, dtype: torch.dtype) -> bool:
-    """Whether an engine's short prompts are. ValueError if that is asked for and cannot be had."""
-    obstacle = ""
-    if not compat.expands_prompts_of_sparse_layers():
-        obstacle = "vLLM 0.29 or later"
-    elif vllm_envs.VLLM_BATCH_INVARIANT:
-        obstacle = "VLLM_BATCH_INVARIANT unset: the form depends on what else is in a step"
-    elif not current_platform.is_cpu() and (kv_cache_dtype, dtype) == ("fp8_ds_mla", torch.float16):
-        obstacle = "a model of bfloat16 with fp8_ds_mla, whose rows vLLM gathers as such"
-    return asked_for(obstacle)
-
-
-def reach_forward_mha(layer: Any, vllm_config: Any) -> bool:
-    """The same of a layer that vLLM has built, whose impl expands prompts."""
-    backend, obstacle = layer.prefill_backend, ""
-    if backend is None or backend.get_name() == "FLASHINFER":  # which finds no dense layer
-        obstacle = "another prefill backend than FLASHINFER, like FLASH_ATTN"
-    elif vllm_config.attention_config.sparse_mla_force_mqa:
-        obstacle = "sparse_mla_force_mqa unset"
-    return asked_for(obstacle)
-
-
-def asked_for(obstacle: str) -> bool:
-    """What to do by MLA_BACKEND_EXPAND_PROMPTS. obstacle: what it needs and is not there, or ""."""
+def are_expanded(kv_cache_dtype: str, dtype: torch.dtype, vllm_config: Any) -> bool:
+    """Whether an engine's short prompts are, by MLA_BACKEND_EXPAND_PROMPTS. ValueError if that is
+    asked for and cannot be had. Known before a layer is built: vLLM then makes no prefill backend
+    that nothing would use, and no memory is kept for it."""
     asked: bool | None = envs.get("MLA_BACKEND_EXPAND_PROMPTS")
+    if asked is False:
+        return False
+    obstacle = _obstacle(kv_cache_dtype, dtype, vllm_config)
     if asked and obstacle:
         raise RefusalError(
             f"MLA_BACKEND_EXPAND_PROMPTS=1 needs {obstacle}. Mend: unset MLA_BACKEND_EXPAND_PROMPTS"
         )
-    return not obstacle and asked is not False
+    return not obstacle
+
+
+def _obstacle(kv_cache_dtype: str, dtype: torch.dtype, vllm_config: Any) -> str:
+    """What expanding prompts needs and is not there, or ""."""
+    if not compat.expands_prompts_of_sparse_layers():
+        return "vLLM 0.29 or later"
+    if vllm_envs.VLLM_BATCH_INVARIANT:
+        return "VLLM_BATCH_INVARIANT unset: the form depends on what else is in a step"
+    if vllm_config.attention_config.sparse_mla_force_mqa:
+        return "sparse_mla_force_mqa unset"
+    if not current_platform.is_cpu() and (kv_cache_dtype, dtype) == ("fp8_ds_mla", torch.float16):
+        return "a model of bfloat16 with fp8_ds_mla, whose rows vLLM gathers as such"
+    # FLASHINFER's looks for a dense layer, and finds none.
+    if compat.mla_prefill_backend(vllm_config) in (None, "FLASHINFER"):
+        return "another prefill backend than FLASHINFER, like FLASH_ATTN"
+    return ""
+
+
+@dataclass(frozen=True)
+class ExpandedBytes:
+    """What a GPU holds in a layer while prompts attend in expanded form, beside the layer's own
+    query and output.
+
+    token  of each new token: the query whole, keys and values (first together), and three outputs,
+           of the tokens themselves, of a chunk of their context, and of all chunks so far
+    row    of each cached row that is expanded at a time: keys and values
+    """
+
+    token: int
+    row: int
+
+    @classmethod
+    def of(cls, impl: Any, itemsize: int, capability: tuple[int, int]) -> "ExpandedBytes":
+        """impl: with vLLM's dims. FlashAttention pads values to the width of keys, but not on sm_90
+        and sm_100."""
+        qk, heads = impl.qk_head_dim, impl.num_heads * itemsize
+        value = impl.v_head_dim if capability[0] in (9, 10) else qk
+        row = qk + impl.qk_nope_head_dim + value
+        return cls((qk + row + 3 * value) * heads, row * heads)
+
+    def at_most(self, T: int) -> int:
+        """In a step of T tokens."""
+        return T * self.token + WORKSPACE_ROWS * self.row
 
 
 def pays(query_lens: np.ndarray, contexts: np.ndarray) -> bool:
