@@ -66,9 +66,10 @@ class ExpandedBytes:
     """What a GPU holds in a layer while prompts attend in expanded form, beside the layer's own
     query and output.
 
-    token  of each new token: the query whole, keys and values (first together), and three outputs,
-           of the tokens themselves, of a chunk of their context, and of all chunks so far
-    row    of each cached row that is expanded at a time: keys and values
+    token  of each new token: the query whole, what it is expanded to, and three outputs: over the
+           new tokens, over a chunk of their context, and over all chunks so far
+    row    of each cached row of a chunk, what it is expanded to: the whole key, beside the key
+           without rope and the value as kv_b_proj gives them
     """
 
     token: int
