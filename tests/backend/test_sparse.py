@@ -346,7 +346,7 @@ def test_layer_options_are_refused(monkeypatch, name, value):
 
 def test_caches_in_the_memory_of_the_host_are_refused(monkeypatch):
     config = fake_config()
-    config.attention_config = types.SimpleNamespace(hisparse_config=None)
+    config.attention_config.hisparse_config = None
     make_impl(monkeypatch, config=config)
     config.attention_config.hisparse_config = types.SimpleNamespace()
     with pytest.raises(
