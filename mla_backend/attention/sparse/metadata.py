@@ -102,7 +102,7 @@ class SparseMetadataBuilder(_Builder, AttentionMetadataBuilder[SparseMetadata]):
             self._step_check = StepCheck(layer, kv_cache_spec.block_size, ranks, drafts)
         if layer.impl.kernel.attention in support.GPU_IMPLS:
             warm_up_attention(layer, *limits)
-        if layer.impl.supports_dense_mha_prefill and layer.prefill_backend is not None:
+        if layer.impl.supports_dense_mha_prefill:
             self._expand_short_prompts(layer_names, vllm_config)
 
     def _expand_short_prompts(self, layer_names: list[str], vllm_config: Any) -> None:
