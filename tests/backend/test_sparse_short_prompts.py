@@ -313,3 +313,20 @@ def test_memory_of_prompts_in_expanded_form(capability, value):
     query, key, latent = 192, 192, 128 + value
     held = 8192 * (query + key + latent + 3 * value) + WORKSPACE_ROWS * (key + latent)
     assert ExpandedBytes.of(impl, 2, capability).at_most(8192) == 2 * 16 * held
+
+
+def test_the_profile_takes_that_memory(monkeypatch):
+    """No layer attends while vLLM measures, and it would give the memory to the cache."""
+    from mla_backend.attention.sparse import indexer_layer as module
+    from mla_backend.attention.sparse.short_prompts import ExpandedBytes
+
+    taken, empty = [], torch.empty
+    monkeypatch.setattr(module.torch, "empty", lambda n, **_: taken.append(n) or empty(0))
+    choice = empty(8, 96, dtype=torch.int32)
+    held = ExpandedBytes(token=1000, row=10)
+    for expanded in (None, held):
+        layer = module.IndexerLayer(
+            4, torch.bfloat16, "fp32", "auto", None, choice, expanded_bytes=expanded
+        )
+        layer.profile(8)
+    assert taken == [held.at_most(8)] and held.at_most(8) == 8 * 1000 + 8192 * 10

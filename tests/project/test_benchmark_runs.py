@@ -106,6 +106,8 @@ def test_a_file_is_whole_or_as_it_was(tmp_path, monkeypatch):
         ("sparse_cpu", "--threads 0", "expected 1 or more, got 0"),
         ("serve_cpu", "--repetitions 0", "expected 1 or more, got 0"),
         ("soak", "--blocks 0", "expected 1 or more, got 0"),
+        ("extends", "--contexts -1", "expected 0 or more, got -1"),
+        ("extends", "--sparse --contexts 1500", "prompts of up to 2048 tokens, got 2500"),
         ("dense_decode", "--cases (", "'(' is no regular expression"),
         ("sparse", "--impls (", "'(' is no regular expression"),
         ("sparse_indexer", "--cases (", "'(' is no regular expression"),
