@@ -18,8 +18,8 @@ PROMPTS = (5, 63, 64, 65, 300, 700)
 TOKENS = 16
 LIKELY = 20  # logprobs of a token; vLLM gives no more unless told to
 # Nats. On a CPU, 30 layers of 16 heads: two sound backends 0.05 in bf16, an fp8 cache from a bf16
-# one 0.09, an attention that misses the newest 64 tokens 0.35. On an H200, three and four backends
-# of the same: 0.063 in bf16, 0.094 with fp8 caches and queries of either kind.
+# one 0.09, an attention that misses the newest 64 tokens 0.35. On an H200, four engines of such
+# layers each: 0.063 in bf16, 0.094 with fp8 caches and queries of either kind.
 TOLERANCE, FP8_TOLERANCE = 0.1, 0.25
 Answer = list[dict[str, float]]  # of one prompt: for each token logprobs by token, its own first
 Row = dict[str, Any]
