@@ -21,6 +21,9 @@ SPREAD_CHUNKS = (2048, 4096, 8192, 16384)
 SPREAD_DIGITS = 2048
 SPREAD_PARTS = 256
 SPREAD_WORDS = 3 * SPREAD_DIGITS + SPREAD_PARTS
+# Scores that a program of many holds: at least 2 MAX_K. And of what a word of its bitmap tells.
+LIST_ROOM = 4096
+BITMAP_WORD = 32
 
 
 @dataclass(frozen=True)
@@ -69,8 +72,14 @@ def level_widths(width: int) -> tuple[int, int]:
 
 
 def workspace_words(width: int) -> int:
-    """Words of workspace a row: the two upper levels, or what its programs share."""
-    return max(sum(level_widths(width)), SPREAD_WORDS)
+    """Words of workspace a row: the two upper levels, what its programs share, or a list and a
+    bitmap."""
+    return max(sum(level_widths(width)), SPREAD_WORDS, LIST_ROOM + bitmap_words(width))
+
+
+def bitmap_words(width: int) -> int:
+    """Words of bitmap a row, which is written for LIST_ROOM scores at a time."""
+    return cdiv(width, LIST_ROOM) * (LIST_ROOM // BITMAP_WORD)
 
 
 def exact_topk_workspace(rows: int, width: int, device: torch.device) -> torch.Tensor:
@@ -93,6 +102,19 @@ def level_views(
         )
     level1, level2 = workspace.flatten()[:needed].split([rows * w for w in widths])
     return level1.view(rows, widths[0]), level2.view(rows, widths[1])
+
+
+def list_views(workspace: torch.Tensor, rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """List and bitmap of `rows` rows in a workspace. ValueError if it is too small."""
+    needed = rows * (LIST_ROOM + bitmap_words(width))
+    if workspace.dtype != torch.int32 or workspace.numel() < needed:
+        raise ValueError(
+            f"Expected a workspace of {needed} int32, got {workspace.numel()} {workspace.dtype}"
+        )
+    lists, bitmaps = workspace.flatten()[:needed].split(
+        [rows * LIST_ROOM, needed - rows * LIST_ROOM]
+    )
+    return lists.view(rows, LIST_ROOM), bitmaps.view(rows, bitmap_words(width))
 
 
 def cdiv(a: int, b: int) -> int:

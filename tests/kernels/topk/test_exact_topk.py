@@ -5,7 +5,8 @@ import pytest
 import torch
 from mla_kernels import exact_topk, exact_topk_workspace
 from mla_kernels.topk import plan
-from mla_kernels.topk.triton import spread_launcher
+from mla_kernels.topk.api import MAX_K
+from mla_kernels.topk.triton import many_launcher, spread_launcher
 
 INF, NAN = float("inf"), float("nan")
 IMPLS = ["reference", "torch", "triton"]
@@ -101,6 +102,18 @@ def shared_rows(monkeypatch):
         monkeypatch.setattr(spread_launcher, "resident_programs", lambda device: 30)
 
 
+@pytest.fixture
+def many_rows(monkeypatch):
+    """Two rows are already more than there are SMs: each is listed, then searched."""
+    monkeypatch.setattr(many_launcher, "resident_programs", lambda device: 1)
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(plan, "LIST_ROOM", 256)
+        monkeypatch.setattr(many_launcher, "MAX_HELD", 0)
+
+
+HOW = ["short_levels", "shared_rows", "many_rows"]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("n", "k", "levels"), [(1000, 16, 1), (5003, 16, 2), (8192, 100, 2)])
 def test_levels_of_groups_lose_nothing(short_levels, n, k, levels, kind, device):
@@ -124,6 +137,59 @@ def test_rows_shared_by_programs_lose_nothing(shared_rows, n, k, chunk, kind, de
     scores = rows_of(kind, 3, n, torch.Generator().manual_seed(7))
     # Rows of one table have different numbers of programs.
     check(scores, k, "triton", device, torch.tensor([n, n // 2, 5], dtype=torch.int32))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("n", "k"), [(300, 100), (2003, 100), (4096, 16)])
+def test_many_rows_lose_nothing(many_rows, n, k, kind, device):
+    if device == "cuda":
+        n, k = 16 * n, 16 * k
+    g = torch.Generator().manual_seed(10)
+    scores = rows_of(kind, 4, n, g)
+    check(scores, k, "triton", device)
+    check(scores, k, "triton", device, torch.tensor([n - 1, n // 2, 7, 0], dtype=torch.int32))
+
+
+def hostile(room, k, n):
+    """Rows whose groups, the scores that are `room` apart, tell little of them."""
+    g = torch.Generator().manual_seed(11)
+    rows = torch.randn(8, n, generator=g)
+    group = torch.arange(n) % room
+    rows[0] = torch.where(group < k, rows[0] + 9, rows[0])  # the best are in k groups
+    rows[1] = torch.where(group < k // 2, rows[1], -INF)  # all are in fewer than k
+    rows[1, group < k // 2] = torch.arange(int((group < k // 2).sum())).float()
+    rows[2] = torch.where(group < k // 2, 1.0, -INF)
+    rows[2, room : 2 * room : 3] -= 2.0  # beside equal ones
+    rows[3, :3] = torch.tensor([1e30, -1e30, INF])  # some are far away
+    rows[4] = torch.randn(n // 64 + 1, generator=g).repeat_interleave(64)[:n]  # equal neighbours
+    rows[5] = torch.exp(40 * rows[5])  # of all sizes
+    rows[6] = torch.where(rows[6] > 1.5, rows[6], 0.25)  # the last are equal
+    rows[7] = torch.where(
+        torch.arange(n) < n - k - 3, 1.0, torch.nextafter(torch.ones(()), -rows[7])
+    )
+    return rows
+
+
+@pytest.mark.parametrize("k", [64, 100])
+def test_groups_may_tell_little_of_a_row(many_rows, k, device):
+    room = plan.LIST_ROOM
+    k = k * room // 256
+    check(hostile(room, k, 33 * room + 5), k, "triton", device)
+
+
+def test_when_rows_are_many(monkeypatch):
+    device = torch.device("cpu")
+    monkeypatch.setattr(many_launcher, "resident_programs", lambda device: 132)
+    assert many_launcher.are_many(133, 8193, device)
+    assert not many_launcher.are_many(132, 8193, device)  # an SM each
+    assert not many_launcher.are_many(4096, 8192, device)  # a program holds a row
+    monkeypatch.setattr(many_launcher, "resident_programs", lambda device: 0)
+    assert not many_launcher.are_many(4096, 8193, device)  # AMD
+
+
+def test_the_list_takes_more_than_can_be_chosen():
+    assert plan.LIST_ROOM >= 2 * MAX_K
+    assert plan.workspace_words(32768) >= plan.LIST_ROOM + 32768 // 32
 
 
 def test_shared_rows_of_one_length(shared_rows, device):
@@ -160,7 +226,7 @@ def test_the_longest_row(impl, kind, device):
     check(scores, 2048, impl, device)
 
 
-@pytest.mark.parametrize("how", ["short_levels", "shared_rows"])
+@pytest.mark.parametrize("how", HOW)
 def test_the_best_may_sit_in_one_group_or_one_in_each(how, device, request):
     request.getfixturevalue(how)
     n, k = 4096, 32
@@ -172,7 +238,7 @@ def test_the_best_may_sit_in_one_group_or_one_in_each(how, device, request):
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
-@pytest.mark.parametrize("how", ["short_levels", "shared_rows"])
+@pytest.mark.parametrize("how", HOW)
 def test_a_hundred_runs_agree(how, impl, device, request):
     request.getfixturevalue(how)
     interpreted = device == "cpu" and impl == "triton"  # slowly, and its programs in order
@@ -183,7 +249,7 @@ def test_a_hundred_runs_agree(how, impl, device, request):
         assert torch.equal(exact_topk(scores, 16, impl=impl), first)
 
 
-@pytest.mark.parametrize("how", ["short_levels", "shared_rows"])
+@pytest.mark.parametrize("how", HOW)
 def test_rows_may_be_strided_and_the_workspace_given(how, device, request):
     request.getfixturevalue(how)
     wide = rows_of("normal", 3, 3000, torch.Generator().manual_seed(5)).to(device)
@@ -241,7 +307,7 @@ def test_no_more_threads_than_keys(chunk):
     assert 32 * spread_launcher.spread_warps(chunk) <= chunk
 
 
-@pytest.mark.parametrize("how", ["short_levels", "shared_rows"])
+@pytest.mark.parametrize("how", HOW)
 def test_a_small_workspace_and_a_row_too_long_are_refused(how, device, request):
     request.getfixturevalue(how)
     scores = torch.zeros(2, 4000, device=device)

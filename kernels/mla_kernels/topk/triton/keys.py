@@ -12,6 +12,7 @@ from mla_kernels.topk import plan
 
 GROUP = tl.constexpr(plan.GROUP)
 UNSELECTABLE = tl.constexpr(0)
+LOWEST = tl.constexpr(0x00800000)  # of the finite scores
 
 
 @triton.jit
@@ -21,6 +22,13 @@ def ordered_key(x, counted=True):
     # -0 is not below 0.0: its bits are already the key of 0.
     key = tl.where(x < 0.0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
     return tl.where((x > float("-inf")) & counted, key, UNSELECTABLE)
+
+
+@triton.jit
+def score_of_key(key):
+    """uint32 key of at least LOWEST -> the fp32 score."""
+    bits = tl.where(key >= 0x80000000, key ^ 0x80000000, key ^ 0xFFFFFFFF)
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from mla_kernels.topk.plan import (
     next_power_of_2,
     topk_tiles,
 )
-from mla_kernels.topk.triton import spread_launcher
+from mla_kernels.topk.triton import many_launcher, spread_launcher
 from mla_kernels.topk.triton.select import group_max_kernel, select_kernel
 from mla_kernels.triton_common.launch import launch
 from mla_kernels.triton_common.runtime import INTERPRET
@@ -42,6 +42,11 @@ def exact_topk_triton(
     tiles = topk_tiles(width, k)
     arch = None if INTERPRET else device_arch(scores.device)
     pdl = arch is not None and arch.programmatic_launch
+    if not levels_ready and many_launcher.are_many(T, width, scores.device):
+        if workspace is None:
+            workspace = exact_topk_workspace(T, width, scores.device)
+        many_launcher.launch_many(scores, k, lengths, out, workspace, pdl=pdl)
+        return out
     level1 = level2 = None
     if tiles.levels:
         if workspace is None:

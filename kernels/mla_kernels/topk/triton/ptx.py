@@ -8,6 +8,8 @@ or stored must have at least as many as its program has threads.
 import triton
 import triton.language as tl
 
+from mla_kernels.topk.plan import LIST_ROOM
+
 BINS = tl.constexpr(1024)
 ROW = tl.constexpr(32)
 # Two sets of 1024 counters, one for what is not counted, 32 sums of rows; in bytes, and between.
@@ -45,6 +47,57 @@ STORE = tl.constexpr(
     }"""
 )
 
+POPCOUNT = tl.constexpr("popc.b32 $0, $1;")
+LIST = tl.constexpr(
+    f"""{{
+    .shared .align 16 .b32 topk_list[{LIST_ROOM}];
+    mov.u32 $0, topk_list;
+    }}"""
+)
+WRITE_WHERE = tl.constexpr(
+    """{
+    .reg .pred inside;
+    .reg .b32 address;
+    setp.ge.s32 inside, $2, 0;
+    mad.lo.s32 address, $2, 4, $1;
+    @inside st.shared.b32 [address], $3;
+    mov.b32 $0, 0;
+    }"""
+)
+STORE_LOWEST = """
+    setp.ne.b32 more, bits, 0;
+    setp.lt.and.s32 more, at, $5, more;
+    brev.b32 high, bits;
+    clz.b32 place, high;
+    add.s32 place, place, $4;
+    mad.lo.s32 address, at, 4, $1;
+    @more st.shared.b32 [address], place;
+    add.s32 at, at, 1;
+    sub.s32 high, bits, 1;
+    and.b32 bits, bits, high;
+"""
+STORE_BITS = tl.constexpr(
+    """{
+    .reg .pred more;
+    .reg .b32 bits, at, high, place, address;
+    mov.b32 at, $2;
+    mov.b32 bits, $3;
+"""
+    # Most have few bits: without jumps the steps of several elements overlap.
+    + 4 * STORE_LOWEST
+    + """
+    next_bit:
+    setp.ne.b32 more, bits, 0;
+    @!more bra no_more;
+"""
+    + STORE_LOWEST
+    + """
+    bra next_bit;
+    no_more:
+    mov.b32 $0, 0;
+    }"""
+)
+
 
 @triton.jit
 def run(code: tl.constexpr, constraints: tl.constexpr, args):
@@ -62,20 +115,29 @@ def other_counters(counters):
 
 
 @triton.jit
-def cleared_counters():
-    """Address of a set of counters, all zero."""
-    counters = run(COUNTERS, "=r", [])
+def reserve_counters():
+    """Address of the counters. Each call in a kernel takes 16 KB of shared memory."""
+    return run(COUNTERS, "=r", [])
+
+
+@triton.jit
+def clear_counters(counters):
+    """Zeroes a set of counters."""
     run(WRITE, "=r,r,r", [counters + bins() * 4, 0])
     tl.debug_barrier()
-    return counters
 
 
 @triton.jit
 def count_in_shared(counters, digits):
-    """[32] sums of the counts of 32 digits each (0..1023; 1024 is not counted); clears the other
-    set. Sums of integers do not depend on the order of the additions.
-    """
+    """Counts digits (0..1023; 1024 is not counted)."""
     run(COUNT, "=r,r", [counters + digits * 4])
+
+
+@triton.jit
+def sums_of_counts(counters):
+    """[32] sums of the counts of 32 digits each; clears the other set. Sums of integers do not
+    depend on the order of the additions.
+    """
     tl.debug_barrier()
     counts = run(READ, "=r,r", [counters + bins() * 4])
     sums = tl.sum(counts, axis=1)
@@ -146,3 +208,34 @@ def scatter(ptr, index, values):
     """ptr[index] = values where index >= 0, as the threads hold them. `tl.store` would exchange
     the values between the threads first."""
     run(STORE, "=r,l,r,r", [ptr.to(tl.int64), index, values])
+
+
+@triton.jit
+def popcount(x):
+    """How many bits of x are set."""
+    return run(POPCOUNT, "=r,r", [x])
+
+
+@triton.jit
+def reserve_list():
+    """Address of LIST_ROOM words of shared memory. Each call in a kernel takes them anew."""
+    return run(LIST, "=r", [])
+
+
+@triton.jit
+def read(address):
+    """Words in shared memory."""
+    return run(READ, "=r,r", [address])
+
+
+@triton.jit
+def write_where(list_at, index, values):
+    """list_at[index] = values where index >= 0."""
+    run(WRITE_WHERE, "=r,r,r,r", [list_at, index, values])
+
+
+@triton.jit
+def list_bits(list_at, at, bits, place, room):
+    """list_at[at], list_at[at + 1], ... = place + the number of each bit that is set; none from
+    `room` on."""
+    run(STORE_BITS, "=r,r,r,r,r,r", [list_at, at, bits, place, room])

@@ -20,7 +20,7 @@ from mla_kernels.topk.triton.keys import (
     ordered_key,
     store_keys,
 )
-from mla_kernels.topk.triton.ptx import again, scatter
+from mla_kernels.topk.triton.ptx import again, reserve_counters, scatter
 from mla_kernels.topk.triton.threshold import find_threshold, scan_rows
 
 
@@ -96,7 +96,10 @@ def store_top(
 
     Returns how many, a key that as many reach, and the largest key.
     """
-    keys, threshold, bound, top, total = find_threshold(keys, floor, top, K, N, PTX)
+    counters = 0
+    if PTX:
+        counters = reserve_counters()
+    keys, threshold, bound, top, total = find_threshold(keys, floor, top, counters, K, N, PTX)
     taken = keys >= threshold
     # Rows of 128, which a warp holds side by side.
     ranks = scan_rows(tl.reshape(taken.to(tl.int32), (N // 128, 128)))

@@ -10,6 +10,8 @@ from mla_kernels.topk.triton.launcher import (
     select_constants,
     select_warps,
 )
+from mla_kernels.topk.triton.many import many_rows_kernel
+from mla_kernels.topk.triton.many_launcher import many_constants, many_options
 from mla_kernels.topk.triton.select import group_max_kernel, select_kernel
 from mla_kernels.topk.triton.spread import OUTPUT, clear_state_kernel, spread_topk_kernel
 from mla_kernels.topk.triton.spread_launcher import (
@@ -28,9 +30,10 @@ SHAPES = ((2048, 64), (8192, 2048), (16384, 2048), (32768, 2048), (131072, 2048)
 def specialisations(arch: Arch) -> list[KernelSpec]:
     group_max = [_group_max(arch, width) for width in (131072, 2**20)]
     specs = [_select(arch, width, k) for width, k in SHAPES] + group_max
-    if arch.sm == 0:  # AMD: rows are not shared (spread_launcher.resident_programs)
+    if arch.sm == 0:  # AMD: a program a row, held (spread_launcher.resident_programs)
         return specs
-    return specs + [_spread(arch, chunk) for chunk in SPREAD_CHUNKS] + [_clear(arch)]
+    shared = [_spread(arch, chunk) for chunk in SPREAD_CHUNKS]
+    return specs + [_many(arch, k) for k in (64, 2048)] + shared + [_clear(arch)]
 
 
 def _select(arch: Arch, width: int, k: int) -> KernelSpec:
@@ -56,6 +59,27 @@ def _select(arch: Arch, width: int, k: int) -> KernelSpec:
             "launch_pdl": arch.programmatic_launch,
         },
         quick=width in (8192, 131072),
+    )
+
+
+def _many(arch: Arch, k: int) -> KernelSpec:
+    pointers = {
+        "scores_ptr": "*fp32",
+        "lengths_ptr": "*i32",
+        "bitmap_ptr": "*i32",
+        "list_ptr": "*i32",
+        "out_ptr": "*i32",
+    }
+    strides = {"stride_scores": "i32", "stride_bitmap": "i32", "stride_out": "i32"}
+    pdl = arch.programmatic_launch
+    return KernelSpec(
+        name=f"exact_topk/many/{k}",
+        fn=many_rows_kernel,
+        signature={**pointers, "width": "i32", **strides},
+        constexprs=many_constants(k, has_lengths=True, ptx=True, pdl=pdl),
+        aligned=(*pointers, "width", *strides),
+        options=many_options(pdl=pdl),
+        quick=k == 2048,
     )
 
 

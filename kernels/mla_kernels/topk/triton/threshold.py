@@ -14,9 +14,8 @@ from mla_kernels.topk.triton import ptx
 BITS = tl.constexpr(10)
 BINS = tl.constexpr(1024)
 ROW = tl.constexpr(32)
-# A word that describes an entry: FOUND, 11 bits of keys above it, EXACT, its number.
+# A word that describes an entry: FOUND, 11 bits of keys above it, its number.
 FOUND = tl.constexpr(1 << 24)
-EXACT = tl.constexpr(1 << 11)
 
 
 @triton.jit
@@ -32,19 +31,29 @@ def find_entry(counts, wanted):
     """The entry of [ROW] counts in which the running sum reaches `wanted`, as a word; 0: none."""
     reach = tl.cumsum(counts, axis=0)
     above = reach - counts
-    word = FOUND | (above << 12) | tl.where(reach == wanted, EXACT, 0) | tl.arange(0, ROW)
+    word = FOUND | (above << 12) | tl.arange(0, ROW)
     return tl.sum(tl.where((above < wanted) & (reach >= wanted), word, 0))
 
 
 @triton.jit
-def find_bin(digits, counted, wanted, counters, PTX: tl.constexpr):
-    """(keys above the bin in which `wanted` counted digits are reached, EXACT or 0, the bin, -1 if
+def count_digits(counts, digits, counted, counters, PTX: tl.constexpr):
+    """Adds digits (0 to BINS - 1) to the [BINS] counts, or to the counters in shared memory."""
+    if PTX:  # Triton's own histogram goes through every bin for every key
+        ptx.count_in_shared(counters, tl.where(counted, digits, BINS))
+    else:
+        counts += tl.histogram(digits, BINS, mask=counted)
+    return counts
+
+
+@triton.jit
+def find_in_counts(counts, wanted, counters, PTX: tl.constexpr):
+    """(keys above the bin in which `wanted` counted digits are reached, keys in it, the bin, -1 if
     fewer were counted; how many were counted). Two steps: which row of ROW bins, which of these.
     """
-    if PTX:  # Triton's own histogram goes through every bin for every key
-        sums = ptx.count_in_shared(counters, tl.where(counted, digits, BINS))
+    if PTX:
+        sums = ptx.sums_of_counts(counters)
     else:
-        counts = tl.reshape(tl.histogram(digits, BINS, mask=counted), (ROW, ROW))
+        counts = tl.reshape(counts, (ROW, ROW))
         sums = tl.sum(counts, axis=1)
     row = find_entry(sums, wanted)
     above = (row >> 12) & 0x7FF
@@ -55,8 +64,9 @@ def find_bin(digits, counted, wanted, counters, PTX: tl.constexpr):
         fine = tl.sum(tl.where(chosen, counts, 0), axis=0)
     word = find_entry(fine, wanted - above)
     above += (word >> 12) & 0x7FF
+    inside = tl.sum(tl.where(tl.arange(0, ROW) == (word & (ROW - 1)), fine, 0))
     number = tl.where(row > 0, (row & (ROW - 1)) * ROW + (word & (ROW - 1)), -1)
-    return above, word & EXACT, number, tl.sum(sums)
+    return above, inside, number, tl.sum(sums)
 
 
 @triton.jit
@@ -68,18 +78,18 @@ def digit_shift(span):
 
 
 @triton.jit
-def find_threshold(keys, floor, top, K: tl.constexpr, N: tl.constexpr, PTX: tl.constexpr):
+def find_threshold(keys, floor, top, counters, K: tl.constexpr, N: tl.constexpr, PTX: tl.constexpr):
     """(keys, threshold, bound, top, total): the top K of the N keys are those that reach
     `threshold` after the call, `total` of them; K reached `bound` before it, or it is 1.
 
-    floor   keys below it do not count; at least 1
-    top     the largest key; 0: not known
+    floor     keys below it do not count; at least 1
+    top       the largest key; 0: not known
+    counters  from `ptx.reserve_counters`
     """
     if top == 0:
         top = tl.max(keys)
-    counters = 0
     if PTX:
-        counters = ptx.cleared_counters()
+        ptx.clear_counters(counters)
     lo = floor
     hi = tl.maximum(top, floor)
     bound = floor
@@ -90,9 +100,14 @@ def find_threshold(keys, floor, top, K: tl.constexpr, N: tl.constexpr, PTX: tl.c
     searching = hi < 0xFFFFFFFF
     while searching:
         rest = hi - keys  # bin 0 is the highest
-        above, exact, number, count = find_bin(
-            (rest >> shift).to(tl.int32), rest <= hi - lo, wanted, counters, PTX
+        counts = count_digits(
+            tl.zeros((BINS,), tl.int32),
+            (rest >> shift).to(tl.int32),
+            rest <= hi - lo,
+            counters,
+            PTX,
         )
+        above, inside, number, count = find_in_counts(counts, wanted, counters, PTX)
         if PTX:
             counters = ptx.other_counters(counters)
         if number >= 0:
@@ -100,7 +115,7 @@ def find_threshold(keys, floor, top, K: tl.constexpr, N: tl.constexpr, PTX: tl.c
             hi -= number.to(tl.uint32) << shift
             lo = hi - tl.minimum(hi - lo, (tl.full((), 1, tl.uint32) << shift) - 1)
             bound = tl.where(hi > N, lo, bound)  # no key is as small as a place
-            searching = exact == 0
+            searching = inside > wanted
             if searching & (shift == 0):  # equal keys: the first ones
                 place = N - tl.arange(0, N).to(tl.uint32)
                 keys = tl.where(keys > hi, 0xFFFFFFFF, tl.where(keys == hi, place, 0))
