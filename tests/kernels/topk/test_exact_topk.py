@@ -108,7 +108,7 @@ def many_rows(monkeypatch):
     monkeypatch.setattr(many_launcher, "resident_programs", lambda device: 1)
     if not torch.cuda.is_available():
         monkeypatch.setattr(plan, "LIST_ROOM", 256)
-        monkeypatch.setattr(many_launcher, "MAX_HELD", 0)
+        monkeypatch.setattr(plan, "MAX_TOP", 128)
 
 
 HOW = ["short_levels", "shared_rows", "many_rows"]
@@ -180,11 +180,11 @@ def test_groups_may_tell_little_of_a_row(many_rows, k, device):
 def test_when_rows_are_many(monkeypatch):
     device = torch.device("cpu")
     monkeypatch.setattr(many_launcher, "resident_programs", lambda device: 132)
-    assert many_launcher.are_many(133, 8193, device)
-    assert not many_launcher.are_many(132, 8193, device)  # an SM each
-    assert not many_launcher.are_many(4096, 8192, device)  # a program holds a row
+    assert many_launcher.are_many(133, 16385, 64, device)
+    assert not many_launcher.are_many(132, 16385, 64, device)  # an SM each
+    assert not many_launcher.are_many(4096, 16384, 64, device)  # a program holds a row
     monkeypatch.setattr(many_launcher, "resident_programs", lambda device: 0)
-    assert not many_launcher.are_many(4096, 8193, device)  # AMD
+    assert not many_launcher.are_many(4096, 16385, 64, device)  # AMD
 
 
 def test_the_list_takes_more_than_can_be_chosen():

@@ -42,7 +42,7 @@ def exact_topk_triton(
     tiles = topk_tiles(width, k)
     arch = None if INTERPRET else device_arch(scores.device)
     pdl = arch is not None and arch.programmatic_launch
-    if not levels_ready and many_launcher.are_many(T, width, scores.device):
+    if not levels_ready and many_launcher.are_many(T, width, k, scores.device):
         if workspace is None:
             workspace = exact_topk_workspace(T, width, scores.device)
         many_launcher.launch_many(scores, k, lengths, out, workspace, pdl=pdl)

@@ -6,21 +6,19 @@ from typing import Any
 import torch
 
 from mla_kernels.topk import plan
-from mla_kernels.topk.plan import list_views, next_power_of_2
+from mla_kernels.topk.plan import list_views, next_power_of_2, topk_tiles
 from mla_kernels.topk.triton.many import many_rows_kernel
 from mla_kernels.topk.triton.spread_launcher import resident_programs
 from mla_kernels.triton_common.launch import launch
 from mla_kernels.triton_common.runtime import INTERPRET
 
-# Rows of up to that many scores are held as a whole: 97 us beside 158 for 4096 rows of 8192.
-MAX_HELD = 8192
 # Halves of a word of the bitmap that are expanded at once.
 HALVES = 2048
 
 
-def are_many(rows: int, width: int, device: torch.device) -> bool:
-    """Whether rows of this width are for this kernel: more than there are SMs, and long."""
-    return width > MAX_HELD and rows > resident_programs(device) > 0
+def are_many(rows: int, width: int, k: int, device: torch.device) -> bool:
+    """Whether rows are for this kernel: more than there are SMs, and too long to be held."""
+    return topk_tiles(width, k).levels > 0 and rows > resident_programs(device) > 0
 
 
 def launch_many(
