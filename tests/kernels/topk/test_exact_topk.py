@@ -158,8 +158,8 @@ def hostile(room, k, n):
     rows[0] = torch.where(group < k, rows[0] + 9, rows[0])  # the best are in k groups
     rows[1] = torch.where(group < k // 2, rows[1], -INF)  # all are in fewer than k
     rows[1, group < k // 2] = torch.arange(int((group < k // 2).sum())).float()
-    rows[2] = torch.where(group < k // 2, 1.0, -INF)
-    rows[2, room : 2 * room : 3] -= 2.0  # beside equal ones
+    rows[2] = torch.where(group < k // 2, -1.0, -INF)
+    rows[2, : k // 2] = 1.0  # the best of each is the same
     rows[3, :3] = torch.tensor([1e30, -1e30, INF])  # some are far away
     rows[4] = torch.randn(n // 64 + 1, generator=g).repeat_interleave(64)[:n]  # equal neighbours
     rows[5] = torch.exp(40 * rows[5])  # of all sizes
