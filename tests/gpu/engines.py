@@ -11,6 +11,8 @@ from mla_backend import compat
 VLLM = compat.parse_version(compat.installed_vllm_version() or "")
 # Since then the second model runner is the default, and V3.2's indexer is a function.
 SECOND_RUNNER = FUSED_INDEXER = VLLM is not None and VLLM >= (0, 29)
+# With drafts a block's hash covers the token behind it, on which its draft layer's rows depend.
+HASHED_LOOKAHEAD = VLLM is not None and VLLM >= (0, 33)
 VOCAB = 2048
 DRAFTS = 3
 # Stock backends of vLLM that run on sm_90.

@@ -10,7 +10,7 @@ heads and fp8_ds_mla rows, which engines give to the portable kernel everywhere.
 """
 
 import pytest
-from engines import FUSED_INDEXER
+from engines import FUSED_INDEXER, HASHED_LOOKAHEAD
 from oracle import NOISE, distance, divergences
 from test_features import done, our_kernels, scenario
 from test_parity import outputs_of
@@ -49,7 +49,8 @@ def test_short_prompts_are_expanded_unless_told_otherwise(mode, engines):
 
 def test_few_heads_part_from_stock_at_near_ties(engines, checkpoint, parity_table):
     """The bar of the distances is the Hopper kernel: vLLM's backend prefills prompts of up to 2048
-    tokens with keys that are not quantised, ours does so from vLLM 0.29 on."""
+    tokens with keys that are not quantised, ours does so from vLLM 0.29 on. Not by the 99th
+    percentile, which drawing requests anew moves by up to 7 %: `tail` moves by 2 to 4."""
     path = checkpoint("v3.2 few")
     names = ("CUSTOM v3.2 few", "FLASHMLA_SPARSE v3.2 few", "CUSTOM v3.2 few hopper")
     ours, theirs, padded = (outputs_of(engines(name)) for name in names)
@@ -60,7 +61,7 @@ def test_few_heads_part_from_stock_at_near_ties(engines, checkpoint, parity_tabl
         parity_table(name, d, gaps, len(ours))
         assert all(gap <= 2 * stock.max for gap in gaps), (name, gaps, stock)
     assert mine.mean <= NOISE * bar.mean
-    assert mine.p99 <= NOISE * bar.p99
+    assert mine.tail <= NOISE * bar.tail
 
 
 @pytest.mark.parametrize(
@@ -102,8 +103,10 @@ def test_sparse_prompts_are_chunked_and_prefixes_hit(name, engines):
     result = engines(name)
     # 6500 prompt tokens in steps of 512 at most, and 95 more tokens; of drafts few are right.
     assert done(result, "plain")["sparse_steps"] > 12 + 95 // 2
-    hit = 1024 - 64 * ("mtp" in name)  # with drafts vLLM computes the last block again
-    assert [o["cached"] for o in scenario(result, "prefix")["outputs"]] == [hit] * 4
+    hits = [1024] * 4
+    if "mtp" in name:  # the last block is computed again, unless one is cached that went on alike
+        hits = [960, *(1024 if HASHED_LOOKAHEAD else 960 for _ in range(3))]
+    assert [o["cached"] for o in scenario(result, "prefix")["outputs"]] == hits
 
 
 @pytest.mark.parametrize(

@@ -58,18 +58,6 @@ def test_the_hopper_kernel_needs_triton_too(gpu, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("cache", "impl"),
-    [(torch.bfloat16, "hopper"), (torch.float8_e4m3fn, "triton"), (torch.uint8, "triton")],
-)
-def test_what_triton_3_8_does_not_compile_is_not_chosen(gpu, monkeypatch, cache, impl):
-    gpu(90)
-    monkeypatch.setattr("triton.__version__", "3.8.0")
-    chosen = choice.choose_decode_impl("auto", GPU, kv_cache_dtype=cache)
-    assert chosen.impl == impl
-    assert ("does not compile with triton 3.8.0" in chosen.reason) == (impl == "triton")
-
-
-@pytest.mark.parametrize(
     ("rows", "kv_format", "rescale", "tile"),
     [
         (1, "fp8", "pow2", 16),

@@ -29,9 +29,6 @@ def refusal(
         return f"it needs a cache of {list(FORMATS.values())}, got {kv_cache_dtype}"
     if rescale not in RESCALES:
         return f"it rescales by {list(RESCALES)}, got {rescale!r}"
-    # Triton 3.8 alone refuses the views of shared memory that these take.
-    if kv_cache_dtype != torch.bfloat16 and triton.__version__.startswith("3.8."):
-        return f"with fp8 caches it does not compile with triton {triton.__version__}"
     return None
 
 

@@ -55,7 +55,7 @@ DS_MLA_ROPE = gl.constexpr(Fp8DsMlaLayout().rope_offset // 2)
 
 @gluon.jit(do_not_specialize=["table_stride", "num_rows", "num_heads", "s_q"])
 def hopper_fp8_kernel(
-    q_desc,  # latent part [B, s_q * H, 512] bf16, boxes [1, N, 512]
+    q_desc,  # latent part [B, s_q * H, 512] bf16, boxes [1, N, query_box(N)]
     q_rope_desc,  # rope part [B, s_q * H, 64] bf16, boxes [1, N, 64]
     kv_desc,  # the cache's rows as 16-bit units, boxes [64, 128]
     rope_desc,  # the same, boxes [64, 32]; fp8_ds_mla: [64, 64]
@@ -92,7 +92,10 @@ def hopper_fp8_kernel(
     start = read_start(parts)
     ring_a = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, BLOCK, 128], rows_of(128))
     ring_b = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, BLOCK, 128], rows_of(128))
-    query = gl.allocate_shared_memory(gl.float16, [9, N, 64], rows_of(64))  # the last: rope
+    query = gl.allocate_shared_memory(gl.float16, [8 if N < 64 else 9, N, 64], rows_of(64))
+    query_rope = query  # its last block
+    if N < 64:
+        query_rope = gl.allocate_shared_memory(gl.float16, [1, N, 64], rows_of(64))
     if GROUPED:
         rope_ring = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, BLOCK, 64], rows_of(64))
         scale_ring = gl.allocate_shared_memory(gl.float32, [SLOTS, BLOCK, 4], SCALES)
@@ -131,7 +134,7 @@ def hopper_fp8_kernel(
             (scores_warpgroup, (
                 q_desc, q_rope_desc, kv_scale,
                 start, requests, seq_lens, table, table_stride, lse, part_sums, scale_log2,
-                query, full_q, tops, full_tops, ready_q, row_scales,
+                query, query_rope, full_q, tops, full_tops, ready_q, row_scales,
                 ring_a, ring_b, rope_ring, scale_ring, ratios,
                 full_a, full_b, p_ring, bases, factors, moved, decided,
                 full_p, empty_p, sums, limits, zeros, full_sums, inverse, full_out, empty_out,
@@ -155,7 +158,7 @@ def hopper_fp8_kernel(
             (scores_warpgroup, (
                 q_desc, q_rope_desc, kv_scale,
                 start, requests, seq_lens, table, table_stride, lse, part_sums, scale_log2,
-                query, full_q, tops, full_tops, ready_q, row_scales,
+                query, query_rope, full_q, tops, full_tops, ready_q, row_scales,
                 ring_a, ring_b, rope_ring, scale_ring, ratios,
                 full_a, full_b, p_ring, bases, factors, moved, decided,
                 full_p, empty_p, sums, limits, zeros, full_sums, inverse, full_out, empty_out,

@@ -10,6 +10,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from mla_kernels.decode.call import DecodeCall
 from mla_kernels.decode.hopper.fp8.kernel import hopper_fp8_kernel
 from mla_kernels.decode.hopper.fp8.operands import rows_of
+from mla_kernels.decode.hopper.fp8.query import query_box
 from mla_kernels.decode.hopper.layouts import QUERY_TILE, SCALES
 from mla_kernels.decode.hopper.support import FORMATS
 from mla_kernels.decode.query import row_parts
@@ -22,6 +23,7 @@ def launch_fp8(call: DecodeCall, config: dict[str, Any]) -> None:
     """One CTA a tile of config["N"] query rows and part of the plan; split requests are left to the
     merge. out is contiguous bf16, kv_cache [num_blocks, 64, width] is contiguous."""
     kv_cache = call.kv_cache
+    rows = config["N"]
     latent, rope = row_parts(call.q, call.out.shape[-1])
     units = kv_cache.view(-1, kv_cache.shape[-1]).view(torch.bfloat16)
     kv_format = FORMATS[kv_cache.dtype]
@@ -32,9 +34,9 @@ def launch_fp8(call: DecodeCall, config: dict[str, Any]) -> None:
         scale_desc = TensorDescriptor.from_tensor(units.view(torch.float32), [64, 4], SCALES.value)
     launch(
         hopper_fp8_kernel,
-        (triton.cdiv(call.rows, config["N"]), call.plan.parts.shape[0]),
-        TensorDescriptor.from_tensor(latent, [1, config["N"], 512], QUERY_TILE.value),
-        TensorDescriptor.from_tensor(rope, [1, config["N"], 64], QUERY_TILE.value),
+        (triton.cdiv(call.rows, rows), call.plan.parts.shape[0]),
+        TensorDescriptor.from_tensor(latent, [1, rows, query_box(rows)], QUERY_TILE.value),
+        TensorDescriptor.from_tensor(rope, [1, rows, 64], QUERY_TILE.value),
         kv_desc,
         TensorDescriptor.from_tensor(units, [64, rope_width], rows_of(rope_width)),
         scale_desc,

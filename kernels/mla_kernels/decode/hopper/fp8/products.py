@@ -16,16 +16,15 @@ from mla_kernels.decode.hopper.fp8.operands import (
     by_column,
     halves,
     key_units,
-    rows_of,
     scaled,
     value_units,
 )
-from mla_kernels.triton_common.gluon_compat import reinterpret
+from mla_kernels.decode.hopper.fp8.query import last_block, rope_of
 
 
 @gluon.jit
 def tile_scores(
-    ring_a, ring_b, rope_ring, slot, query, zero, scales, inverse,
+    ring_a, ring_b, rope_ring, slot, query, query_rope, zero, scales, inverse,
     N: gl.constexpr, ADDENDS: gl.constexpr, AHEAD: gl.constexpr, GROUPED: gl.constexpr,
 ):  # fmt: skip
     """S^T [64, N], as ADDENDS: products of few heads take longer to follow one another in one sum
@@ -41,12 +40,15 @@ def tile_scores(
     units = key_units(ring_a, ring_b, rope_ring, slot, 0, OPERAND)
     s_rope = s
     if GROUPED:
-        rope_q = reinterpret(query.index(8), gl.bfloat16, [N, 64], rows_of(64))
+        rope_q = rope_of(query_rope)
         s_rope = warpgroup_mma(
             rope_ring.index(slot), rope_q.permute((1, 0)), s, use_acc=False, is_async=True
         )
     for c in gl.static_range(CHUNKS):
-        block = query.index(zero + c // 2)
+        if c < 16:
+            block = query.index(zero + c // 2)
+        else:
+            block = last_block(query_rope, zero)
         b_a = block.slice(c % 2 * 32, 16, dim=1).permute((1, 0))
         b_b = block.slice(c % 2 * 32 + 16, 16, dim=1).permute((1, 0))
         later = units
@@ -85,7 +87,7 @@ def tile_scores(
 
 @gluon.jit
 def group_scores(
-    ring_a, ring_b, rope_ring, slot, query, zero, N: gl.constexpr, AHEAD: gl.constexpr
+    ring_a, ring_b, rope_ring, slot, query, query_rope, zero, N: gl.constexpr, AHEAD: gl.constexpr
 ):  # fmt: skip
     """S^T [64, N] of each group of 128 columns, without its scales, and of the rope columns. Groups
     of both halves in turn, as products of few heads take longer to follow one another in one sum.
@@ -93,7 +95,7 @@ def group_scores(
     zero    as in tile_scores"""
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator(N), 2)
     none = gl.zeros([64, N], gl.float32, accumulator(N))
-    rope_q = reinterpret(query.index(8), gl.bfloat16, [N, 64], rows_of(64))
+    rope_q = rope_of(query_rope)
     rope = warpgroup_mma(
         rope_ring.index(slot), rope_q.permute((1, 0)), none, use_acc=False, is_async=True
     )

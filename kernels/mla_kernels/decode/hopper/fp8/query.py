@@ -8,21 +8,47 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from mla_kernels.decode.hopper.fp8.operands import rows_of
 from mla_kernels.decode.hopper.layouts import QUERY_TILE
 from mla_kernels.decode.triton.few_rows.operands import powers_of_two
-from mla_kernels.triton_common.gluon_compat import reinterpret, tma_load
+from mla_kernels.triton_common.gluon_compat import (
+    PARTIAL_VIEWS,
+    first_part,
+    reinterpret,
+    tma_load,
+)
 
 GROUP = gl.constexpr(32)  # columns that one thread reorders: two B operands of a product
 
 
+@gluon.constexpr_function
+def query_box(n):
+    """Columns of the latent part that are loaded at once: all, which takes least code, where the
+    blocks of `n` rows that they fill can be seen as one tile."""
+    return 512 if n < 64 or PARTIAL_VIEWS.value else 64
+
+
 @gluon.jit
-def load_query(q_desc, q_rope_desc, request, query, full):
-    """A request's rows of this program as they are, in blocks of 64 columns, the last of which is
-    the rope part; rows past its last are zero."""
+def last_block(query_rope, zero):
+    """The rope part of the query: a block of its own, or with 64 rows behind those of the latent
+    part, as they are converted alike.
+
+    zero    0, or 0 from shared memory, as in products.py"""
+    return query_rope.index(zero + query_rope.shape[0] - 1)
+
+
+@gluon.jit
+def load_query(q_desc, q_rope_desc, request, query, query_rope, full):
+    """A request's rows of this program as they are, in blocks of 64 columns; rows past its last are
+    zero."""
     N: gl.constexpr = query.shape[1]
     row = gl.program_id(0) * N
     mbarrier.expect(full, N * 576 * 2)
-    box = reinterpret(query, gl.bfloat16, [1, N, 512], QUERY_TILE)
-    tma_load(q_desc, [request, row, 0], full, box)
-    box = reinterpret(query.index(8), gl.bfloat16, [1, N, 64], QUERY_TILE)
+    if query_box(N) == 512:
+        box = first_part(query, gl.bfloat16, [1, N, 512], QUERY_TILE)
+        tma_load(q_desc, [request, row, 0], full, box)
+    else:
+        for i in gl.static_range(8):
+            box = reinterpret(query.index(i), gl.bfloat16, [1, N, 64], QUERY_TILE)
+            tma_load(q_desc, [request, row, 64 * i], full, box)
+    box = reinterpret(last_block(query_rope, 0), gl.bfloat16, [1, N, 64], QUERY_TILE)
     tma_load(q_rope_desc, [request, row, 0], full, box)
 
 
@@ -80,15 +106,17 @@ def pairs_apart(x):
 
 @gluon.jit
 def wide_blocks(query):
-    """[9, N, 64] as blocks of 4096 elements, 32 a thread; with 64 rows the rope part is one."""
+    """Blocks of 4096 elements, 32 a thread; with 64 rows the rope part is one."""
     N: gl.constexpr = query.shape[1]
-    return reinterpret(query, gl.bfloat16, [9 * N // 64, N, 4096 // N], rows_of(64))
+    COUNT: gl.constexpr = query.shape[0] * N // 64
+    return reinterpret(query, gl.bfloat16, [COUNT, N, 4096 // N], rows_of(64))
 
 
 @gluon.jit
-def rope_of(query):
-    N: gl.constexpr = query.shape[1]
-    return reinterpret(query.index(8), gl.bfloat16, [N, 64], rows_of(64))
+def rope_of(query_rope):
+    """[N, 64] bf16."""
+    N: gl.constexpr = query_rope.shape[1]
+    return reinterpret(last_block(query_rope, 0), gl.bfloat16, [N, 64], rows_of(64))
 
 
 @gluon.jit
@@ -105,11 +133,13 @@ def largest_of_thread(x):
 
 
 @gluon.jit
-def convert_query(query, tops, full_tops, phase, zero, ME: gl.constexpr, GROUPED: gl.constexpr):
-    """Turn half of the bf16 query rows in [9, N, 64] into B operands in place: fp16 below 2 in
-    size, `pairs_apart`. Returns the power of two that this took away, which both warpgroups agree
-    on by way of `tops`. With the second half the rope part likewise; if GROUPED it stays bf16, as
-    it is ordered.
+def convert_query(
+    query, query_rope, tops, full_tops, phase, zero, ME: gl.constexpr, GROUPED: gl.constexpr
+):  # fmt: skip
+    """Turn half of the bf16 query rows, by blocks, into B operands in place: fp16 below 2 in size,
+    `pairs_apart`. Returns the power of two that this took away, which both warpgroups agree on by
+    way of `tops`. With the second half the rope part likewise; if GROUPED it stays bf16, as it is
+    ordered.
 
     zero    0, from shared memory: the compiler may not unroll the loops. This code runs once a
             segment, and fetching instructions is what it takes time for"""
@@ -126,7 +156,7 @@ def convert_query(query, tops, full_tops, phase, zero, ME: gl.constexpr, GROUPED
         most = larger(blocks.index(g).load(L), most)
     if ME == 1 and N < 64:
         ROPE: gl.constexpr = by_groups(N, 64)
-        rope = gl.abs(rope_of(query).load(ROPE).to(gl.float32))
+        rope = gl.abs(rope_of(query_rope).load(ROPE).to(gl.float32))
         top = gl.max(gl.reshape(rope, [N * 64]), 0)
     else:
         top = gl.to_tensor(0.0)
@@ -140,8 +170,8 @@ def convert_query(query, tops, full_tops, phase, zero, ME: gl.constexpr, GROUPED
         values = pairs_apart(to_f16(times(blocks.index(g).load(L), down)))
         blocks.index(g).store(values.to(gl.bfloat16, bitcast=True))
     if ME == 1 and N < 64:
-        values = times(rope_of(query).load(ROPE), down)
+        values = times(rope_of(query_rope).load(ROPE), down)
         if not GROUPED:
             values = pairs_apart(to_f16(values)).to(gl.bfloat16, bitcast=True)
-        rope_of(query).store(values)
+        rope_of(query_rope).store(values)
     return up

@@ -66,7 +66,7 @@ def follow(sums, factors, moved):
 def scores_warpgroup(
     q_desc, q_rope_desc, kv_scale,
     start, requests, seq_lens, table, table_stride, lse, part_sums, scale_log2,
-    query, full_q, tops, full_tops, ready_q, row_scales, ring_a, ring_b, rope_ring,
+    query, query_rope, full_q, tops, full_tops, ready_q, row_scales, ring_a, ring_b, rope_ring,
     scale_ring, ratios, full_a, full_b, p_ring, bases, factors, moved, decided, full_p, empty_p,
     sums, limits, zeros, full_sums, inverse, full_out, empty_out, num_rows, num_heads, s_q,
     ME: gl.constexpr, N: gl.constexpr, SLOTS: gl.constexpr,
@@ -90,7 +90,7 @@ def scores_warpgroup(
         start, seq_lens, requests, table, table_stride, CHUNKED
     )
     if ME == 0 and request <= plan.last:
-        load_query(q_desc, q_rope_desc, request, query, full_q)
+        load_query(q_desc, q_rope_desc, request, query, query_rope, full_q)
     while request <= plan.last:
         length = gl.load(seq_lens + request)
         mbarrier.wait(full_q, segment & 1)
@@ -100,7 +100,7 @@ def scores_warpgroup(
                 behind = length - (s_q - 1) + row // num_heads
                 limits.store(gl.minimum(behind, hi * BLOCK))
         zero = gl.max(zeros.load(ONE), 0)
-        up = convert_query(query, tops, full_tops, segment & 1, zero, ME, GROUPED)
+        up = convert_query(query, query_rope, tops, full_tops, segment & 1, zero, ME, GROUPED)
         if ME == 0:
             row_scales.store(gl.full([1], 0.0, gl.float32, ONE) + scale_log2 * cache_scale * up)
         fence_async_shared()
@@ -135,11 +135,13 @@ def scores_warpgroup(
                 inverse_scale = 1.0 / largest
             zero = gl.max(zeros.load(ONE), 0)
             if ADDENDS == 4:
-                groups = group_scores(ring_a, ring_b, rope_ring, i, query, zero, N, AHEAD)
+                groups = group_scores(
+                    ring_a, ring_b, rope_ring, i, query, query_rope, zero, N, AHEAD
+                )
                 x = sum_of_groups(groups, scales)
             else:
                 x = tile_scores(
-                    ring_a, ring_b, rope_ring, i, query, zero, scales, inverse_scale,
+                    ring_a, ring_b, rope_ring, i, query, query_rope, zero, scales, inverse_scale,
                     N, ADDENDS, AHEAD, GROUPED,
                 )  # fmt: skip
             row_scale = gl.max(row_scales.load(ONE), 0)
@@ -168,8 +170,8 @@ def scores_warpgroup(
             WEIGHT: gl.constexpr = highs.type.layout
             above = highs - along_pairs(base, WEIGHT)
             rows = p_ring.index(PLANES * ME)  # nobody reads it now
-            votes = rows.slice(0, max(8, 256 // N), dim=0)
-            moves = any_moves(above, reinterpret(votes, gl.int32, [32, 4], SCALES_READ))
+            votes = reinterpret(rows, gl.int32, [N // 4, 32, 4], SCALES_READ).index(0)
+            moves = any_moves(above, votes)
             moved.index(ME).store(gl.full([1], 0, gl.int32, ONE) + moves)
             if moves != 0:
                 most = gl.convert_layout(most_of_warps(x), COLUMNS)
@@ -208,7 +210,7 @@ def scores_warpgroup(
             mbarrier.wait(decided.index(OTHER), (last >> 1) & 1)
             # The last scores are made: nobody reads this query any more.
             if after <= plan.last:
-                load_query(q_desc, q_rope_desc, after, query, full_q)
+                load_query(q_desc, q_rope_desc, after, query, query_rope, full_q)
             weight = follow(weight, factors.index(OTHER), moved.index(OTHER))
         total = gl.convert_layout(of_rows(weight), ONE)
         if ME == 1:

@@ -5,6 +5,7 @@ from mla_kernels.arch import Arch
 from mla_kernels.decode.hopper.fp8.configs import CONFIGS
 from mla_kernels.decode.hopper.fp8.kernel import hopper_fp8_kernel
 from mla_kernels.decode.hopper.fp8.operands import rows_of
+from mla_kernels.decode.hopper.fp8.query import query_box
 from mla_kernels.decode.hopper.layouts import QUERY_TILE, SCALES
 from mla_kernels.offline.spec import KernelSpec
 
@@ -58,7 +59,9 @@ def specialisations(arch: Arch) -> list[KernelSpec]:
 def descriptors(kv_format: str, n: int) -> dict[str, str]:
     """Types of the TMA descriptors of launcher.py."""
     units = f"tensordesc<bf16[64, 128],{rows_of(128)!r}>"
-    query, rope_query = (f"tensordesc<bf16[1, {n}, {w}],{QUERY_TILE.value!r}>" for w in (512, 64))
+    query, rope_query = (
+        f"tensordesc<bf16[1, {n}, {width}],{QUERY_TILE.value!r}>" for width in (query_box(n), 64)
+    )
     both = {"q_desc": query, "q_rope_desc": rope_query, "kv_desc": units}
     if kv_format == "fp8":
         rope = f"tensordesc<bf16[64, 32],{rows_of(32)!r}>"
