@@ -9,6 +9,9 @@ from mla_kernels.arch import ARCHS
 from mla_kernels.offline.check import check
 from mla_kernels.offline.compiler import compile_spec
 from mla_kernels.offline.spec import KernelSpec
+from mla_kernels.triton_common.gluon_compat import reinterpret
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 
 @triton.jit
@@ -35,6 +38,21 @@ def broken(a_ptr, b_ptr, c_ptr, n, BLOCK: tl.constexpr, K: tl.constexpr):
     tl.store(c_ptr, tl.arange(0, 3))
 
 
+LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def view(a_ptr, b_ptr, c_ptr, n, BLOCK: gl.constexpr, K: gl.constexpr):
+    """Of a tile of 2 * K bf16, or of its first half if K is 64, as BLOCK fp32."""
+    tile = gl.allocate_shared_memory(gl.bfloat16, [2 * K], LINE)
+    if K == 64:
+        tile = tile.slice(0, K)
+    numbers = reinterpret(tile, gl.float32, [BLOCK], LINE)
+    THREADS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    i = gl.arange(0, BLOCK, THREADS)
+    gl.store(c_ptr + i, numbers.load(THREADS))
+
+
 def problems(fn, sm=86, block=64, k=32, **options):
     pointers = ("a_ptr", "b_ptr", "c_ptr")
     spec = KernelSpec(
@@ -57,6 +75,9 @@ print(
             "large tile": problems(matmul, block=128, k=64, num_warps=8, num_stages=5),
             "bad code": problems(broken),
             "no tensor core": problems(copy),
+            "view": problems(view, block=32, k=32),
+            "view of a part": problems(view, block=16, k=32),
+            "view of a slice": problems(view, block=32, k=64),
         }
     )
 )
