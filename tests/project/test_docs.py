@@ -107,26 +107,33 @@ def test_figures_of_the_readme_are_those_measured():
         assert said in measured, f"README's row of {path} is not what was measured last"
 
 
-@pytest.mark.parametrize("version, cases", [("3.7.1", 36), ("3.9.0", 41)])
-def test_what_a_newer_triton_costs_is_what_was_measured(version, cases):
-    """The README and docs/support.md quote the ratio of two runs of one commit."""
-    results = ROOT / f"benchmarks/results/h200/triton_{version.removesuffix('.0')}"
-    runs = [
-        json.loads((results / name).read_text()) for name in ("with_3.6.json", "dense_decode.json")
-    ]
-    assert [run["machine"]["triton"] for run in runs] == ["3.6.0", version]
-    assert len({run["machine"]["commit"] for run in runs}) == 1
-    old, new = ({(r["case"], r["impl"]): r.get("us") for r in run["rows"]} for run in runs)
-    means = {}
-    for name in ("hopper", "triton"):
-        ratios = [us / old[key] for key, us in new.items() if key[1] == f"mla_kernels/{name}/pow2"]
-        assert len(ratios) == cases
-        means[name] = f"{statistics.geometric_mean(ratios):.3f}"
-    support = (ROOT / "docs/support.md").read_text()
-    assert f"{means['hopper']} of the time with the Hopper kernels, {means['triton']} w" in support
-    if version == "3.9.0":
-        queries = [us / old[key] for key, us in new.items() if key[1].endswith("/fp8_query")]
-        mean = f"{statistics.geometric_mean(queries):.3f}"
-        assert f"{mean} with fp8 queries ({len(queries)})" in support
+@pytest.mark.parametrize(
+    "version, old, new, cases, queries",
+    [
+        ("3.7.1", "h200/triton_3.7.1/with_3.6.json", "h200/triton_3.7.1", 36, 8),
+        ("3.8", "h100/dense_decode.json", "h100/triton_3.8", 41, 9),
+        ("3.9", "h200/triton_3.9/with_3.6.json", "h200/triton_3.9", 41, 9),
+    ],
+)
+def test_what_a_newer_triton_costs_is_what_was_measured(version, old, new, cases, queries):
+    """The README and docs/support.md quote the ratio of two runs, but for 3.8 of one commit."""
+    results = ROOT / "benchmarks/results"
+    runs = [json.loads((results / path).read_text()) for path in (old, f"{new}/dense_decode.json")]
+    triton = [run["machine"]["triton"] for run in runs]
+    assert triton == ["3.6.0", version if version.count(".") == 2 else f"{version}.0"]
+    assert len({run["machine"]["gpu"] for run in runs}) == 1
+    assert len({run["machine"]["commit"] for run in runs}) == 1 + (version == "3.8")
+    before, after = ({(r["case"], r["impl"]): r.get("us") for r in run["rows"]} for run in runs)
+    (row,) = re.findall(
+        rf"^\| {version} \|.*", (ROOT / "docs/support.md").read_text(), re.MULTILINE
+    )
+    means = []
+    counts = {"hopper/pow2": cases, "triton/pow2": cases, "hopper/fp8_query": queries}
+    for name, count in counts.items():
+        keys = [key for key in after if key[1] == f"mla_kernels/{name}"]
+        assert len(keys) == count
+        means.append(f"{statistics.geometric_mean(after[k] / before[k] for k in keys):.3f}")
+    assert means == row.split(" | ")[4:7]
     readme = (ROOT / "README.md").read_text()
-    assert re.search(rf"\b{means['hopper']}\b[\s\S]{{0,150}}{results.relative_to(ROOT)}", readme)
+    if version != "3.8":
+        assert re.search(rf"\b{means[0]}\b[\s\S]{{0,150}}benchmarks/results/{new}", readme)
