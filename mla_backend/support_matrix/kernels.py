@@ -163,8 +163,8 @@ def _triton() -> str:
         "memory within a loop.\n\n"
         f"{table([*head, 'spills'], rows)}\n\n"
         "The times with 3.8 are beside those of an older run on another H100. Of the kernels' "
-        "tests with it, those of `decode` have run in one that was cut off near its end, with one "
-        "failure beyond those for spills.\n"
+        "tests with it two fail, which refuse spills in a loop; a third failed once, among the "
+        "last of a run that was cut off before it named them.\n"
     )
 
 
