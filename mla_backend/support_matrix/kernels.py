@@ -13,9 +13,9 @@ from mla_kernels.decode.choice import AVAILABLE
 from mla_kernels.decode.rescale import RESCALES
 from mla_kernels.decode.triton.launcher import DIMS
 from mla_kernels.layouts import Fp8DsMlaLayout, IndexerLayout, MlaDims
-from mla_kernels.versions import NEWEST_TRITON, OLDEST_TRITON
 
 from mla_backend.support_matrix.table import table
+from mla_backend.support_matrix.tritons import describe_tritons
 
 _IMPLS = ("hopper", "triton", "torch", "reference")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -52,7 +52,7 @@ def section() -> str:
         "attention to fp8_ds_mla with more than 32 heads that returns the largest logits.\n",
         _archs(),
         "",
-        _triton(),
+        describe_tritons(),
         "## Cache layouts\n",
         "Byte for byte in [cache_layouts.md](cache_layouts.md).\n",
         _layouts(),
@@ -132,40 +132,6 @@ def _archs() -> str:
         for sm, arch in ARCHS.items()
     ]
     return table(["GPU", "shared memory", "tensor cores", "fp8 to bf16", "kernels"], rows)
-
-
-SINGLE = "single ones for sm_90 to sm_120"
-
-
-def _triton() -> str:
-    oldest, newest = ("{}.{}".format(*v) for v in (OLDEST_TRITON, NEWEST_TRITON))
-    head = ["Triton", "of vLLM", "kernels' tests", "engines", "Hopper", "portable", "fp8 queries"]
-    rows = [
-        ["3.6", "0.26", "H200, H100", "H200, two H100s", "1", "1", "1", "none"],
-        [
-            "3.7.1",
-            "0.27 to 0.32",
-            "H200",
-            "0.32: H200, two H100s",
-            "0.998",
-            "1.005",
-            "1.007",
-            SINGLE,
-        ],
-        ["3.8", "0.33", "H100", "0.33: two H100s", "0.999", "1.007", "0.973", SINGLE],
-        ["3.9", "none yet", "H200", "-", "0.992", "1.014", "1.078", "most for Hopper"],
-    ]
-    return (
-        f"Triton {oldest} to {newest}; an older one is refused, of a newer one the doctor warns. "
-        "Measurements are with 3.6. Behind the engines: the time of dense decode with the Hopper "
-        "kernels, the portable ones and fp8 queries, as a part of 3.6's, the mean of 41, 41 and 9 "
-        "cases (3.7.1: 36, 36 and 8). `spills`: kernels in which the compiler moves registers to "
-        "memory within a loop.\n\n"
-        f"{table([*head, 'spills'], rows)}\n\n"
-        "The times with 3.8 are beside those of an older run on another H100. Of the kernels' "
-        "tests with it two fail, which refuse spills in a loop; a third failed once, among the "
-        "last of a run that was cut off before it named them.\n"
-    )
 
 
 def _layouts() -> str:

@@ -116,7 +116,7 @@ def test_figures_of_the_readme_are_those_measured():
     ],
 )
 def test_what_a_newer_triton_costs_is_what_was_measured(version, old, new, cases, queries):
-    """The README and docs/support.md quote the ratio of two runs, but for 3.8 of one commit."""
+    """docs/support.md quotes ratios of two runs, of one commit but for 3.8; the README a range."""
     results = ROOT / "benchmarks/results"
     runs = [json.loads((results / path).read_text()) for path in (old, f"{new}/dense_decode.json")]
     triton = [run["machine"]["triton"] for run in runs]
@@ -124,16 +124,16 @@ def test_what_a_newer_triton_costs_is_what_was_measured(version, old, new, cases
     assert len({run["machine"]["gpu"] for run in runs}) == 1
     assert len({run["machine"]["commit"] for run in runs}) == 1 + (version == "3.8")
     before, after = ({(r["case"], r["impl"]): r.get("us") for r in run["rows"]} for run in runs)
-    (row,) = re.findall(
-        rf"^\| {version} \|.*", (ROOT / "docs/support.md").read_text(), re.MULTILINE
-    )
+    support = (ROOT / "docs/support.md").read_text()
+    (row,) = re.findall(rf"^\| {version} \|.*", support, re.MULTILINE)
+    assert f"]: ../benchmarks/results/{new}/dense_decode.md\n" in support
     means = []
     counts = {"hopper/pow2": cases, "triton/pow2": cases, "hopper/fp8_query": queries}
     for name, count in counts.items():
         keys = [key for key in after if key[1] == f"mla_kernels/{name}"]
         assert len(keys) == count
         means.append(f"{statistics.geometric_mean(after[k] / before[k] for k in keys):.3f}")
-    assert means == row.split(" | ")[4:7]
+    assert [f"[{means[0]}][{version[:3]}]", *means[1:]] == row.split(" | ")[4:7]
     readme = (ROOT / "README.md").read_text()
-    if version != "3.8":
-        assert re.search(rf"\b{means[0]}\b[\s\S]{{0,150}}benchmarks/results/{new}", readme)
+    least, most = re.findall(r"dense decode takes \[([\d.]+) to ([\d.]+) of", readme)[0]
+    assert least <= means[0] <= most
