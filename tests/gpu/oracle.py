@@ -33,14 +33,13 @@ def logprobs(checkpoint, prompt, generated):
 @dataclass
 class Distance:
     """|logprob - oracle's logprob| over the tokens of all requests; `best`: tokens that are the
-    oracle's own choice; `tail`: the mean of the largest 5 %."""
+    oracle's own choice."""
 
     tokens: int
     best: int
     mean: float
     p99: float
     max: float
-    tail: float
 
 
 def logprobs_given(checkpoint, output, choices):
@@ -69,10 +68,7 @@ def distance_to(logprobs_of_outputs, outputs):
         theirs = rows.gather(1, generated[:, None])[:, 0]
         differences.append((torch.tensor(output["logprobs"], device=DEVICE) - theirs).abs())
     d = torch.cat(differences)
-    tail = d.topk(-(-len(d) // 20)).values.mean()
-    return Distance(
-        len(d), best, float(d.mean()), float(d.quantile(0.99)), float(d.max()), float(tail)
-    )
+    return Distance(len(d), best, float(d.mean()), float(d.quantile(0.99)), float(d.max()))
 
 
 def divergences(checkpoint, ours, theirs):

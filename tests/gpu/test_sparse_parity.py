@@ -49,8 +49,7 @@ def test_short_prompts_are_expanded_unless_told_otherwise(mode, engines):
 
 def test_few_heads_part_from_stock_at_near_ties(engines, checkpoint, parity_table):
     """The bar of the distances is the Hopper kernel: vLLM's backend prefills prompts of up to 2048
-    tokens with keys that are not quantised, ours does so from vLLM 0.29 on. Not by the 99th
-    percentile, which drawing requests anew moves by up to 7 %: `tail` moves by 2 to 4."""
+    tokens with keys that are not quantised, ours does so from vLLM 0.29 on."""
     path = checkpoint("v3.2 few")
     names = ("CUSTOM v3.2 few", "FLASHMLA_SPARSE v3.2 few", "CUSTOM v3.2 few hopper")
     ours, theirs, padded = (outputs_of(engines(name)) for name in names)
@@ -61,7 +60,7 @@ def test_few_heads_part_from_stock_at_near_ties(engines, checkpoint, parity_tabl
         parity_table(name, d, gaps, len(ours))
         assert all(gap <= 2 * stock.max for gap in gaps), (name, gaps, stock)
     assert mine.mean <= NOISE * bar.mean
-    assert mine.tail <= NOISE * bar.tail
+    assert mine.p99 <= NOISE * bar.p99
 
 
 @pytest.mark.parametrize(
