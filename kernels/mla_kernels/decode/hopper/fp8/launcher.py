@@ -23,7 +23,7 @@ def launch_fp8(call: DecodeCall, config: dict[str, Any]) -> None:
     """One CTA a tile of config["N"] query rows and part of the plan; split requests are left to the
     merge. out is contiguous bf16, kv_cache [num_blocks, 64, width] is contiguous."""
     kv_cache = call.kv_cache
-    rows = config["N"]
+    tile = config["N"]
     latent, rope = row_parts(call.q, call.out.shape[-1])
     units = kv_cache.view(-1, kv_cache.shape[-1]).view(torch.bfloat16)
     kv_format = FORMATS[kv_cache.dtype]
@@ -34,9 +34,9 @@ def launch_fp8(call: DecodeCall, config: dict[str, Any]) -> None:
         scale_desc = TensorDescriptor.from_tensor(units.view(torch.float32), [64, 4], SCALES.value)
     launch(
         hopper_fp8_kernel,
-        (triton.cdiv(call.rows, rows), call.plan.parts.shape[0]),
-        TensorDescriptor.from_tensor(latent, [1, rows, query_box(rows)], QUERY_TILE.value),
-        TensorDescriptor.from_tensor(rope, [1, rows, 64], QUERY_TILE.value),
+        (triton.cdiv(call.rows, tile), call.plan.parts.shape[0]),
+        TensorDescriptor.from_tensor(latent, [1, tile, query_box(tile)], QUERY_TILE.value),
+        TensorDescriptor.from_tensor(rope, [1, tile, 64], QUERY_TILE.value),
         kv_desc,
         TensorDescriptor.from_tensor(units, [64, rope_width], rows_of(rope_width)),
         scale_desc,

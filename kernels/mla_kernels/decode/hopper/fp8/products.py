@@ -19,7 +19,7 @@ from mla_kernels.decode.hopper.fp8.operands import (
     scaled,
     value_units,
 )
-from mla_kernels.decode.hopper.fp8.query import last_block, rope_of
+from mla_kernels.decode.hopper.fp8.query import rope_block, rope_of
 
 
 @gluon.jit
@@ -48,7 +48,7 @@ def tile_scores(
         if c < 16:
             block = query.index(zero + c // 2)
         else:
-            block = last_block(query_rope, zero)
+            block = rope_block(query_rope, zero)
         b_a = block.slice(c % 2 * 32, 16, dim=1).permute((1, 0))
         b_b = block.slice(c % 2 * 32 + 16, 16, dim=1).permute((1, 0))
         later = units

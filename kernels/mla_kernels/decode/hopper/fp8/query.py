@@ -26,7 +26,7 @@ def query_box(n):
 
 
 @gluon.jit
-def last_block(query_rope, zero):
+def rope_block(query_rope, zero):
     """The rope part of the query: a block of its own, or with 64 rows behind those of the latent
     part, as they are converted alike.
 
@@ -48,7 +48,7 @@ def load_query(q_desc, q_rope_desc, request, query, query_rope, full):
         for i in gl.static_range(8):
             box = reinterpret(query.index(i), gl.bfloat16, [1, N, 64], QUERY_TILE)
             tma_load(q_desc, [request, row, 64 * i], full, box)
-    box = reinterpret(last_block(query_rope, 0), gl.bfloat16, [1, N, 64], QUERY_TILE)
+    box = reinterpret(rope_block(query_rope, 0), gl.bfloat16, [1, N, 64], QUERY_TILE)
     tma_load(q_rope_desc, [request, row, 0], full, box)
 
 
@@ -116,7 +116,7 @@ def wide_blocks(query):
 def rope_of(query_rope):
     """[N, 64] bf16."""
     N: gl.constexpr = query_rope.shape[1]
-    return reinterpret(last_block(query_rope, 0), gl.bfloat16, [N, 64], rows_of(64))
+    return reinterpret(rope_block(query_rope, 0), gl.bfloat16, [N, 64], rows_of(64))
 
 
 @gluon.jit
