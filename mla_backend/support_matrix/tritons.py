@@ -7,7 +7,7 @@ from mla_kernels.versions import NEWEST_TRITON, OLDEST_TRITON
 TABLE = """\
 | Triton | of vLLM | kernels' tests | engines | Hopper | portable | fp8 queries | spills |
 |---|---|---|---|---|---|---|---|
-| 3.6 | 0.26 | H200, H100 | H200, two H100s | 1 | 1 | 1 | none |
+| 3.6 | 0.26 | H200 | H200, two H100s | 1 | 1 | 1 | none |
 | 3.7.1 | 0.27 to 0.32 | H200 | 0.32: H200, two H100s | [0.998][3.7] | 1.005 | 1.007 | single ones |
 | 3.8 | 0.33 | H100 | 0.33: two H100s | [0.999][3.8] | 1.007 | 0.973 | single ones |
 | 3.9 | none yet | H200 | - | [0.992][3.9] | 1.014 | 1.078 | most for Hopper |
