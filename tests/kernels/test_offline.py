@@ -116,6 +116,16 @@ def test_real_kernels_with_planted_faults_are_caught():
         assert "must be all of a tile" in problems[part][0]
 
 
+def test_the_kernel_for_fp8_caches_compiles_without_views_of_parts(monkeypatch, tmp_path):
+    """As with Triton 3.8. Not from a cache: what compiled with such views would be found there."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    script = Path(__file__).parent / "offline_whole_views.py"
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    problems = json.loads(done.stdout.splitlines()[-1])
+    assert len(problems) == 5 and not any(problems.values()), problems
+
+
 def offline(*args):
     command = [sys.executable, "-m", "mla_kernels.offline", *args]
     return subprocess.run(command, capture_output=True, text=True)

@@ -21,20 +21,25 @@ aggregate = getattr(core, "aggregate", None) or core._aggregate
 PARTIAL_VIEWS = gl.constexpr(not triton.__version__.startswith("3.8."))
 
 
-@builtin
-def reinterpret(tile, dtype, shape, layout, _semantic=None):
-    """The shared memory of `tile` with another dtype, shape and layout: all of it, not of a slice,
-    or with 3.8 it does not compile (PARTIAL_VIEWS)."""
+def _view(tile, dtype, shape, layout, semantic, partial):
     shape = [int(unwrap(size)) for size in shape]
     whole = list(tile.type.alloc_shape[-len(tile.shape) :]) == list(tile.shape)
     taken = math.prod(shape) * unwrap(dtype).primitive_bitwidth
-    if not whole or taken != math.prod(tile.shape) * tile.dtype.primitive_bitwidth:
+    whole = whole and taken == math.prod(tile.shape) * tile.dtype.primitive_bitwidth
+    if not (whole or partial):
         raise ValueError(f"{shape} of {unwrap(dtype)} must be all of a tile, got {tile.type}")
-    return first_part(tile, dtype, shape, layout, _semantic=_semantic)
+    method = getattr(tile, "reinterpret", None) or tile._reinterpret
+    return method(dtype, shape, layout, _semantic=semantic)
+
+
+@builtin
+def reinterpret(tile, dtype, shape, layout, _semantic=None):
+    """The shared memory of `tile` with another dtype, shape and layout: all of it, not of a slice,
+    or with 3.8 it does not compile."""
+    return _view(tile, dtype, shape, layout, _semantic, partial=False)
 
 
 @builtin
 def first_part(tile, dtype, shape, layout, _semantic=None):
     """The same, if PARTIAL_VIEWS of no more than the first part of `tile`."""
-    method = getattr(tile, "reinterpret", None) or tile._reinterpret
-    return method(dtype, shape, layout, _semantic=_semantic)
+    return _view(tile, dtype, shape, layout, _semantic, partial=PARTIAL_VIEWS.value)
