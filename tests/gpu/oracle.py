@@ -8,7 +8,7 @@ import torch
 from follow import following
 
 DEVICE = "cuda"
-# Of two means, or two 99th percentiles, over some 1500 tokens that parted ways.
+# Of two means, or two 99th percentiles, over 1500 tokens or more that parted ways.
 NOISE = 1.1
 
 
@@ -30,6 +30,17 @@ def logprobs(checkpoint, prompt, generated):
     return rows.float().log_softmax(-1)
 
 
+@functools.lru_cache(maxsize=1024)
+def kept(checkpoint, prompt, generated):
+    return logprobs(checkpoint, list(prompt), list(generated)).cpu()
+
+
+def logprobs_of(checkpoint, output):
+    """`logprobs` of what an engine generated. Several tests look at the outputs of most engines, so
+    the last ones are kept, on the CPU: 0.8 MB each."""
+    return kept(checkpoint, tuple(output["prompt"]), tuple(output["tokens"]))
+
+
 @dataclass
 class Distance:
     """|logprob - oracle's logprob| over the tokens of all requests; `best`: tokens that are the
@@ -44,7 +55,7 @@ class Distance:
 
 def logprobs_given(checkpoint, output, choices):
     """`logprobs` where each token reads those that an engine's indexers chose for it, and the gaps
-    of these choices: see `Follow` in tests/backend/follow.py."""
+    of these choices: see `Follow` in tests/backend/follow.py. Not kept: others chose otherwise."""
     with following(choices) as follow:
         return logprobs(checkpoint, output["prompt"], output["tokens"]), follow.gaps
 
@@ -56,17 +67,17 @@ def distance(checkpoint, outputs):
 def pooled(*of):
     """The distance over the tokens of several models: (checkpoint, outputs) of each."""
     all_outputs = [(path, output) for path, outputs in of for output in outputs]
-    rows = (logprobs(path, output["prompt"], output["tokens"]) for path, output in all_outputs)
+    rows = (logprobs_of(path, output) for path, output in all_outputs)
     return distance_to(rows, [output for _, output in all_outputs])
 
 
 def distance_to(logprobs_of_outputs, outputs):
     differences, best = [], 0
     for rows, output in zip(logprobs_of_outputs, outputs, strict=True):
-        generated = torch.tensor(output["tokens"], device=DEVICE)
+        generated = torch.tensor(output["tokens"], device=rows.device)
         best += int((rows.argmax(-1) == generated).sum())
         theirs = rows.gather(1, generated[:, None])[:, 0]
-        differences.append((torch.tensor(output["logprobs"], device=DEVICE) - theirs).abs())
+        differences.append((torch.tensor(output["logprobs"], device=rows.device) - theirs).abs())
     d = torch.cat(differences)
     return Distance(len(d), best, float(d.mean()), float(d.quantile(0.99)), float(d.max()))
 
@@ -82,6 +93,6 @@ def divergences(checkpoint, ours, theirs):
         pairs = enumerate(zip(a["tokens"], b["tokens"], strict=True))
         at = next((i for i, (x, y) in pairs if x != y), None)
         if at is not None:
-            row = logprobs(checkpoint, a["prompt"], a["tokens"][: at + 1])[at]
+            row = logprobs_of(checkpoint, a)[at]
             gaps.append(float((row[a["tokens"][at]] - row[b["tokens"][at]]).abs()))
     return gaps
