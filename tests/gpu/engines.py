@@ -79,12 +79,9 @@ def parity_scenarios(longest=2500, seed=0):
 def short_scenarios():
     """parity_scenarios of fewer than 2048 tokens, all of which "v3.2 all" and "v3.2 few" read.
 
-    more: the same with other random tokens, which only the distances and partings of outputs look
-    at. Drawing 16 requests anew moves an engine's mean by 3 to 4 % and its 99th percentile, the
-    15th largest of 1536, by 3 to 7 %. Between engines that round alike the ratios scattered by 4
-    and 7 % (benchmarks/results), so one was past NOISE now and then; of four times as many
-    requests, by half of that. Last and in a scenario of its own, so that what is counted and found
-    cached in the others is as without it. Those beyond max_num_seqs wait for a place."""
+    more: the same with other random tokens, for the distances alone: of 16 requests the 99th
+    percentile, the 15th largest, moves by 3 to 7 % as they are drawn anew, of four times as many by
+    half. Last, so that what the other scenarios count and find cached is as without it."""
     first, *others = (parity_scenarios(1900, seed) for seed in range(DRAWINGS))
     requests = [r for drawing in others for part in drawing.values() for r in part]
     # The only prompt of one token is [0], which `plain` has.
