@@ -4,14 +4,15 @@
     rows, by slot ─cp.async─> ring A [64 x 256] ──┬─────────────> WG1   O[:,   0:256] += P V
     rows, by slot ─cp.async─> ring B [64 x 256] ──┼──┬──────────> WG2   O[:, 256:512] += P V
     rows, by slot ─cp.async─> ring R [64 x  64] ──┼──┤             ▲
-    (fp8_ds_mla: codes ──> bf16, by WG1 and WG2)  └──┴─> WG0  S = Q K^T, softmax ── P ──┘
+    (fp8_ds_mla: codes ──> fp16, by WG1 and WG2)  └──┴─> WG0  S = Q K^T, softmax ── P ──┘
 
     barrier      arrives                        waits          means
     landed_q     TMA                            WG0            the query tile is in the rings
-    full_q       WG0                            WG1, WG2       it is in registers
+    full_q       WG0                            WG1, WG2       it is in registers; the number of
+                                                               tiles is published
     full_a/b     bf16: the copies of WG1, WG2   WG0            a tile of the ring is there; ring B's
                  fp8_ds_mla: WG1, WG2                          stands for ring R's too
-    full_v       WG2                            WG0            which slots of the tile name a row
+    full_v       bf16: WG2                      WG0            which slots of the tile name a row
     full_p_a/b   WG0                            WG1 / WG2      P(n) and its factors are published
     empty_p      WG1, WG2                       WG0            both have read P(n)
     full_out     WG0                            WG1, WG2       1 / l is published
@@ -19,7 +20,9 @@
 WG1 and WG2 gather the rows whose columns they multiply, each thread 16 bytes at a time: a ring slot
 is free for its next tile when their own PV is done, and they never wait for a tile, since P(n)
 exists only if WG0 saw tile n. bf16 rows land where the products read them. Codes land in buffers
-of their own; WG1 and WG2 turn those of tile n + 1 into bf16 before they wait for P(n).
+of their own; WG1 and WG2 turn those of tile n + 1 into fp16 before they wait for P(n).
+Scales land a tile ahead of their codes: what M the next tile has (scales.py) is found out while
+P V runs.
 """
 
 from triton.experimental import gluon
@@ -70,17 +73,18 @@ def hopper_sparse_kernel(
     MAX_LOGITS: gl.constexpr,
 ):
     COUNT: gl.constexpr = 128 if FORMAT == "bf16" else 1
-    q_shared = gl.allocate_shared_memory(gl.bfloat16, [BLOCK, 128], TILE)
-    ring_a = gl.allocate_shared_memory(gl.bfloat16, [SLOTS_A, BLOCK, HALF], TILE)
-    ring_b = gl.allocate_shared_memory(gl.bfloat16, [SLOTS_B, BLOCK, HALF], TILE)
+    LATENT: gl.constexpr = gl.bfloat16 if FORMAT == "bf16" else gl.float16
+    q_shared = gl.allocate_shared_memory(LATENT, [BLOCK, 128], TILE)
+    ring_a = gl.allocate_shared_memory(LATENT, [SLOTS_A, BLOCK, HALF], TILE)
+    ring_b = gl.allocate_shared_memory(LATENT, [SLOTS_B, BLOCK, HALF], TILE)
     ring_r = gl.allocate_shared_memory(gl.bfloat16, [SLOTS_R, BLOCK, ROPE], TILE)
     offsets = gl.allocate_shared_memory(gl.float32, [SLOTS_R, BLOCK], VECTOR)
-    p_ring = gl.allocate_shared_memory(gl.bfloat16, [SLOTS_P, BLOCK, BLOCK], TILE)
+    p_ring = gl.allocate_shared_memory(LATENT, [SLOTS_P, BLOCK, BLOCK], TILE)
     factors = gl.allocate_shared_memory(gl.float32, [SLOTS_P, BLOCK], VECTOR)
     inverse = gl.allocate_shared_memory(gl.float32, [BLOCK], VECTOR)
+    counted = gl.allocate_shared_memory(gl.int32, [1], VECTOR)
     full_a = barriers(SLOTS_A, COUNT)
     full_b = barriers(SLOTS_B, COUNT)
-    full_v = barriers(SLOTS_R, 1)
     full_p_a = barriers(SLOTS_P, 1)
     full_p_b = barriers(SLOTS_P, 1)
     empty_p = barriers(SLOTS_P, 2)
@@ -88,16 +92,17 @@ def hopper_sparse_kernel(
     full_q = barriers(1, 1).index(0)
     full_out = barriers(1, 1).index(0)
     if FORMAT == "bf16":
+        full_v = barriers(SLOTS_R, 1)
         fence_async_shared()
         gl.warp_specialize(
             [
                 (scores_warpgroup, (
                     q_desc, q_rope_desc, slots, slots_stride, lengths, K, span, num_slots,
                     page_stride, num_heads, scale_log2, sink, lse, max_logits, part_sums, q_shared,
-                    ring_a, ring_b, ring_r, offsets, full_a, full_b, full_v, landed_q, full_q,
-                    p_ring, full_p_a, full_p_b, empty_p, factors, inverse, full_out,
-                    SLOTS_A, SLOTS_B, SLOTS_R, SLOTS_P,
-                    PAGE, ROW, HAS_LENGTHS, HAS_SINK, SPLIT, MAX_LOGITS, True, True,
+                    ring_a, ring_b, ring_r, offsets, offsets, counted, full_a, full_b, full_v,
+                    landed_q, full_q, p_ring, full_p_a, full_p_b, empty_p, factors, inverse,
+                    full_out, SLOTS_A, SLOTS_B, SLOTS_R, SLOTS_P,
+                    PAGE, ROW, HAS_LENGTHS, HAS_SINK, SPLIT, MAX_LOGITS, False,
                 )),
                 (values_warpgroup, (
                     out, part_acc, kv, slots, slots_stride, lengths, K, span, num_slots,
@@ -118,30 +123,31 @@ def hopper_sparse_kernel(
     else:
         codes_a = gl.allocate_shared_memory(gl.uint8, [BLOCK, HALF], CODES)
         codes_b = gl.allocate_shared_memory(gl.uint8, [BLOCK, HALF], CODES)
-        scales_a = gl.allocate_shared_memory(gl.float32, [BLOCK, 4], SCALES)
-        scales_b = gl.allocate_shared_memory(gl.float32, [BLOCK, 4], SCALES)
+        scales_a = gl.allocate_shared_memory(gl.float32, [2, BLOCK, 4], SCALES)
+        scales_b = gl.allocate_shared_memory(gl.float32, [2, BLOCK, 4], SCALES)
+        largest = gl.allocate_shared_memory(gl.float32, [SLOTS_R, 1], VECTOR)
         fence_async_shared()
         gl.warp_specialize(
             [
                 (scores_warpgroup, (
                     q_desc, q_rope_desc, slots, slots_stride, lengths, K, span, num_slots,
                     page_stride, num_heads, scale_log2, sink, lse, max_logits, part_sums, q_shared,
-                    ring_a, ring_b, ring_r, offsets, full_a, full_b, full_v, landed_q, full_q,
-                    p_ring, full_p_a, full_p_b, empty_p, factors, inverse, full_out,
-                    SLOTS_A, SLOTS_B, SLOTS_R, SLOTS_P,
-                    PAGE, ROW, HAS_LENGTHS, HAS_SINK, SPLIT, MAX_LOGITS, False, False,
+                    ring_a, ring_b, ring_r, offsets, largest, counted, full_a, full_b, full_b,
+                    landed_q, full_q, p_ring, full_p_a, full_p_b, empty_p, factors, inverse,
+                    full_out, SLOTS_A, SLOTS_B, SLOTS_R, SLOTS_P,
+                    PAGE, ROW, HAS_LENGTHS, HAS_SINK, SPLIT, MAX_LOGITS, True,
                 )),
                 (values_fp8_warpgroup, (
                     out, part_acc, kv, kv_scale, kv_rope, slots, slots_stride,
                     lengths, K, span, num_slots, page_stride, num_heads, ring_a, full_a,
-                    codes_a, scales_a, ring_r, offsets, full_v, full_q,
+                    codes_a, scales_a, ring_r, offsets, largest, counted, full_q,
                     p_ring, full_p_a, empty_p, factors, inverse, full_out,
                     0, SLOTS_R, SLOTS_P, PAGE, ROW, HAS_LENGTHS, SPLIT,
                 )),
                 (values_fp8_warpgroup, (
                     out, part_acc, kv, kv_scale, kv_rope, slots, slots_stride,
                     lengths, K, span, num_slots, page_stride, num_heads, ring_b, full_b,
-                    codes_b, scales_b, ring_r, offsets, full_v, full_q,
+                    codes_b, scales_b, ring_r, offsets, largest, counted, full_q,
                     p_ring, full_p_b, empty_p, factors, inverse, full_out,
                     HALF, SLOTS_R, SLOTS_P, PAGE, ROW, HAS_LENGTHS, SPLIT,
                 )),

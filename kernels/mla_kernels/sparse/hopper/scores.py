@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from mla_kernels import numerics
+from mla_kernels.decode.hopper.fp8.query import times
 from mla_kernels.decode.hopper.layouts import (
     BLOCK,
     HALF,
@@ -22,21 +23,17 @@ from mla_kernels.decode.hopper.layouts import (
     SCORES_COL,
     SCORES_ROW,
 )
-from mla_kernels.decode.hopper.softmax import (
-    EXPONENT_FLOOR,
-    GRID_OFFSET,
-    pow2_int,
-    round_bf16,
-    unpack_bf16,
-)
+from mla_kernels.decode.hopper.softmax import EXPONENT_FLOOR
 from mla_kernels.decode.hopper.stream import ring_next, ring_previous
 from mla_kernels.sparse.hopper.gather import count_tiles, program_rows, program_token
-from mla_kernels.sparse.hopper.layouts import SUMS, SUMS_ROW
+from mla_kernels.sparse.hopper.layouts import SUMS
+from mla_kernels.sparse.hopper.query import convert_query
+from mla_kernels.sparse.hopper.scales import load_scalar, one_over, store_scalar
+from mla_kernels.sparse.hopper.softmax import softmax_step
 from mla_kernels.triton_common.gluon_compat import reinterpret, tma_load
 
 LN2 = gl.constexpr(numerics.LN2)
 LOG2E = gl.constexpr(numerics.LOG2E)
-TAU = gl.constexpr(numerics.TAU)
 
 
 @gluon.jit
@@ -54,13 +51,11 @@ def load_query(q_desc, q_rope_desc, token, first_head, landed_q, tile_a, tile_b,
 
 @gluon.jit
 def issue_scores(
-    q_a, q_b, q_rope, q_shared, ring_a, ring_b, ring_r, full_a, full_b,
-    ia, pa, ib, pb, ir, FENCE: gl.constexpr,
-):  # fmt: skip
-    """Q K^T of one tile, asynchronous; full_b stands for the rope columns too. FENCE: the tiles
-    were written by copies that the writers did not fence."""
+    q_a, q_b, q_rope, q_shared, ring_a, ring_b, ring_r, full_a, ia, pa, ib, ir, FENCE: gl.constexpr
+):
+    """Q K^T of one tile, asynchronous; ring B's and R's have landed. FENCE: the tiles were written
+    by copies that the writers did not fence."""
     s = gl.zeros([BLOCK, BLOCK], gl.float32, SCORES)
-    mbarrier.wait(full_b.index(ib), pb)
     if FENCE:
         fence_async_shared()
     b = ring_b.index(ib)
@@ -75,42 +70,17 @@ def issue_scores(
 
 
 @gluon.jit
-def add_row_sums(l, factor, p):
-    """l * factor plus the eight partial sums of each row of p."""
-    sums = gl.sum(gl.reshape(unpack_bf16(p), [BLOCK, 8, 8]), 1)
-    return l * gl.convert_layout(factor, SUMS_ROW)[:, None] + gl.convert_layout(sums, SUMS)
-
-
-@gluon.jit
-def softmax_step(s, offset, k, l, top, scale_log2, MAX_LOGITS: gl.constexpr):
-    """decode/hopper/softmax.py's step, with the mask in what puts the scores on the grid. top: the
-    largest scores so far, with MAX_LOGITS off the grid, which is too coarse for those."""
-    s, offset = gl.broadcast(s, offset[None, :])
-    t = gl.fma(s, scale_log2, offset)
-    if MAX_LOGITS:
-        largest = gl.max(gl.fma(s, scale_log2, offset - GRID_OFFSET), 1)
-        top = gl.maximum(top, largest)
-    else:
-        largest = gl.max(t, 1) - GRID_OFFSET
-    row_max = gl.maximum(gl.ceil(largest), EXPONENT_FLOOR)
-    k_new = gl.where(row_max > k + TAU, row_max, k)
-    factor = pow2_int(k - k_new)
-    p = round_bf16(gl.exp2(t - (k_new + GRID_OFFSET)[:, None]))
-    return p, factor, k_new, add_row_sums(l, factor, p), top
-
-
-@gluon.jit
 def scores_warpgroup(
     q_desc, q_rope_desc, slots, slots_stride, lengths, K, span, num_slots, page_stride, num_heads,
     scale_log2, sink, lse, max_logits, part_sums, q_shared, ring_a, ring_b, ring_r, offsets,
-    full_a, full_b, full_v, landed_q, full_q, p_ring, full_p_a, full_p_b, empty_p, factors,
-    inverse, full_out,
+    largest, counted, full_a, full_b, full_v, landed_q, full_q, p_ring, full_p_a, full_p_b, empty_p,
+    factors, inverse, full_out,
     SLOTS_A: gl.constexpr, SLOTS_B: gl.constexpr, SLOTS_R: gl.constexpr, SLOTS_P: gl.constexpr,
     PAGE: gl.constexpr, ROW: gl.constexpr, HAS_LENGTHS: gl.constexpr, HAS_SINK: gl.constexpr,
-    SPLIT: gl.constexpr, MAX_LOGITS: gl.constexpr, FENCE: gl.constexpr, GATE: gl.constexpr,
+    SPLIT: gl.constexpr, MAX_LOGITS: gl.constexpr, FP8: gl.constexpr,
 ):  # fmt: skip
-    """GATE: warpgroup 1 gets P(n-1) only when Q K(n) is issued, so that its half of PV(n-1) fills
-    the tensor cores while this warpgroup is busy with softmax(n)."""
+    """Unless FP8, warpgroup 1 gets P(n-1) only when Q K(n) is issued, so that its half of PV(n-1)
+    fills the tensor cores while this warpgroup is busy with softmax(n)."""
     token, first_head = program_token(num_heads)
     # By way of the last slot of each ring to registers, but for 128 columns that stay shared.
     tile_a, tile_b, tile_r = (
@@ -123,6 +93,7 @@ def scores_warpgroup(
         slots, slots_stride, lengths, K, span, token, num_slots, page_stride, PAGE, ROW, HAS_LENGTHS
     )
     tiles = count_tiles(rows)
+    store_scalar(counted, tiles)
     ia = gl.to_tensor(0)
     pa = gl.to_tensor(0)
     ib = gl.to_tensor(0)
@@ -132,9 +103,14 @@ def scores_warpgroup(
     ip = gl.to_tensor(0)
     pp = gl.to_tensor(1)
     mbarrier.wait(landed_q, 0)
+    if FP8:
+        down, up = convert_query(tile_a, tile_b, tile_r, num_heads)
     q_a = tile_a.load(QUERY)
     q_b = tile_b.slice(0, 128, dim=1).load(QUERY)
     q_rope = tile_r.load(QUERY)
+    if FP8:
+        q_rope = times(q_rope, down)
+        scale_log2 = scale_log2 * up
     q_shared.store(tile_b.slice(128, 128, dim=1).load(PASS_128))
     fence_async_shared()
     mbarrier.arrive(full_q, count=1)
@@ -142,29 +118,35 @@ def scores_warpgroup(
     k = gl.full([BLOCK], EXPONENT_FLOOR, gl.float32, SCORES_ROW)
     l = gl.zeros([BLOCK, 8], gl.float32, SUMS)
     top = gl.full([BLOCK], -float("inf"), gl.float32, SCORES_ROW)
+    m = gl.to_tensor(1.0)
     for n in range(tiles):
+        mbarrier.wait(full_b.index(ib), pb)
+        if FP8:
+            m_before = m
+            m = load_scalar(largest.index(ir))
+            if m != m_before:
+                q_rope = times(q_rope, m_before * one_over(m))
         token_s = issue_scores(
-            q_a, q_b, q_rope, q_shared, ring_a, ring_b, ring_r, full_a, full_b,
-            ia, pa, ib, pb, ir, FENCE,
-        )  # fmt: skip
-        if GATE:
+            q_a, q_b, q_rope, q_shared, ring_a, ring_b, ring_r, full_a, ia, pa, ib, ir, not FP8
+        )
+        if not FP8:
             mbarrier.arrive(full_p_a.index(ring_previous(ip, SLOTS_P)), count=1, pred=n > 0)
-        mbarrier.wait(full_v.index(ir), pr)
+            mbarrier.wait(full_v.index(ir), pr)
         offset = offsets.index(ir).load(SCORES_COL)
         s = warpgroup_mma_wait(0, deps=(token_s,))
         ia, pa = ring_next(ia, pa, SLOTS_A)
         ib, pb = ring_next(ib, pb, SLOTS_B)
         ir, pr = ring_next(ir, pr, SLOTS_R)
-        p, factor, k, l, top = softmax_step(s, offset, k, l, top, scale_log2, MAX_LOGITS)
+        p, factor, k, l, top = softmax_step(s, offset, m, k, l, top, scale_log2, MAX_LOGITS, FP8)
         mbarrier.wait(empty_p.index(ip), pp)
         p_ring.index(ip).store(p)
         factors.index(ip).store(factor)
         fence_async_shared()
-        if not GATE:
+        if FP8:
             mbarrier.arrive(full_p_a.index(ip), count=1)
         mbarrier.arrive(full_p_b.index(ip), count=1)  # warpgroup 2 starts PV(n)
         ip, pp = ring_next(ip, pp, SLOTS_P)
-    if GATE:
+    if not FP8:
         mbarrier.arrive(full_p_a.index(ring_previous(ip, SLOTS_P)), count=1)
 
     head = first_head + gl.arange(0, BLOCK, SCORES_ROW)

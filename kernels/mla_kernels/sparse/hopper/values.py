@@ -16,13 +16,22 @@ LATENT = gl.constexpr(512)
 
 
 @gluon.jit
-def add_values(acc, p_ring, tile, factors, empty_p, ip):
-    """O at P's reference, plus P V."""
+def start_values(acc, p_ring, tile, factors, ip):
+    """O at P's reference, plus P V, asynchronous."""
     acc = rescale(acc, factors.index(ip), "pow2")
-    token = warpgroup_mma(p_ring.index(ip), tile, acc, is_async=True)
+    return warpgroup_mma(p_ring.index(ip), tile, acc, is_async=True)
+
+
+@gluon.jit
+def finish_values(token, empty_p, ip):
     acc = warpgroup_mma_wait(0, deps=(token,))
     mbarrier.arrive(empty_p.index(ip), count=1)
     return acc
+
+
+@gluon.jit
+def add_values(acc, p_ring, tile, factors, empty_p, ip):
+    return finish_values(start_values(acc, p_ring, tile, factors, ip), empty_p, ip)
 
 
 @gluon.jit

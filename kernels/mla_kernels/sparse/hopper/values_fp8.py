@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Warpgroups 1 and 2 with an fp8_ds_mla cache: each gathers its half of tile n + 2 as codes, and
-turns its half of tile n + 1 into bf16 before it waits for P(n)."""
+turns its half of tile n + 1 into fp16 before it waits for P(n)."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from mla_kernels.decode.hopper.convert import widen
 from mla_kernels.decode.hopper.layouts import BLOCK, HALF, OUTPUT, PASS_64
-from mla_kernels.decode.hopper.stream import ring_next, ring_step
+from mla_kernels.decode.hopper.stream import ring_next, ring_previous, ring_step
 from mla_kernels.layouts import Fp8DsMlaLayout
 from mla_kernels.sparse.hopper.gather import (
-    count_tiles,
     gather,
     load_slots,
     program_rows,
@@ -21,8 +19,17 @@ from mla_kernels.sparse.hopper.gather import (
     store_offsets,
 )
 from mla_kernels.sparse.hopper.layouts import GATHER_CODES, GATHER_ROPE, GATHER_SCALES
-from mla_kernels.sparse.hopper.values import add_values, store_output
-from mla_kernels.triton_common.gluon_compat import aggregate, cta_barrier
+from mla_kernels.sparse.hopper.scales import (
+    FIRST,
+    load_scalar,
+    next_exponent,
+    power_of_two,
+    scaled_f16,
+    store_scalar,
+    twice_f16,
+)
+from mla_kernels.sparse.hopper.values import add_values, finish_values, start_values, store_output
+from mla_kernels.triton_common.gluon_compat import aggregate
 
 SCALE_COL = gl.constexpr(Fp8DsMlaLayout().scale_offset // 4)
 ROPE_COL = gl.constexpr(Fp8DsMlaLayout().rope_offset // 2)
@@ -31,12 +38,14 @@ GROUP = gl.constexpr(Fp8DsMlaLayout().group_size)
 
 @aggregate
 class Codes:
-    """One warpgroup's half of a tile on its way to bf16.
+    """One warpgroup's half of a tile on its way to fp16.
 
     kv, kv_scale, kv_rope   the cache as uint8, fp32 and bf16
-    codes, scales           [64, 256] uint8 and [64, 4] fp32, where the copies land
-    tiles, full             [2, 64, 256] bf16 and the barriers that say they may be read
-    rope, offsets, full_v   [SLOTS_R, 64, 64] bf16, [SLOTS_R, 64] fp32: of the second half only
+    codes, scales           [64, 256] uint8 and [2, 64, 4] fp32, where the copies land
+    tiles, full             [2, 64, 256] fp16 and the barriers that say they may be read
+    rope                    [SLOTS_R, 64, 64] bf16, of the second half only
+    largest                 [SLOTS_R, 1] fp32, of it too: M (scales.py)
+    offsets                 [SLOTS_R, 64] fp32, of it too: what scores on the grid are added to
     """
 
     kv: gl.tensor
@@ -48,12 +57,12 @@ class Codes:
     full: gl.shared_memory_descriptor
     rope: gl.shared_memory_descriptor
     offsets: gl.shared_memory_descriptor
-    full_v: gl.shared_memory_descriptor
+    largest: gl.shared_memory_descriptor
     COL: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
-        self, kv, kv_scale, kv_rope, codes, scales, tiles, full, rope, offsets, full_v, COL
+        self, kv, kv_scale, kv_rope, codes, scales, tiles, full, rope, offsets, largest, COL
     ):
         self.kv = kv
         self.kv_scale = kv_scale
@@ -64,34 +73,42 @@ class Codes:
         self.full = full
         self.rope = rope
         self.offsets = offsets
-        self.full_v = full_v
+        self.largest = largest
         self.COL = gl.constexpr(COL)
 
 
 @gluon.jit
 def gather_codes(c, rows, slot, ir):
-    """Start copying a tile; its rope columns straight to slot `ir` of their ring."""
+    """Start copying a tile's codes; its rope columns straight to slot `ir` of their ring."""
     row, ok = slot_rows(rows, slot)
     gather(c.codes, c.kv, row, ok, c.COL, GATHER_CODES)
-    gather(c.scales, c.kv_scale, row // 4, ok, SCALE_COL, GATHER_SCALES)
     if c.COL > 0:
         store_offsets(c.offsets.index(ir), ok)
         gather(c.rope.index(ir), c.kv_rope, row // 2, ok, ROPE_COL, GATHER_ROPE)
     async_copy.commit_group()
-    if c.COL > 0:
-        cta_barrier()
-        mbarrier.arrive(c.full_v.index(ir), count=1)
 
 
 @gluon.jit
-def convert(c, iv):
-    """The tile that was gathered last, to bf16 in slot `iv`."""
-    async_copy.wait_group(0)
+def gather_scales(c, rows, slot, i):
+    """Start copying a tile's scales."""
+    row, ok = slot_rows(rows, slot)
+    gather(c.scales.index(i), c.kv_scale, row // 4, ok, SCALE_COL, GATHER_SCALES)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def convert(c, iv, ir, exponent):
+    """The codes, which have landed, to fp16 in slot `iv`, as it is for their scales; `ir`: the slot
+    of their rope columns; exponent: log2 M."""
     tile = c.tiles.index(iv)
+    down = power_of_two(-exponent)
     for j in gl.static_range(HALF // 64):
-        scale = c.scales.slice((c.COL + j * 64) // GROUP, 1, dim=1).load(PASS_64)
+        scales = c.scales.index(iv).slice((c.COL + j * 64) // GROUP, 1, dim=1)
         codes = c.codes.slice(j * 64, 64, dim=1).load(PASS_64)
-        tile.slice(j * 64, 64, dim=1).store(widen(codes, scale))
+        ratio = twice_f16(scales.load(PASS_64) * down)
+        tile.slice(j * 64, 64, dim=1).store(scaled_f16(codes, ratio))
+    if c.COL > 0:
+        store_scalar(c.largest.index(ir), power_of_two(exponent))
     fence_async_shared()
     mbarrier.arrive(c.full.index(iv), count=1)
 
@@ -99,8 +116,8 @@ def convert(c, iv):
 @gluon.jit
 def values_fp8_warpgroup(
     out, part_acc, kv, kv_scale, kv_rope, slots, slots_stride, lengths, K,
-    span, num_slots, page_stride, num_heads, tiles, full, codes, scales, ring_r, offsets, full_v,
-    full_q, p_ring, full_p, empty_p, factors, inverse, full_out,
+    span, num_slots, page_stride, num_heads, tiles, full, codes, scales, ring_r, offsets,
+    largest, counted, full_q, p_ring, full_p, empty_p, factors, inverse, full_out,
     COL: gl.constexpr, SLOTS_R: gl.constexpr, SLOTS_P: gl.constexpr,
     PAGE: gl.constexpr, ROW: gl.constexpr, HAS_LENGTHS: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
@@ -108,25 +125,36 @@ def values_fp8_warpgroup(
     rows = program_rows(
         slots, slots_stride, lengths, K, span, token, num_slots, page_stride, PAGE, ROW, HAS_LENGTHS
     )
-    c = Codes(kv, kv_scale, kv_rope, codes, scales, tiles, full, ring_r, offsets, full_v, COL)
-    gather_codes(c, rows, load_slots(rows, 0, GATHER_CODES), 0)
+    c = Codes(kv, kv_scale, kv_rope, codes, scales, tiles, full, ring_r, offsets, largest, COL)
+    slot = load_slots(rows, 0, GATHER_CODES)
+    gather_scales(c, rows, slot, 0)
+    gather_codes(c, rows, slot, 0)
     slot = load_slots(rows, 1, GATHER_CODES)
-    tiles_of_range = count_tiles(rows)
-    convert(c, 0)
+    gather_scales(c, rows, slot, 1)
+    async_copy.wait_group(0)
+    exponent = next_exponent(c.scales.index(0), FIRST)
+    convert(c, 0, 0, exponent)
     gather_codes(c, rows, slot, 1)
+    exponent = next_exponent(c.scales.index(1), exponent)
     slot = load_slots(rows, 2, GATHER_CODES)
     mbarrier.wait(full_q, 0)
+    tiles_of_range = load_scalar(counted)
     iv = gl.to_tensor(0)
     ir = gl.to_tensor(2)
     ip = gl.to_tensor(0)
     pp = gl.to_tensor(0)
     acc = gl.zeros([BLOCK, HALF], gl.float32, OUTPUT)
     for n in range(tiles_of_range - 1):
-        convert(c, iv ^ 1)
+        gather_scales(c, rows, slot, iv)
+        async_copy.wait_group(1)
+        convert(c, iv ^ 1, ring_previous(ir, SLOTS_R), exponent)
         gather_codes(c, rows, slot, ir)
         slot = load_slots(rows, n + 3, GATHER_CODES)
         mbarrier.wait(full_p.index(ip), pp)
-        acc = add_values(acc, p_ring, tiles.index(iv), factors, empty_p, ip)
+        token_v = start_values(acc, p_ring, tiles.index(iv), factors, ip)
+        async_copy.wait_group(1)
+        exponent = next_exponent(c.scales.index(iv), exponent)
+        acc = finish_values(token_v, empty_p, ip)
         iv = iv ^ 1
         ir = ring_step(ir, SLOTS_R)
         ip, pp = ring_next(ip, pp, SLOTS_P)

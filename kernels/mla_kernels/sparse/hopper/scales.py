@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""fp8_ds_mla: how scales enter, with M a power of two near the largest one of a tile.
+
+    tile   fp16, code * (scale / M), as K and as V
+    S      (Q K^T of the latent part + Q / M K^T of the rope part) M
+    P      2^(S + log2 M - k) in fp16, so that P V is in order; its row sums count P / M
+
+M stays from tile to tile as long as the largest scale is between M / 2^DOWN and M 2^UP. fp16 has
+the digits of bf16 or more for rows down to 2^-16 of the tile's largest, and errs by 2^-33 of the
+largest for smaller ones.
+"""
+
+import math
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from mla_kernels.decode.hopper.layouts import VECTOR
+from mla_kernels.decode.triton.few_rows.operands import LEAST_SCALE
+from mla_kernels.sparse.hopper.layouts import ONE, WHOLE_SCALES
+from mla_kernels.triton_common.gluon_compat import reinterpret
+
+FIRST = gl.constexpr(-8)  # log2 M before any tile: of latents about 1
+UP = gl.constexpr(5)  # 448 * 2^6 is below fp16's largest
+DOWN = gl.constexpr(8)
+# log2 of the least M, as few_rows has it, and of the largest.
+LEAST = gl.constexpr(math.frexp(LEAST_SCALE.value)[1] - 1)
+MOST = gl.constexpr(90)
+ZERO = gl.constexpr(-100)  # a tile of smaller scales, or without rows, leaves M as it is
+
+SCALED_F16 = gl.constexpr(
+    """{
+    .reg .b16 lo, hi;
+    .reg .b32 a, b;
+    mov.b32 {lo, hi}, $2;
+    cvt.rn.f16x2.e4m3x2 a, lo;
+    cvt.rn.f16x2.e4m3x2 b, hi;
+    mul.rn.f16x2 $0, a, $3;
+    mul.rn.f16x2 $1, b, $3;
+    }"""
+)
+
+
+@gluon.jit
+def power_of_two(exponent):
+    """2^exponent, of -126 to 127."""
+    return ((exponent + 127) << 23).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def one_over(m):
+    """1 / m of a power of two, exactly."""
+    return (0x7F000000 - m.to(gl.int32, bitcast=True)).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def exponent_of(m):
+    """log2 m of a power of two, as fp32."""
+    return ((m.to(gl.int32, bitcast=True) >> 23) - 127).to(gl.float32)
+
+
+@gluon.jit
+def next_exponent(scales, exponent):
+    """log2 M of a tile with these scales, [64, 4], behind one with `exponent`; every warp finds it
+    for itself."""
+    flat = reinterpret(scales, gl.int32, [256], VECTOR)
+    bits = flat.load(WHOLE_SCALES) & 0x7FFFFFFF
+    top = (gl.max(bits, 0) >> 23) - 127
+    bounded = gl.minimum(gl.maximum(top, LEAST), MOST)
+    low = (bounded < exponent - DOWN) & (top > ZERO)
+    return gl.where((bounded > exponent + UP) | low, bounded, exponent)
+
+
+@gluon.jit
+def twice_f16(x):
+    """fp32 -> fp16 in both halves of an int32."""
+    return gl.inline_asm_elementwise(
+        "cvt.rn.f16x2.f32 $0, $1, $1;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def scaled_f16(codes, ratio):
+    """uint8 codes times factors of `twice_f16`, one for a row."""
+    codes, ratio = gl.broadcast(codes, ratio)
+    return gl.inline_asm_elementwise(
+        SCALED_F16, "=r,=r,r,r,r,r,r", [codes, ratio], dtype=gl.float16, is_pure=True, pack=4
+    )
+
+
+@gluon.jit
+def store_scalar(place, x):
+    place.store(gl.full([1], 0, x.dtype, ONE) + x)
+
+
+@gluon.jit
+def load_scalar(place):
+    return gl.max(place.load(ONE), 0)
