@@ -15,7 +15,7 @@ SECOND_RUNNER = FUSED_INDEXER = VLLM is not None and VLLM >= (0, 29)
 HASHED_LOOKAHEAD = VLLM is not None and VLLM >= (0, 33)
 VOCAB = 2048
 DRAFTS = 3
-DRAWINGS = 4  # of random tokens, see short_scenarios
+DRAWINGS = 4  # of random tokens, see wide_scenarios
 # Stock backends of vLLM that run on sm_90.
 STOCK = ("FLASHMLA", "FLASH_ATTN_MLA", "TRITON_MLA")
 
@@ -76,13 +76,12 @@ def parity_scenarios(longest=2500, seed=0):
     return {"plain": plain, "prefix": prefix}
 
 
-def short_scenarios():
-    """parity_scenarios of fewer than 2048 tokens, all of which "v3.2 all" and "v3.2 few" read.
-
-    more: the same with other random tokens, for the distances alone: of 16 requests the 99th
-    percentile, the 15th largest, moves by 3 to 7 % as they are drawn anew, of four times as many by
-    half. Last, so that what the other scenarios count and find cached is as without it."""
-    first, *others = (parity_scenarios(1900, seed) for seed in range(DRAWINGS))
+def wide_scenarios(longest=2500):
+    """parity_scenarios, and `more`: the same with other random tokens, for the distances alone. Of
+    16 requests the 99th percentile, the 15th largest, moves by 3 to 7 % as they are drawn anew, of
+    four times as many by half. Last, so that what the other scenarios count and find cached is as
+    without it."""
+    first, *others = (parity_scenarios(longest, seed) for seed in range(DRAWINGS))
     requests = [r for drawing in others for part in drawing.values() for r in part]
     # The only prompt of one token is [0], which `plain` has.
     return first | {"more": [r for r in requests if len(r["prompt"]) > 1]}
@@ -174,13 +173,14 @@ def all_engines():
     for heads in (16, 128):
         for backend in ("CUSTOM", *STOCK):
             add(f"{backend} {heads}", heads, attention_backend=backend)
+    wide = wide_scenarios()
     for backend in ("CUSTOM", "FLASHMLA", "TRITON_MLA"):
-        add(f"{backend} fp8", attention_backend=backend, kv_cache_dtype="fp8")
-    add("CUSTOM fp8_ds_mla", kv_cache_dtype="fp8_ds_mla")
-    fp8_query = {"env": {"MLA_BACKEND_FP8_QUERY": "1"}, "kv_cache_dtype": "fp8"}
+        add(f"{backend} fp8", scenarios=wide, attention_backend=backend, kv_cache_dtype="fp8")
+    add("CUSTOM fp8_ds_mla", scenarios=wide, kv_cache_dtype="fp8_ds_mla")
+    fp8_query = {"env": {"MLA_BACKEND_FP8_QUERY": "1"}, "scenarios": wide, "kv_cache_dtype": "fp8"}
     add("CUSTOM fp8 query", **fp8_query)
     add("CUSTOM fp8 query 128", 128, **fp8_query)
-    add("FLASHMLA fp8 128", 128, attention_backend="FLASHMLA", kv_cache_dtype="fp8")
+    add("FLASHMLA fp8 128", 128, scenarios=wide, attention_backend="FLASHMLA", kv_cache_dtype="fp8")
     add("CUSTOM fp8 query mtp", **fp8_query, compilation_config=MTP_GRAPHS, **MTP)
     add("CUSTOM fp8 query compiled", **fp8_query, **COMPILED)
     for backend in ("CUSTOM", "FLASHMLA_SPARSE"):
@@ -195,7 +195,7 @@ def all_engines():
     drafts = MTP["speculative_config"] | {"attention_backend": "CUSTOM"}
     mtp = {"compilation_config": MTP_GRAPHS, "speculative_config": drafts}
     add("CUSTOM v3.2 mtp", "v3.2", **mtp)
-    short = short_scenarios()
+    short = wide_scenarios(1900)  # all of whose tokens "v3.2 all" and "v3.2 few" read
     for backend in ("CUSTOM", "FLASHMLA_SPARSE"):
         add(f"{backend} v3.2 all", "v3.2 all", scenarios=short, attention_backend=backend)
         add(f"{backend} v3.2 few", "v3.2 few", scenarios=short, attention_backend=backend,
