@@ -6,6 +6,7 @@ import torch
 from mla_kernels import mla_sparse_attention
 from mla_kernels.cache.torch_impl import encode_rows
 from mla_kernels.sparse.reference import mla_sparse_attention_reference
+from mla_kernels.testing.cases import scales_to_powers_of_two
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,9 +27,6 @@ def make_case(T, heads, cache="bf16"):
     rows = torch.randn(128 * 64, 576, generator=g, device="cuda").bfloat16()
     if cache == "fp8_ds_mla":
         rows = encode_rows(rows[:, :512], rows[:, 512:], torch.uint8, None)
-        # The reference rounds values to bf16, the Hopper kernel does not: of these neither has to.
-        scales = rows[:, 512:528].view(torch.float32)
-        scales.copy_(scales.log2().round().exp2())
     q = torch.randn(T, heads, 576, generator=g, device="cuda").bfloat16()
     slots = torch.randint(0, 128 * 64, (T, K), generator=g, device="cuda").int()
     slots[::3, 700:] = -1
@@ -57,8 +55,11 @@ def test_bits_of_a_token_alone_and_in_any_batch(impl, cache, heads):
 @pytest.mark.parametrize("T", [1, 9, 300])
 def test_largest_logits(impl, cache, heads, T):
     """In one range of slots and in several, where the largest is that of all of them. The first
-    token has two slots, in the first range and in the last: of some heads both are negative."""
+    token has two slots, in the first range and in the last: of some heads both are negative. Scales
+    are powers of two: the reference rounds values to bf16, the Hopper kernel does not."""
     q, kv, slots = make_case(T, heads, cache)
+    if cache == "fp8_ds_mla":
+        scales_to_powers_of_two(kv)
     slots[0, 1:-1] = -1
     slots[0, -1] = 77
     got = torch.full((T, heads), torch.nan, device="cuda")
