@@ -73,16 +73,16 @@ def hopper_sparse_kernel(
     MAX_LOGITS: gl.constexpr,
 ):
     COUNT: gl.constexpr = 128 if FORMAT == "bf16" else 1
-    LATENT: gl.constexpr = gl.bfloat16 if FORMAT == "bf16" else gl.float16
-    q_shared = gl.allocate_shared_memory(LATENT, [BLOCK, 128], TILE)
-    ring_a = gl.allocate_shared_memory(LATENT, [SLOTS_A, BLOCK, HALF], TILE)
-    ring_b = gl.allocate_shared_memory(LATENT, [SLOTS_B, BLOCK, HALF], TILE)
+    DTYPE: gl.constexpr = gl.bfloat16 if FORMAT == "bf16" else gl.float16
+    q_shared = gl.allocate_shared_memory(DTYPE, [BLOCK, 128], TILE)
+    ring_a = gl.allocate_shared_memory(DTYPE, [SLOTS_A, BLOCK, HALF], TILE)
+    ring_b = gl.allocate_shared_memory(DTYPE, [SLOTS_B, BLOCK, HALF], TILE)
     ring_r = gl.allocate_shared_memory(gl.bfloat16, [SLOTS_R, BLOCK, ROPE], TILE)
     offsets = gl.allocate_shared_memory(gl.float32, [SLOTS_R, BLOCK], VECTOR)
-    p_ring = gl.allocate_shared_memory(LATENT, [SLOTS_P, BLOCK, BLOCK], TILE)
+    p_ring = gl.allocate_shared_memory(DTYPE, [SLOTS_P, BLOCK, BLOCK], TILE)
     factors = gl.allocate_shared_memory(gl.float32, [SLOTS_P, BLOCK], VECTOR)
     inverse = gl.allocate_shared_memory(gl.float32, [BLOCK], VECTOR)
-    counted = gl.allocate_shared_memory(gl.int32, [1], VECTOR)
+    num_tiles = gl.allocate_shared_memory(gl.int32, [1], VECTOR)
     full_a = barriers(SLOTS_A, COUNT)
     full_b = barriers(SLOTS_B, COUNT)
     full_p_a = barriers(SLOTS_P, 1)
@@ -99,7 +99,7 @@ def hopper_sparse_kernel(
                 (scores_warpgroup, (
                     q_desc, q_rope_desc, slots, slots_stride, lengths, K, span, num_slots,
                     page_stride, num_heads, scale_log2, sink, lse, max_logits, part_sums, q_shared,
-                    ring_a, ring_b, ring_r, offsets, offsets, counted, full_a, full_b, full_v,
+                    ring_a, ring_b, ring_r, offsets, offsets, num_tiles, full_a, full_b, full_v,
                     landed_q, full_q, p_ring, full_p_a, full_p_b, empty_p, factors, inverse,
                     full_out, SLOTS_A, SLOTS_B, SLOTS_R, SLOTS_P,
                     PAGE, ROW, HAS_LENGTHS, HAS_SINK, SPLIT, MAX_LOGITS, False,
@@ -125,14 +125,14 @@ def hopper_sparse_kernel(
         codes_b = gl.allocate_shared_memory(gl.uint8, [BLOCK, HALF], CODES)
         scales_a = gl.allocate_shared_memory(gl.float32, [2, BLOCK, 4], SCALES)
         scales_b = gl.allocate_shared_memory(gl.float32, [2, BLOCK, 4], SCALES)
-        largest = gl.allocate_shared_memory(gl.float32, [SLOTS_R, 1], VECTOR)
+        m_ring = gl.allocate_shared_memory(gl.float32, [SLOTS_R, 1], VECTOR)
         fence_async_shared()
         gl.warp_specialize(
             [
                 (scores_warpgroup, (
                     q_desc, q_rope_desc, slots, slots_stride, lengths, K, span, num_slots,
                     page_stride, num_heads, scale_log2, sink, lse, max_logits, part_sums, q_shared,
-                    ring_a, ring_b, ring_r, offsets, largest, counted, full_a, full_b, full_b,
+                    ring_a, ring_b, ring_r, offsets, m_ring, num_tiles, full_a, full_b, full_b,
                     landed_q, full_q, p_ring, full_p_a, full_p_b, empty_p, factors, inverse,
                     full_out, SLOTS_A, SLOTS_B, SLOTS_R, SLOTS_P,
                     PAGE, ROW, HAS_LENGTHS, HAS_SINK, SPLIT, MAX_LOGITS, True,
@@ -140,14 +140,14 @@ def hopper_sparse_kernel(
                 (values_fp8_warpgroup, (
                     out, part_acc, kv, kv_scale, kv_rope, slots, slots_stride,
                     lengths, K, span, num_slots, page_stride, num_heads, ring_a, full_a,
-                    codes_a, scales_a, ring_r, offsets, largest, counted, full_q,
+                    codes_a, scales_a, ring_r, offsets, m_ring, num_tiles, full_q,
                     p_ring, full_p_a, empty_p, factors, inverse, full_out,
                     0, SLOTS_R, SLOTS_P, PAGE, ROW, HAS_LENGTHS, SPLIT,
                 )),
                 (values_fp8_warpgroup, (
                     out, part_acc, kv, kv_scale, kv_rope, slots, slots_stride,
                     lengths, K, span, num_slots, page_stride, num_heads, ring_b, full_b,
-                    codes_b, scales_b, ring_r, offsets, largest, counted, full_q,
+                    codes_b, scales_b, ring_r, offsets, m_ring, num_tiles, full_q,
                     p_ring, full_p_b, empty_p, factors, inverse, full_out,
                     HALF, SLOTS_R, SLOTS_P, PAGE, ROW, HAS_LENGTHS, SPLIT,
                 )),

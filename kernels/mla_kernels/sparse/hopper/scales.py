@@ -28,7 +28,7 @@ LEAST = gl.constexpr(math.frexp(LEAST_SCALE.value)[1] - 1)
 MOST = gl.constexpr(90)
 ZERO = gl.constexpr(-100)  # a tile of smaller scales, or without rows, leaves M as it is
 
-SCALED_F16 = gl.constexpr(
+TIMES_RATIO = gl.constexpr(
     """{
     .reg .b16 lo, hi;
     .reg .b32 a, b;
@@ -80,11 +80,11 @@ def twice_f16(x):
 
 
 @gluon.jit
-def scaled_f16(codes, ratio):
+def times_ratio(codes, ratio):
     """uint8 codes times factors of `twice_f16`, one for a row."""
     codes, ratio = gl.broadcast(codes, ratio)
     return gl.inline_asm_elementwise(
-        SCALED_F16, "=r,=r,r,r,r,r,r", [codes, ratio], dtype=gl.float16, is_pure=True, pack=4
+        TIMES_RATIO, "=r,=r,r,r,r,r,r", [codes, ratio], dtype=gl.float16, is_pure=True, pack=4
     )
 
 

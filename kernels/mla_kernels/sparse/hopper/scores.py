@@ -73,8 +73,8 @@ def issue_scores(
 def scores_warpgroup(
     q_desc, q_rope_desc, slots, slots_stride, lengths, K, span, num_slots, page_stride, num_heads,
     scale_log2, sink, lse, max_logits, part_sums, q_shared, ring_a, ring_b, ring_r, offsets,
-    largest, counted, full_a, full_b, full_v, landed_q, full_q, p_ring, full_p_a, full_p_b, empty_p,
-    factors, inverse, full_out,
+    m_ring, num_tiles, full_a, full_b, full_v, landed_q, full_q, p_ring, full_p_a, full_p_b,
+    empty_p, factors, inverse, full_out,
     SLOTS_A: gl.constexpr, SLOTS_B: gl.constexpr, SLOTS_R: gl.constexpr, SLOTS_P: gl.constexpr,
     PAGE: gl.constexpr, ROW: gl.constexpr, HAS_LENGTHS: gl.constexpr, HAS_SINK: gl.constexpr,
     SPLIT: gl.constexpr, MAX_LOGITS: gl.constexpr, FP8: gl.constexpr,
@@ -93,7 +93,7 @@ def scores_warpgroup(
         slots, slots_stride, lengths, K, span, token, num_slots, page_stride, PAGE, ROW, HAS_LENGTHS
     )
     tiles = count_tiles(rows)
-    store_scalar(counted, tiles)
+    store_scalar(num_tiles, tiles)
     ia = gl.to_tensor(0)
     pa = gl.to_tensor(0)
     ib = gl.to_tensor(0)
@@ -123,7 +123,7 @@ def scores_warpgroup(
         mbarrier.wait(full_b.index(ib), pb)
         if FP8:
             m_before = m
-            m = load_scalar(largest.index(ir))
+            m = load_scalar(m_ring.index(ir))
             if m != m_before:
                 q_rope = times(q_rope, m_before * one_over(m))
         token_s = issue_scores(

@@ -24,8 +24,8 @@ from mla_kernels.sparse.hopper.scales import (
     load_scalar,
     next_exponent,
     power_of_two,
-    scaled_f16,
     store_scalar,
+    times_ratio,
     twice_f16,
 )
 from mla_kernels.sparse.hopper.values import add_values, finish_values, start_values, store_output
@@ -44,7 +44,7 @@ class Codes:
     codes, scales           [64, 256] uint8 and [2, 64, 4] fp32, where the copies land
     tiles, full             [2, 64, 256] fp16 and the barriers that say they may be read
     rope                    [SLOTS_R, 64, 64] bf16, of the second half only
-    largest                 [SLOTS_R, 1] fp32, of it too: M (scales.py)
+    m_ring                  [SLOTS_R, 1] fp32, of it too: M (scales.py)
     offsets                 [SLOTS_R, 64] fp32, of it too: what scores on the grid are added to
     """
 
@@ -57,12 +57,12 @@ class Codes:
     full: gl.shared_memory_descriptor
     rope: gl.shared_memory_descriptor
     offsets: gl.shared_memory_descriptor
-    largest: gl.shared_memory_descriptor
+    m_ring: gl.shared_memory_descriptor
     COL: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
-        self, kv, kv_scale, kv_rope, codes, scales, tiles, full, rope, offsets, largest, COL
+        self, kv, kv_scale, kv_rope, codes, scales, tiles, full, rope, offsets, m_ring, COL
     ):
         self.kv = kv
         self.kv_scale = kv_scale
@@ -73,7 +73,7 @@ class Codes:
         self.full = full
         self.rope = rope
         self.offsets = offsets
-        self.largest = largest
+        self.m_ring = m_ring
         self.COL = gl.constexpr(COL)
 
 
@@ -106,9 +106,9 @@ def convert(c, iv, ir, exponent):
         scales = c.scales.index(iv).slice((c.COL + j * 64) // GROUP, 1, dim=1)
         codes = c.codes.slice(j * 64, 64, dim=1).load(PASS_64)
         ratio = twice_f16(scales.load(PASS_64) * down)
-        tile.slice(j * 64, 64, dim=1).store(scaled_f16(codes, ratio))
+        tile.slice(j * 64, 64, dim=1).store(times_ratio(codes, ratio))
     if c.COL > 0:
-        store_scalar(c.largest.index(ir), power_of_two(exponent))
+        store_scalar(c.m_ring.index(ir), power_of_two(exponent))
     fence_async_shared()
     mbarrier.arrive(c.full.index(iv), count=1)
 
@@ -117,7 +117,7 @@ def convert(c, iv, ir, exponent):
 def values_fp8_warpgroup(
     out, part_acc, kv, kv_scale, kv_rope, slots, slots_stride, lengths, K,
     span, num_slots, page_stride, num_heads, tiles, full, codes, scales, ring_r, offsets,
-    largest, counted, full_q, p_ring, full_p, empty_p, factors, inverse, full_out,
+    m_ring, num_tiles, full_q, p_ring, full_p, empty_p, factors, inverse, full_out,
     COL: gl.constexpr, SLOTS_R: gl.constexpr, SLOTS_P: gl.constexpr,
     PAGE: gl.constexpr, ROW: gl.constexpr, HAS_LENGTHS: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
@@ -125,7 +125,7 @@ def values_fp8_warpgroup(
     rows = program_rows(
         slots, slots_stride, lengths, K, span, token, num_slots, page_stride, PAGE, ROW, HAS_LENGTHS
     )
-    c = Codes(kv, kv_scale, kv_rope, codes, scales, tiles, full, ring_r, offsets, largest, COL)
+    c = Codes(kv, kv_scale, kv_rope, codes, scales, tiles, full, ring_r, offsets, m_ring, COL)
     slot = load_slots(rows, 0, GATHER_CODES)
     gather_scales(c, rows, slot, 0)
     gather_codes(c, rows, slot, 0)
@@ -138,7 +138,7 @@ def values_fp8_warpgroup(
     exponent = next_exponent(c.scales.index(1), exponent)
     slot = load_slots(rows, 2, GATHER_CODES)
     mbarrier.wait(full_q, 0)
-    tiles_of_range = load_scalar(counted)
+    tiles_of_range = load_scalar(num_tiles)
     iv = gl.to_tensor(0)
     ir = gl.to_tensor(2)
     ip = gl.to_tensor(0)
