@@ -8,6 +8,7 @@ import torch
 from mla_kernels import mla_decode, plan_mla_decode
 from mla_kernels.decode.reference import mla_decode_reference
 from mla_kernels.layouts import MlaDims
+from mla_kernels.numerics import LOG2E
 from mla_kernels.testing import metrics
 from mla_kernels.testing.cases import decode_case, random_tokens, scales_to_powers_of_two
 from mla_kernels.testing.decoded import assert_decoded
@@ -58,10 +59,14 @@ def test_ragged_batches(impl, heads, s_q, deterministic):
 
 
 @pytest.mark.parametrize("heads", [4, 32, 64])
-def test_nan_in_a_query_shows_in_its_row_alone(impl, heads):
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+@pytest.mark.parametrize("column", [3, 570])
+def test_what_is_no_number_in_a_query_shows_in_its_row_alone(impl, heads, cache, number, column):
     """Of requests that are split, and that are not; in lse too."""
-    case = decode_case([70, 9000], num_heads=heads, device="cuda")
-    case.q[:, 0, 1, 3] = torch.nan
+    case = unrounded_case([70, 9000], cache, num_heads=heads)
+    check(case, impl)
+    case.q[:, 0, 1, column] = number
     out, lse = mla_decode(*case.args, **case.options, impl=impl, out=case.poisoned_out())
     assert lse.isnan().nonzero().tolist() == [[0, 0, 1], [1, 0, 1]]
     assert torch.equal(out.isnan(), lse.isnan()[..., None].expand_as(out))
@@ -126,6 +131,45 @@ def test_many_short_requests_of_fp8_caches(impl, cache, heads, deterministic):
     check(case, impl, deterministic=deterministic)
 
 
+@pytest.mark.parametrize("heads", [32, 64])
+def test_small_weights_beside_a_large_scale(impl, heads):
+    """One token weighs as much as 2047 others and has 2^9 of their scales: without headroom the P
+    that has M in it would be 8.5 times the least number of fp16 (decode/hopper/scales.py)."""
+    if impl == "triton":
+        pytest.skip("weights have the scale of their token's largest there, and no headroom")
+    tokens = torch.rand(2048, 576, device="cuda") + 0.5
+    tokens[:, 0] = 1.0  # what the query looks at
+    tokens[:, 1:512:128] = 1.75
+    tokens[0, :512] = 0.0
+    tokens[0, 0], tokens[0, 1] = 128.0, 896.0
+    case = unrounded_case([2048], "fp8_ds_mla", tokens=[tokens], num_heads=heads)
+    case.q.zero_()
+    case.q[..., 0] = 0.0875 / (case.options["scale"] * LOG2E)
+    check(case, impl, deterministic=True)
+
+
+@pytest.mark.parametrize("heads", [16, 32, 64])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_scales_of_any_size(impl, heads, deterministic):
+    """Tiles of rows as large as 2^14 and as small as 2^-28, and of zeros, behind each other;
+    requests of small ones alone. What lies behind a request has scales of any size, too."""
+    if impl == "triton" and heads > 32:
+        pytest.skip("this many rows are converted to bf16 first")
+    lengths = [64 * 13 + 5, 64 * 3, 1, 64 * 40, 190, 65]
+    case = unrounded_case(lengths, "fp8_ds_mla", num_heads=heads, q_std=2.0**-9)
+    sizes = [-28, 0, -12, 14, None, 4, 4, -3, -28, -28]
+    scales = case.kv_cache[..., 512:528].view(torch.float32)
+    for b, pages in enumerate(case.block_table.tolist()):
+        for tile, page in enumerate(pages[: -(-lengths[b] // 64)]):
+            size = sizes[0 if b == 1 else tile % 10]
+            if size is None:
+                case.kv_cache[page, :, :512] = 0
+                scales[page] = 2.0**-126
+            else:
+                scales[page] *= 2.0**size
+    check(case, impl, deterministic=deterministic)
+
+
 @pytest.mark.parametrize("heads", [16, 32, 64])
 @pytest.mark.parametrize("size", [1e-5, 1e4])
 def test_queries_of_any_size_for_fp8_caches(impl, heads, size):
@@ -163,7 +207,7 @@ def test_peaky_scores(impl, std, cache):
     ("cache", "heads"),
     [
         *(("fp8", heads) for heads in (8, 16, 32, 64, 128)),
-        *(("fp8_ds_mla", heads) for heads in (8, 16, 32)),
+        *(("fp8_ds_mla", heads) for heads in (8, 16, 32, 64, 128)),
     ],
 )
 @pytest.mark.parametrize("std", [1.0, 3.0, 10.0])

@@ -156,10 +156,16 @@ def test_scales_of_any_size(impl, T):
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("cache", ["bf16", "fp8_ds_mla"])
 @pytest.mark.parametrize("T", [2, 600])
-def test_nan_in_a_query_shows_in_its_row_alone(impl, cache, T):
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+@pytest.mark.parametrize("column", [3, 570])
+def test_what_is_no_number_in_a_query_shows_in_its_row_alone(impl, cache, T, number, column):
     """Of tokens whose slots are split, and that are not; in lse too."""
     step = Step(T, 64, cache, impl=impl)
-    step.q[1, 2, 3] = torch.nan
+    if cache == "fp8_ds_mla":
+        scales_to_powers_of_two(step.kv)  # as above
+    step()
+    step.check()
+    step.q[1, 2, column] = number
     step()
     assert step.lse.isnan().nonzero().tolist() == [[1, 2]]
     assert torch.equal(step.out.isnan(), step.lse.isnan()[..., None].expand_as(step.out))

@@ -21,9 +21,9 @@ WG1 one QK later, so that its half of the work runs on the tensor cores under WG
 WG0 tells what O is multiplied by in the order in which its lanes hold it; as long as no row's
 reference moves, which is nearly always, its warps do not shuffle at all (softmax.py).
 
-With an fp8 cache where fp8/configs.py has no sizes, TMA fills rings of codes instead; WG1 and
-WG2 turn the codes into the bf16 tiles of rings A, B and R (values_fp8.py) and arrive on full_a/b,
-and on full_r for R, themselves.
+With an fp8 cache where fp8/configs.py has no sizes ("amla"), TMA fills rings of codes instead; WG1
+and WG2 turn the codes into the bf16 tiles of rings A, B and R (values_fp8.py) and arrive on
+full_a/b, and on full_r for R, themselves.
 """
 
 from triton.experimental import gluon

@@ -42,6 +42,7 @@ CODES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidt
 # fp8_ds_mla: four fp32 scales a token, as a TMA load writes them and as they are read.
 SCALES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2))
 SCALES_READ = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+WHOLE_SCALES = gl.constexpr(gl.BlockedLayout([8], [32], [4], [0]))  # all of a tile in each warp
 # Half of an fp32 [64, 256], in the memory of a bf16 tile, as a TMA store reads it.
 PARTIAL = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))
 VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))

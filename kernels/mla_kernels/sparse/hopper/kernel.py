@@ -21,8 +21,8 @@ WG1 and WG2 gather the rows whose columns they multiply, each thread 16 bytes at
 is free for its next tile when their own PV is done, and they never wait for a tile, since P(n)
 exists only if WG0 saw tile n. bf16 rows land where the products read them. Codes land in buffers
 of their own; WG1 and WG2 turn those of tile n + 1 into fp16 before they wait for P(n).
-Scales land a tile ahead of their codes: what M the next tile has (scales.py) is found out while
-P V runs.
+Scales land a tile ahead of their codes: what M the next tile has (decode/hopper/scales.py) is found
+out while P V runs.
 """
 
 from triton.experimental import gluon

@@ -13,8 +13,6 @@ GATHER_ROPE = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
 GATHER_SCALES = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
 
 SCALES = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 1, [1, 0]))
-# All scales of a tile in each warp.
-WHOLE_SCALES = gl.constexpr(gl.BlockedLayout([8], [32], [4], [0]))
 ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 SCAN = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
 

@@ -5,30 +5,18 @@ power of two, so that it is below 2 in size, rounded to fp16 in place."""
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from mla_kernels.decode.hopper.fp8.query import times, to_f16
+from mla_kernels.decode.hopper.fp8.query import (
+    LEAST_SIZE,
+    larger,
+    size_of_largest,
+    times,
+    to_f16,
+)
 from mla_kernels.decode.hopper.layouts import BLOCK, PASS_64, TILE
 from mla_kernels.decode.triton.few_rows.operands import powers_of_two
 from mla_kernels.triton_common.gluon_compat import reinterpret
 
 BLOCKS = gl.constexpr(4)  # of 64 columns, in half of the latent part
-
-# The larger size of two pairs of bf16, as int16 above 127. Infinities and NaN are negative there:
-# one row's must not take the others' digits.
-LARGER = gl.constexpr(
-    """{
-    .reg .b32 size;
-    and.b32 size, $1, 0x7fff7fff;
-    add.u32 size, size, 0x00800080;
-    max.s16x2 $0, size, $2;
-    }"""
-)
-
-
-@gluon.jit
-def larger(x, most):
-    return gl.inline_asm_elementwise(
-        LARGER, "=r,r,r", [x, most], dtype=gl.int16, is_pure=True, pack=2
-    )
 
 
 @gluon.jit
@@ -39,13 +27,12 @@ def convert_query(tile_a, tile_b, tile_r, num_heads):
     zero = num_heads >> 31  # so that the loops stay loops: this runs once, and cold code is slow
     a = reinterpret(tile_a, gl.bfloat16, [BLOCKS, BLOCK, BLOCK], TILE)
     b = reinterpret(tile_b, gl.bfloat16, [BLOCKS, BLOCK, BLOCK], TILE)
-    most = gl.full([BLOCK, BLOCK], 0x80, gl.int16, PASS_64)
+    most = gl.full([BLOCK, BLOCK], LEAST_SIZE, gl.int16, PASS_64)
     most = larger(tile_r.load(PASS_64), most)
     for g in range(zero, BLOCKS + zero):
         most = larger(a.index(g).load(PASS_64), most)
         most = larger(b.index(g).load(PASS_64), most)
-    top = gl.max(gl.reshape(most.to(gl.int32), [BLOCK * BLOCK]), 0) - 0x80
-    down, up = powers_of_two((top << 16).to(gl.float32, bitcast=True))
+    down, up = powers_of_two(size_of_largest(most))
     for g in range(zero, BLOCKS + zero):
         half_a = to_f16(times(a.index(g).load(PASS_64), down))
         half_b = to_f16(times(b.index(g).load(PASS_64), down))

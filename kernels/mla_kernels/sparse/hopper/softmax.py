@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 
 from mla_kernels import numerics
 from mla_kernels.decode.hopper.layouts import BLOCK
+from mla_kernels.decode.hopper.scales import exponent_of, one_over
 from mla_kernels.decode.hopper.softmax import (
     EXPONENT_FLOOR,
     GRID_OFFSET,
@@ -15,7 +16,6 @@ from mla_kernels.decode.hopper.softmax import (
     unpack_bf16,
 )
 from mla_kernels.sparse.hopper.layouts import SUMS, SUMS_ROW
-from mla_kernels.sparse.hopper.scales import exponent_of, one_over
 
 TAU = gl.constexpr(numerics.TAU)
 
@@ -33,7 +33,7 @@ def softmax_step(
 ):  # fmt: skip
     """(P, what O is multiplied by, k', l', top') of a tile of scores. offset [64]: the grid, or
     -inf where there is no row. top: the largest scores so far, with MAX_LOGITS off the grid, which
-    is too coarse for those. With FP8 s is the scores over m, and P has m in it (scales.py)."""
+    is too coarse for those. With FP8 s is the scores over m, and P has m in it."""
     s, offset = gl.broadcast(s, offset[None, :])
     shift = 0.0
     if FP8:

@@ -8,6 +8,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from mla_kernels.decode.hopper.layouts import BLOCK, HALF, OUTPUT, PASS_64
+from mla_kernels.decode.hopper.scales import FIRST, next_exponent, power_of_two
 from mla_kernels.decode.hopper.stream import ring_next, ring_previous, ring_step
 from mla_kernels.layouts import Fp8DsMlaLayout
 from mla_kernels.sparse.hopper.gather import (
@@ -20,10 +21,7 @@ from mla_kernels.sparse.hopper.gather import (
 )
 from mla_kernels.sparse.hopper.layouts import GATHER_CODES, GATHER_ROPE, GATHER_SCALES
 from mla_kernels.sparse.hopper.scales import (
-    FIRST,
     load_scalar,
-    next_exponent,
-    power_of_two,
     store_scalar,
     times_ratio,
     twice_f16,
@@ -44,7 +42,7 @@ class Codes:
     codes, scales           [64, 256] uint8 and [2, 64, 4] fp32, where the copies land
     tiles, full             [2, 64, 256] fp16 and the barriers that say they may be read
     rope                    [SLOTS_R, 64, 64] bf16, of the second half only
-    m_ring                  [SLOTS_R, 1] fp32, of it too: M (scales.py)
+    m_ring                  [SLOTS_R, 1] fp32, of it too: M (decode/hopper/scales.py)
     offsets                 [SLOTS_R, 64] fp32, of it too: what scores on the grid are added to
     """
 

@@ -29,12 +29,13 @@ only if its scores are done. P^T has two slots, one for WG0's tiles and one for 
 segment's query is asked for when the last scores of a segment are made, by the warpgroup of WG0 and
 WG3 that has not made them.
 
-fp8_ds_mla: a group of 128 columns of a token has the scale s_g. Keys and values are s_g / max s
-times their codes, in fp16; scores take max s as a factor at the end, and the rope columns, which
-are bf16, 1 / max s before. P follows t + log2 max s instead of the score t, and the row sum divides
-by max s again. Up to 16 rows have registers and shared memory to scale neither keys nor values:
-each group's scores are a sum of their own, times s_g at the end, and P^T is written once a group,
-times s_g / max s.
+fp8_ds_mla: a group of 128 columns of a token has the scale s_g. Keys and values are their codes
+times s_g / M in fp16, M a power of two of the tile (../scales.py). Each scores warpgroup keeps its
+own M from tile to tile, and writes the ratios s_g / M that the values take. The query's rope part
+is over M = 2^FIRST; a tile with another M, which is rare, has its rope columns multiplied by the
+rest. Up to 16 rows have registers and shared memory to scale neither keys nor values: each group's
+scores are a sum of their own, times s_g at the end, P follows t + log2 max s instead of the score t
+and is written once a group, times s_g / max s, and the row sum divides by max s again.
 """
 
 from triton.experimental import gluon
@@ -79,15 +80,15 @@ def hopper_fp8_kernel(
     ADDENDS: gl.constexpr,
     AHEAD: gl.constexpr,
     PENDING: gl.constexpr,
-    PLANES: gl.constexpr,
-    FORMAT: gl.constexpr,  # of the cache: "fp8" or "fp8_ds_mla"
+    SCALE_OF: gl.constexpr,
     VALUE_REGS: gl.constexpr,
     SCORE_REGS: gl.constexpr,
     LOAD_SCALE: gl.constexpr,
     CAUSAL: gl.constexpr,
     CHUNKED: gl.constexpr,
 ):  # fmt: skip
-    GROUPED: gl.constexpr = FORMAT == "fp8_ds_mla"
+    GROUPED: gl.constexpr = SCALE_OF != "cache"
+    PLANES: gl.constexpr = 4 if SCALE_OF == "token" else 1
     ROPE_COL: gl.constexpr = DS_MLA_ROPE if GROUPED else 256
     start = read_start(parts)
     ring_a = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, BLOCK, 128], rows_of(128))
@@ -99,11 +100,12 @@ def hopper_fp8_kernel(
     if GROUPED:
         rope_ring = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, BLOCK, 64], rows_of(64))
         scale_ring = gl.allocate_shared_memory(gl.float32, [SLOTS, BLOCK, 4], SCALES)
-        ratios = gl.allocate_shared_memory(gl.float16, [2, 4 * BLOCK], VECTOR)
     else:
         rope_ring = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, BLOCK, 32], rows_of(32))
         scale_ring = rope_ring
-        ratios = rope_ring
+    ratios = scale_ring
+    if SCALE_OF == "tile":
+        ratios = gl.allocate_shared_memory(gl.float16, [SLOTS, 4 * BLOCK], VECTOR)
     p_ring = gl.allocate_shared_memory(gl.float16, [2 * PLANES, BLOCK, N], rows_of(N))
     bases = gl.allocate_shared_memory(gl.float32, [N], VECTOR)
     factors = gl.allocate_shared_memory(gl.float32, [2, N], VECTOR)
@@ -139,21 +141,21 @@ def hopper_fp8_kernel(
                 full_a, full_b, p_ring, bases, factors, moved, decided,
                 full_p, empty_p, sums, limits, zeros, full_sums, inverse, full_out, empty_out,
                 num_rows, num_heads, s_q,
-                0, N, SLOTS, ADDENDS, AHEAD, PLANES, GROUPED, LOAD_SCALE, CAUSAL, CHUNKED,
+                0, N, SLOTS, ADDENDS, AHEAD, SCALE_OF, LOAD_SCALE, CAUSAL, CHUNKED,
             )),
             (values_warpgroup, (
                 out, part_acc, kv_desc, rope_desc, scale_desc, table, table_stride,
                 start, requests, seq_lens,
                 ring_a, rope_ring, scale_ring, full_a, p_ring, factors, moved, ratios,
                 full_p, empty_p, inverse, full_out, empty_out, num_rows,
-                0, ROPE_COL, N, SLOTS, PENDING, GROUPED, PLANES, CHUNKED,
+                0, ROPE_COL, N, SLOTS, PENDING, SCALE_OF, CHUNKED,
             )),
             (values_warpgroup, (
                 out, part_acc, kv_desc, rope_desc, scale_desc, table, table_stride,
                 start, requests, seq_lens,
                 ring_b, rope_ring, scale_ring, full_b, p_ring, factors, moved, ratios,
                 full_p, empty_p, inverse, full_out, empty_out, num_rows,
-                128, ROPE_COL, N, SLOTS, PENDING, GROUPED, PLANES, CHUNKED,
+                128, ROPE_COL, N, SLOTS, PENDING, SCALE_OF, CHUNKED,
             )),
             (scores_warpgroup, (
                 q_desc, q_rope_desc, kv_scale,
@@ -163,7 +165,7 @@ def hopper_fp8_kernel(
                 full_a, full_b, p_ring, bases, factors, moved, decided,
                 full_p, empty_p, sums, limits, zeros, full_sums, inverse, full_out, empty_out,
                 num_rows, num_heads, s_q,
-                1, N, SLOTS, ADDENDS, AHEAD, PLANES, GROUPED, LOAD_SCALE, CAUSAL, CHUNKED,
+                1, N, SLOTS, ADDENDS, AHEAD, SCALE_OF, LOAD_SCALE, CAUSAL, CHUNKED,
             )),
         ],
         [4, 4, 4],

@@ -47,7 +47,6 @@ def launch_fp8(call: DecodeCall, config: dict[str, Any]) -> None:
         *call.sizes(),
         **config,
         **call.modes(),
-        FORMAT=kv_format,
         LOAD_SCALE=isinstance(call.kv_scale, torch.Tensor),
         num_warps=4,
     )

@@ -49,16 +49,6 @@ def key_units(ring_a, ring_b, rope_ring, slot, c: gl.constexpr, OPERAND: gl.cons
 
 
 @gluon.jit
-def scaled(values, ratio, AXIS: gl.constexpr):
-    """fp16 values times a factor of each token, two at a time; AXIS: the one that ratio lacks."""
-    values, ratio = gl.broadcast(values, gl.expand_dims(ratio, AXIS))
-    return gl.inline_asm_elementwise(
-        "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [values, ratio],
-        dtype=gl.float16, is_pure=True, pack=2,
-    )  # fmt: skip
-
-
-@gluon.jit
 def value_units(tile, c: gl.constexpr, OPERAND: gl.constexpr):
     """[units, CHUNK] of the c-th tokens."""
     return tile.slice(c * CHUNK, CHUNK, dim=0).permute((1, 0)).load(OPERAND)

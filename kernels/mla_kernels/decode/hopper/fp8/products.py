@@ -16,34 +16,29 @@ from mla_kernels.decode.hopper.fp8.operands import (
     by_column,
     halves,
     key_units,
-    scaled,
     value_units,
 )
 from mla_kernels.decode.hopper.fp8.query import rope_block, rope_of
+from mla_kernels.decode.hopper.fp8.tile_scales import ratios_of, scaled
 
 
 @gluon.jit
 def tile_scores(
-    ring_a, ring_b, rope_ring, slot, query, query_rope, zero, scales, inverse,
-    N: gl.constexpr, ADDENDS: gl.constexpr, AHEAD: gl.constexpr, GROUPED: gl.constexpr,
+    ring_a, ring_b, rope_ring, slot, query, query_rope, zero, ratios,
+    N: gl.constexpr, ADDENDS: gl.constexpr, AHEAD: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
     """S^T [64, N], as ADDENDS: products of few heads take longer to follow one another in one sum
-    than side by side. AHEAD of them are under way while operands are made. GROUPED: S^T times
-    `inverse`, keys take their group's scale times that.
+    than side by side. AHEAD of them are under way while operands are made. SCALED: keys take their
+    group's ratio of a token, and the rope columns are bf16.
 
     zero    0, read from shared memory: what is computed with it, the query's descriptors, is not
             kept in registers from tile to tile"""
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator(N), 2)
-    CHUNKS: gl.constexpr = 16 if GROUPED else 18
+    CHUNKS: gl.constexpr = 16 if SCALED else 18
+    LAST: gl.constexpr = CHUNKS if SCALED else CHUNKS - 1
     s = gl.zeros([64, N], gl.float32, accumulator(N))
     s_b = s
     units = key_units(ring_a, ring_b, rope_ring, slot, 0, OPERAND)
-    s_rope = s
-    if GROUPED:
-        rope_q = rope_of(query_rope)
-        s_rope = warpgroup_mma(
-            rope_ring.index(slot), rope_q.permute((1, 0)), s, use_acc=False, is_async=True
-        )
     for c in gl.static_range(CHUNKS):
         if c < 16:
             block = query.index(zero + c // 2)
@@ -55,33 +50,27 @@ def tile_scores(
         if c + 1 < CHUNKS:
             later = key_units(ring_a, ring_b, rope_ring, slot, c + 1, OPERAND)
         keys = halves(units, LOW_TO_F16)
-        if GROUPED:
-            ratio = (scales[c // 4] * inverse).to(gl.float16)
-            ratio = gl.convert_layout(ratio, gl.SliceLayout(1, OPERAND), assert_trivial=True)
+        if SCALED:
+            if c % 4 == 0:
+                ratio = ratios_of(ratios, c // 4, 0, 64, gl.SliceLayout(1, OPERAND))
             keys = scaled(keys, ratio, 1)
         s = warpgroup_mma(keys, b_a, s, use_acc=c > 0, is_async=True)
         keys = halves(units, HIGH_TO_F16)
-        if GROUPED:
+        if SCALED:
             keys = scaled(keys, ratio, 1)
         if ADDENDS == 1:
             s = warpgroup_mma(keys, b_b, s, is_async=True)
-            if GROUPED:
-                s, s_rope = warpgroup_mma_wait(0 if c + 1 == CHUNKS else AHEAD, deps=(s, s_rope))
-            else:
-                s = warpgroup_mma_wait(0 if c + 1 == CHUNKS else AHEAD, deps=(s,))
+            s = warpgroup_mma_wait(0 if c == LAST else AHEAD, deps=(s,))
         else:
             s_b = warpgroup_mma(keys, b_b, s_b, use_acc=c > 0, is_async=True)
-            if GROUPED:
-                s, s_b, s_rope = warpgroup_mma_wait(
-                    0 if c + 1 == CHUNKS else AHEAD, deps=(s, s_b, s_rope)
-                )
-            else:
-                s, s_b = warpgroup_mma_wait(0 if c + 1 == CHUNKS else AHEAD, deps=(s, s_b))
+            s, s_b = warpgroup_mma_wait(0 if c == LAST else AHEAD, deps=(s, s_b))
         units = later
+    if SCALED:
+        rope_q = rope_of(query_rope, zero).permute((1, 0))
+        s = warpgroup_mma(rope_ring.index(slot), rope_q, s, is_async=True)
+        s, s_b = warpgroup_mma_wait(0, deps=(s, s_b))
     if ADDENDS == 2:
         s = s + s_b
-    if GROUPED:
-        s = gl.fma(s_rope, inverse[:, None] + gl.zeros_like(s), s)
     return s
 
 
@@ -95,7 +84,7 @@ def group_scores(
     zero    as in tile_scores"""
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator(N), 2)
     none = gl.zeros([64, N], gl.float32, accumulator(N))
-    rope_q = rope_of(query_rope)
+    rope_q = rope_of(query_rope, zero)
     rope = warpgroup_mma(
         rope_ring.index(slot), rope_q.permute((1, 0)), none, use_acc=False, is_async=True
     )
@@ -133,63 +122,60 @@ def group_scores(
 
 
 @gluon.jit
-def value_operand(units, ratio, ASM: gl.constexpr, GROUPED: gl.constexpr):
+def value_operand(units, ratio, ASM: gl.constexpr, SCALED: gl.constexpr):
     values = halves(units, ASM)
-    if GROUPED:
+    if SCALED:
         values = scaled(values, ratio, 0)
     return values
 
 
 @gluon.jit
-def weights_of(p, slot, c: gl.constexpr, GROUP: gl.constexpr, PLANES: gl.constexpr):
-    """P^T of the tokens of a product, and of its group of columns where there is a plane for it."""
-    plane = p.index(PLANES * slot + (0 if PLANES == 1 else GROUP + c % 2))
-    return plane.slice(c // 2 * CHUNK, CHUNK, dim=0)
-
-
-@gluon.jit
-def ratio_of(
-    units, ratios, slot, c: gl.constexpr, GROUP: gl.constexpr, OPERAND: gl.constexpr,
-    SCALED: gl.constexpr,
-):  # fmt: skip
-    """The factors of those tokens, or anything where values take none."""
-    if SCALED:
-        part = ratios.index(slot).slice((GROUP + c % 2) * 64 + c // 2 * CHUNK, CHUNK)
-        units = part.load(gl.SliceLayout(0, OPERAND))
-    return units
+def weights_of(p_ring, slot, group: gl.constexpr, tokens: gl.constexpr, SCALE_OF: gl.constexpr):
+    """P^T of 16 tokens, of SCALE_OF "token" for one group's columns."""
+    if SCALE_OF == "token":
+        plane = p_ring.index(4 * slot + group)
+    else:
+        plane = p_ring.index(slot)
+    return plane.slice(tokens * CHUNK, CHUNK, dim=0)
 
 
 @gluon.jit
 def add_values(
-    o_a, o_b, o_c, o_d, tile, p, ratios, slot,
-    GROUP: gl.constexpr, N: gl.constexpr, PENDING: gl.constexpr, GROUPED: gl.constexpr,
-    PLANES: gl.constexpr,
+    o_a, o_b, o_c, o_d, tile, p_ring, slot, ratios,
+    GROUP: gl.constexpr, N: gl.constexpr, PENDING: gl.constexpr, SCALE_OF: gl.constexpr,
 ):  # fmt: skip
     """O^T [64 units, N] of the even and of the odd columns of one group, and of the next, plus
-    V^T P^T of one tile. PENDING products are under way while an operand is made. GROUPED: values
-    take their group's factor of a token, unless P^T, of several planes, has taken it."""
-    SCALED: gl.constexpr = GROUPED and PLANES == 1
+    V^T P^T of one tile. PENDING products are under way while operands are made. Of SCALE_OF "tile"
+    values take their group's ratio of a token, of "token" P^T is there once a group."""
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator(N), 2)
     STEPS: gl.constexpr = 64 // CHUNK * 2
+    SCALED: gl.constexpr = SCALE_OF == "tile"
     units = value_units(tile.slice(0, 64, dim=1), 0, OPERAND)
+    ratio = units
     for c in gl.static_range(STEPS):
-        weights = weights_of(p, slot, c, GROUP, PLANES)
+        weights = weights_of(p_ring, slot, GROUP + c % 2, c // 2, SCALE_OF)
         later = units
         if c + 1 < STEPS:
             later = value_units(tile.slice((c + 1) % 2 * 64, 64, dim=1), (c + 1) // 2, OPERAND)
         units = by_column(units)
-        ratio = ratio_of(units, ratios, slot, c, GROUP, OPERAND, SCALED)
-        values = value_operand(units, ratio, LOW_TO_F16, SCALED)
+        if SCALED:
+            ratio = ratios_of(
+                ratios, GROUP + c % 2, c // 2 * CHUNK, CHUNK, gl.SliceLayout(0, OPERAND)
+            )
+        even = value_operand(units, ratio, LOW_TO_F16, SCALED)
+        if N < 64:  # with 64 rows there are no registers for both
+            odd = value_operand(units, ratio, HIGH_TO_F16, SCALED)
         if c % 2 == 0:
-            o_a = warpgroup_mma(values, weights, o_a, is_async=True)
+            o_a = warpgroup_mma(even, weights, o_a, is_async=True)
         else:
-            o_c = warpgroup_mma(values, weights, o_c, is_async=True)
-        o_a, o_b, o_c, o_d = warpgroup_mma_wait(PENDING, deps=(o_a, o_b, o_c, o_d))
-        values = value_operand(units, ratio, HIGH_TO_F16, SCALED)
+            o_c = warpgroup_mma(even, weights, o_c, is_async=True)
+        if N == 64:
+            o_a, o_b, o_c, o_d = warpgroup_mma_wait(PENDING, deps=(o_a, o_b, o_c, o_d))
+            odd = value_operand(units, ratio, HIGH_TO_F16, SCALED)
         if c % 2 == 0:
-            o_b = warpgroup_mma(values, weights, o_b, is_async=True)
+            o_b = warpgroup_mma(odd, weights, o_b, is_async=True)
         else:
-            o_d = warpgroup_mma(values, weights, o_d, is_async=True)
+            o_d = warpgroup_mma(odd, weights, o_d, is_async=True)
         o_a, o_b, o_c, o_d = warpgroup_mma_wait(
             0 if c + 1 == STEPS else PENDING, deps=(o_a, o_b, o_c, o_d)
         )

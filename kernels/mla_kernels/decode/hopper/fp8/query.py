@@ -7,6 +7,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from mla_kernels.decode.hopper.fp8.operands import rows_of
 from mla_kernels.decode.hopper.layouts import QUERY_TILE
+from mla_kernels.decode.hopper.scales import FIRST, power_of_two
 from mla_kernels.decode.triton.few_rows.operands import powers_of_two
 from mla_kernels.triton_common.gluon_compat import (
     PARTIAL_VIEWS,
@@ -60,8 +61,17 @@ def by_groups(rows, columns):
     return gl.BlockedLayout([1, GROUP.value], [16, 2], [down, 4 // down], [1, 0])
 
 
-# The larger of two numbers' sizes, with some sign.
-LARGER = gl.constexpr("max.xorsign.abs.bf16x2 $0, $1, $2;")
+# The larger size of two pairs of bf16, as int16 above 127. Infinities and NaN are negative there:
+# one row's must not take the others' digits.
+LARGER = gl.constexpr(
+    """{
+    .reg .b32 size;
+    and.b32 size, $1, 0x7fff7fff;
+    add.u32 size, size, 0x00800080;
+    max.s16x2 $0, size, $2;
+    }"""
+)
+LEAST_SIZE = gl.constexpr(0x80)
 TO_F16 = gl.constexpr(
     """{
     .reg .b32 low, high;
@@ -74,9 +84,25 @@ TO_F16 = gl.constexpr(
 
 @gluon.jit
 def larger(x, most):
+    """The larger of the sizes of bf16 numbers and of those in `most`, int16."""
     return gl.inline_asm_elementwise(
-        LARGER, "=r,r,r", [x, most], dtype=gl.bfloat16, is_pure=True, pack=2
+        LARGER, "=r,r,r", [x, most], dtype=gl.int16, is_pure=True, pack=2
     )
+
+
+@gluon.jit
+def larger_size(a, b):
+    return gl.inline_asm_elementwise(
+        "max.s16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int16, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def size_of_largest(sizes):
+    """fp32: the largest of all of them."""
+    COUNT: gl.constexpr = sizes.numel
+    top = gl.max(gl.reshape(sizes.to(gl.int32), [COUNT]), 0) - LEAST_SIZE
+    return (top << 16).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -113,33 +139,33 @@ def wide_blocks(query):
 
 
 @gluon.jit
-def rope_of(query_rope):
+def rope_of(query_rope, zero):
     """[N, 64] bf16."""
     N: gl.constexpr = query_rope.shape[1]
-    return reinterpret(rope_block(query_rope, 0), gl.bfloat16, [N, 64], rows_of(64))
+    return reinterpret(rope_block(query_rope, zero), gl.bfloat16, [N, 64], rows_of(64))
 
 
 @gluon.jit
 def largest_of_thread(x):
-    """[N, C] by_groups -> [N, C // 32, 2]: the larger sizes of each thread's even and odd."""
+    """Sizes, [N, C] by_groups -> [N, C // 32, 2]: the larger of each thread's even and odd."""
     N: gl.constexpr = x.shape[0]
     GROUPS: gl.constexpr = x.shape[1] // GROUP
     x = gl.reshape(x, [N, GROUPS, GROUP])
     for i in gl.static_range(4):
         x = gl.reshape(x, [N, GROUPS, 2, GROUP >> (i + 1)])
         left, right = gl.split(gl.permute(x, (0, 1, 3, 2)))
-        x = larger(left, right)
+        x = larger_size(left, right)
     return x
 
 
 @gluon.jit
 def convert_query(
-    query, query_rope, tops, full_tops, phase, zero, ME: gl.constexpr, GROUPED: gl.constexpr
+    query, query_rope, tops, full_tops, phase, zero, ME: gl.constexpr, SCALE_OF: gl.constexpr
 ):  # fmt: skip
     """Turn half of the bf16 query rows, by blocks, into B operands in place: fp16 below 2 in size,
     `pairs_apart`. Returns the power of two that this took away, which both warpgroups agree on by
-    way of `tops`. With the second half the rope part likewise; if GROUPED it stays bf16, as it is
-    ordered.
+    way of `tops`. With the second half the rope part likewise; with fp8_ds_mla it stays bf16, as it
+    is ordered, and of SCALE_OF "tile" it is over the first M.
 
     zero    0, from shared memory: the compiler may not unroll the loops. This code runs once a
             segment, and fetching instructions is what it takes time for"""
@@ -147,31 +173,37 @@ def convert_query(
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     HALF: gl.constexpr = N // 16
     WITH_ROPE: gl.constexpr = ME if N == 64 else 0  # as another block
+    over_first = power_of_two(gl.to_tensor(-FIRST))
     first = ME * HALF
     last = first + HALF + WITH_ROPE + zero
+    last_latent = first + HALF + zero if SCALE_OF == "tile" else last
     blocks = wide_blocks(query)
     L: gl.constexpr = by_groups(N, 4096 // N)
-    most = gl.zeros([N, 4096 // N], gl.bfloat16, L)
+    most = gl.full([N, 4096 // N], LEAST_SIZE, gl.int16, L)
     for g in range(first, last):
         most = larger(blocks.index(g).load(L), most)
     if ME == 1 and N < 64:
         ROPE: gl.constexpr = by_groups(N, 64)
-        rope = gl.abs(rope_of(query_rope).load(ROPE).to(gl.float32))
-        top = gl.max(gl.reshape(rope, [N * 64]), 0)
+        least = gl.full([N, 64], LEAST_SIZE, gl.int16, ROPE)
+        top = size_of_largest(larger(rope_of(query_rope, 0).load(ROPE), least))
     else:
         top = gl.to_tensor(0.0)
-    own = gl.abs(largest_of_thread(most).to(gl.float32))
-    top = gl.maximum(top, gl.max(gl.reshape(own, [256]), 0))
+    top = gl.maximum(top, size_of_largest(largest_of_thread(most)))
     tops.index(ME).store(gl.full([1], 0.0, gl.float32, ONE) + top)
     mbarrier.arrive(full_tops, count=1)
     mbarrier.wait(full_tops, phase)
     down, up = powers_of_two(gl.maximum(top, gl.max(tops.index(1 - ME).load(ONE), 0)))
     for g in range(first, last):
-        values = pairs_apart(to_f16(times(blocks.index(g).load(L), down)))
-        blocks.index(g).store(values.to(gl.bfloat16, bitcast=True))
+        x = times(blocks.index(g).load(L), down)
+        if g < last_latent:
+            blocks.index(g).store(pairs_apart(to_f16(x)).to(gl.bfloat16, bitcast=True))
+        else:
+            blocks.index(g).store(times(x, over_first))
     if ME == 1 and N < 64:
-        values = times(rope_of(query_rope).load(ROPE), down)
-        if not GROUPED:
+        values = times(rope_of(query_rope, 0).load(ROPE), down)
+        if SCALE_OF == "tile":
+            values = times(values, over_first)
+        if SCALE_OF == "cache":
             values = pairs_apart(to_f16(values)).to(gl.bfloat16, bitcast=True)
-        rope_of(query_rope).store(values)
+        rope_of(query_rope, 0).store(values)
     return up

@@ -16,19 +16,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from mla_kernels import numerics
-from mla_kernels.decode.hopper.fp8.operands import accumulator, rows_of
+from mla_kernels.decode.hopper.fp8.operands import accumulator
 from mla_kernels.decode.hopper.fp8.products import group_scores, tile_scores
 from mla_kernels.decode.hopper.fp8.query import convert_query, load_query
-from mla_kernels.decode.hopper.fp8.softmax import (
-    any_moves,
-    load_scale,
-    log2,
-    pair_max,
-    round_f16,
-    store_planes,
-    store_ratios,
-    sum_of_groups,
-)
+from mla_kernels.decode.hopper.fp8.softmax import any_moves, pair_max, round_f16
 from mla_kernels.decode.hopper.fp8.sums import (
     IN_REGISTERS,
     along_pairs,
@@ -40,9 +31,16 @@ from mla_kernels.decode.hopper.fp8.sums import (
     of_pairs,
     of_rows,
 )
+from mla_kernels.decode.hopper.fp8.tile_scales import clear_scales_past, scale_rope, store_ratios
+from mla_kernels.decode.hopper.fp8.token_scales import (
+    load_scales,
+    log2,
+    store_planes,
+    sum_of_groups,
+)
 from mla_kernels.decode.hopper.layouts import BLOCK, SCALES_READ
+from mla_kernels.decode.hopper.scales import FIRST, TILE_HEADROOM, next_exponent, power_of_two
 from mla_kernels.decode.hopper.stream import next_segment, start_segment
-from mla_kernels.decode.triton.few_rows.operands import LEAST_SCALE
 from mla_kernels.decode.triton.softmax import integer_reference, pow2_int
 from mla_kernels.triton_common.gluon_compat import reinterpret
 
@@ -70,12 +68,14 @@ def scores_warpgroup(
     scale_ring, ratios, full_a, full_b, p_ring, bases, factors, moved, decided, full_p, empty_p,
     sums, limits, zeros, full_sums, inverse, full_out, empty_out, num_rows, num_heads, s_q,
     ME: gl.constexpr, N: gl.constexpr, SLOTS: gl.constexpr,
-    ADDENDS: gl.constexpr, AHEAD: gl.constexpr, PLANES: gl.constexpr, GROUPED: gl.constexpr,
+    ADDENDS: gl.constexpr, AHEAD: gl.constexpr, SCALE_OF: gl.constexpr,
     LOAD_SCALE: gl.constexpr, CAUSAL: gl.constexpr, CHUNKED: gl.constexpr,
 ):  # fmt: skip
     SCORES: gl.constexpr = accumulator(N)
     HEAD: gl.constexpr = gl.SliceLayout(0, SCORES)
     OTHER: gl.constexpr = 1 - ME
+    PLANES: gl.constexpr = 4 if SCALE_OF == "token" else 1
+    HEADROOM: gl.constexpr = TILE_HEADROOM if SCALE_OF == "tile" else 0.0
     cache_scale = gl.to_tensor(1.0)
     if LOAD_SCALE:
         cache_scale = gl.load(kv_scale)
@@ -83,6 +83,7 @@ def scores_warpgroup(
         cache_scale = kv_scale
     before = gl.to_tensor(0)  # tiles of this program in earlier segments
     segment = gl.to_tensor(0)
+    exponent = gl.to_tensor(FIRST)  # SCALE_OF "tile": log2 M
     first_row = gl.program_id(0) * N
     token = gl.arange(0, BLOCK, gl.SliceLayout(1, SCORES))
     row = first_row + gl.arange(0, N, ONE)
@@ -100,7 +101,7 @@ def scores_warpgroup(
                 behind = length - (s_q - 1) + row // num_heads
                 limits.store(gl.minimum(behind, hi * BLOCK))
         zero = gl.max(zeros.load(ONE), 0)
-        up = convert_query(query, query_rope, tops, full_tops, segment & 1, zero, ME, GROUPED)
+        up = convert_query(query, query_rope, tops, full_tops, segment & 1, zero, ME, SCALE_OF)
         if ME == 0:
             row_scales.store(gl.full([1], 0.0, gl.float32, ONE) + scale_log2 * cache_scale * up)
         fence_async_shared()
@@ -118,38 +119,34 @@ def scores_warpgroup(
             phase = (number // SLOTS) & 1
             mbarrier.wait(full_a.index(i), phase)
             mbarrier.wait(full_b.index(i), phase)
-            scales = ()
-            inverse_scale = gl.to_tensor(0.0)
-            if GROUPED:
-                for g in gl.static_range(4):
-                    scale = load_scale(scale_ring.index(i), g, gl.SliceLayout(1, SCORES))
-                    if n >= unmasked:
-                        left = gl.minimum(length, hi * BLOCK) - n * BLOCK
-                        scale = gl.where(token < left, scale, 0.0)
-                    scales = scales + (scale,)  # type: ignore  # noqa: RUF005
-                largest = gl.maximum(
-                    gl.maximum(gl.abs(scales[0]), gl.abs(scales[1])),  # type: ignore
-                    gl.maximum(gl.abs(scales[2]), gl.abs(scales[3])),  # type: ignore
-                )
-                largest = gl.maximum(largest, LEAST_SCALE)
-                inverse_scale = 1.0 / largest
+            scales = scale_ring.index(i)
+            if SCALE_OF == "tile":
+                if n >= unmasked:
+                    clear_scales_past(scales, gl.minimum(length, hi * BLOCK) - n * BLOCK)
+                exponent = next_exponent(scales, exponent)
+                store_ratios(scales, exponent, ratios.index(i))
+                if exponent != FIRST:
+                    scale_rope(rope_ring.index(i), power_of_two(FIRST - exponent))
             zero = gl.max(zeros.load(ONE), 0)
-            if ADDENDS == 4:
+            if SCALE_OF == "token":
+                of_groups, largest = load_scales(
+                    scales, n, unmasked, length, hi, gl.SliceLayout(1, SCORES)
+                )
+                inverse_scale = 1.0 / largest
                 groups = group_scores(
                     ring_a, ring_b, rope_ring, i, query, query_rope, zero, N, AHEAD
                 )
-                x = sum_of_groups(groups, scales)
+                x = sum_of_groups(groups, of_groups)
             else:
                 x = tile_scores(
-                    ring_a, ring_b, rope_ring, i, query, query_rope, zero, scales, inverse_scale,
-                    N, ADDENDS, AHEAD, GROUPED,
+                    ring_a, ring_b, rope_ring, i, query, query_rope, zero, ratios.index(i),
+                    N, ADDENDS, AHEAD, SCALE_OF == "tile",
                 )  # fmt: skip
             row_scale = gl.max(row_scales.load(ONE), 0)
-            if ADDENDS == 4:
+            if SCALE_OF == "token":
                 x = gl.fma(x, row_scale, (log2(largest) + GRID_OFFSET)[:, None] + gl.zeros_like(x))
-            elif GROUPED:
-                offset = (log2(largest) + GRID_OFFSET)[:, None] + gl.zeros_like(x)
-                x = gl.fma(x, gl.zeros_like(x) + (largest * row_scale)[:, None], offset)
+            elif SCALE_OF == "tile":
+                x = gl.fma(x, row_scale * power_of_two(exponent), GRID_OFFSET + exponent)
             else:
                 x = gl.fma(x, row_scale, GRID_OFFSET)
             if n >= unmasked:
@@ -160,8 +157,6 @@ def scores_warpgroup(
                 seen = (n * BLOCK + token)[:, None] < limit[None, :]
                 x = gl.where(seen, x, float("-inf"))
             mbarrier.wait(empty_p.index(ME), ((number >> 1) & 1) ^ 1)
-            if GROUPED and PLANES == 1:
-                store_ratios(scales, inverse_scale, ratios.index(ME))
             mbarrier.wait(decided.index(OTHER), ((number - 1) >> 1) & 1)
             weight = follow(weight, factors.index(OTHER), moved.index(OTHER))
             base = bases.load(HEAD)
@@ -171,12 +166,12 @@ def scores_warpgroup(
             above = highs - along_pairs(base, WEIGHT)
             rows = p_ring.index(PLANES * ME)  # nobody reads it now
             votes = reinterpret(rows, gl.int32, [N // 4, 32, 4], SCALES_READ).index(0)
-            moves = any_moves(above, votes)
+            moves = any_moves(above, TAU + HEADROOM, votes)
             moved.index(ME).store(gl.full([1], 0, gl.int32, ONE) + moves)
             if moves != 0:
                 most = gl.convert_layout(most_of_warps(x), COLUMNS)
                 most = gl.convert_layout(gl.max(most, 0), ONE, assert_trivial=True)
-                top = integer_reference(most) + GRID_OFFSET
+                top = integer_reference(most) + (GRID_OFFSET - HEADROOM)
                 now = bases.load(ONE)
                 top = gl.where(top > now + TAU, top, now)
                 factors.index(ME).store(pow2_int(now - top))
@@ -185,23 +180,23 @@ def scores_warpgroup(
             base = bases.load(HEAD)  # again: registers are short
             mbarrier.arrive(decided.index(ME), count=1)
             p = gl.exp2(x - base[None, :])
-            rounded = round_f16(p)
-            if PLANES == 1:
-                p_ring.index(ME).store(rounded)
-            else:
+            if SCALE_OF == "token":
                 weight += of_pairs(p * inverse_scale[:, None])
-                planes = reinterpret(p_ring, gl.float16, [2, 4 * BLOCK, N], rows_of(N))
-                store_planes(p, scales, inverse_scale, planes.index(ME))
+                store_planes(p, of_groups, inverse_scale, p_ring, ME)
+            else:
+                rounded = round_f16(p)
+                p_ring.index(ME).store(rounded)
             fence_async_shared()
             mbarrier.arrive(full_p.index(ME), count=1)
             # Behind the hand-over, which the value warpgroups wait for.
-            if N > IN_REGISTERS:
-                weight += by_products(p_ring.index(ME))
-            elif PLANES == 1:
-                summed = not_hoisted(rounded).to(gl.float32)
-                if GROUPED:
-                    summed = summed * inverse_scale[:, None]
-                weight += of_pairs(summed)
+            if SCALE_OF != "token":
+                if N > IN_REGISTERS:
+                    summed = by_products(p_ring.index(ME))
+                else:
+                    summed = of_pairs(not_hoisted(rounded).to(gl.float32))
+                if SCALE_OF == "tile":
+                    summed = summed * power_of_two(-exponent)
+                weight += summed
 
         after, after_lo, after_hi, after_end = next_segment(plan, request, hi, end)
         before = before + (hi - lo)

@@ -39,7 +39,6 @@ def specialisations(arch: Arch) -> list[KernelSpec]:
             | dict.fromkeys(SCALARS, "i32"),
             constexprs={
                 **config,
-                "FORMAT": kv_format,
                 "LOAD_SCALE": kv_format == "fp8",
                 "CAUSAL": causal,
                 "CHUNKED": chunked,

@@ -138,8 +138,7 @@ def values_warpgroup(
     ring, rope_ring, scale_ring, full, p_ring, factors, moved, ratios, full_p, empty_p,
     inverse, full_out, empty_out, num_rows,
     COL: gl.constexpr, ROPE_COL: gl.constexpr, N: gl.constexpr, SLOTS: gl.constexpr,
-    PENDING: gl.constexpr, GROUPED: gl.constexpr, PLANES: gl.constexpr,
-    CHUNKED: gl.constexpr,
+    PENDING: gl.constexpr, SCALE_OF: gl.constexpr, CHUNKED: gl.constexpr,
 ):  # fmt: skip
     GROUP: gl.constexpr = COL // 64
     i = gl.to_tensor(0)
@@ -155,7 +154,7 @@ def values_warpgroup(
     for j in range(SLOTS + gl.minimum(start.split, 0)):
         c = load_half(
             c, page_of(plan, c), plan, kv_desc, rope_desc, scale_desc,
-            ring, rope_ring, scale_ring, full, j, COL, ROPE_COL, GROUPED,
+            ring, rope_ring, scale_ring, full, j, COL, ROPE_COL, SCALE_OF != "cache",
         )  # fmt: skip
     page = page_of(plan, c)
     while request <= plan.last:
@@ -175,13 +174,13 @@ def values_warpgroup(
             if left < BLOCK:
                 clear_rows_past(ring.index(i), left)
             o_a, o_b, o_c, o_d = add_values(
-                o_a, o_b, o_c, o_d, ring.index(i), p_ring,
-                ratios, ip, GROUP, N, PENDING, GROUPED, PLANES,
+                o_a, o_b, o_c, o_d, ring.index(i), p_ring, ip, ratios.index(i),
+                GROUP, N, PENDING, SCALE_OF,
             )  # fmt: skip
             mbarrier.arrive(empty_p.index(ip), count=1)
             c = load_half(
                 c, page, plan, kv_desc, rope_desc, scale_desc,
-                ring, rope_ring, scale_ring, full, i, COL, ROPE_COL, GROUPED,
+                ring, rope_ring, scale_ring, full, i, COL, ROPE_COL, SCALE_OF != "cache",
             )  # fmt: skip
             i, phase = ring_next(i, phase, SLOTS)
             ip, pp = ring_next(ip, pp, 2)

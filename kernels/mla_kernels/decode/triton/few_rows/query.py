@@ -36,6 +36,14 @@ def load_rope(
 
 
 @gluon.jit
+def largest_number(x):
+    """The largest size in fp32 x, of what is no infinity and no NaN: one row's must not take the
+    others' digits."""
+    size = gl.abs(x)
+    return gl.max(gl.reshape(gl.where(size < float("inf"), size, 0.0), [x.numel]), 0)
+
+
+@gluon.jit
 def query_operands(
     q, rope, latent_stage, rope_shared, LATENT: gl.constexpr, FORMAT: gl.constexpr, b_stage=None
 ):
@@ -52,10 +60,10 @@ def query_operands(
         b = a
     else:
         x = q.to(gl.float32)
-        top = gl.max(gl.reshape(gl.abs(x), [q.numel]), 0)
+        top = largest_number(x)
         if FORMAT == "fp8":
             y = rope.to(gl.float32)
-            top = gl.maximum(top, gl.max(gl.reshape(gl.abs(y), [rope.numel]), 0))
+            top = gl.maximum(top, largest_number(y))
         down, up = powers_of_two(top)
         a, b = query_pairs((x * down).to(gl.float16))
         a = staged(a, latent_stage, LATENT)
