@@ -177,6 +177,7 @@ def all_engines():
     for backend in ("CUSTOM", "FLASHMLA", "TRITON_MLA"):
         add(f"{backend} fp8", scenarios=wide, attention_backend=backend, kv_cache_dtype="fp8")
     add("CUSTOM fp8_ds_mla", scenarios=wide, kv_cache_dtype="fp8_ds_mla")
+    add("CUSTOM fp8_ds_mla 128", 128, scenarios=wide, kv_cache_dtype="fp8_ds_mla")
     fp8_query = {"env": {"MLA_BACKEND_FP8_QUERY": "1"}, "scenarios": wide, "kv_cache_dtype": "fp8"}
     add("CUSTOM fp8 query", **fp8_query)
     add("CUSTOM fp8 query 128", 128, **fp8_query)

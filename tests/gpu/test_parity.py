@@ -18,6 +18,8 @@ def outputs_of(result):
 def stock_names(kind):
     if kind == "fp8":
         return ["FLASHMLA fp8", "TRITON_MLA fp8"]
+    if kind == "fp8 128":
+        return ["FLASHMLA fp8 128"]
     return [f"{backend} {kind}" for backend in STOCK]
 
 
@@ -78,15 +80,19 @@ def test_modes_of_fp8_queries_are_as_good_as_graphs(mode, engines, checkpoint, p
     assert d.p99 <= NOISE * bar.p99
 
 
-MODES = ["eager", "compiled", "portable kernel", "mtp", "mtp 128", "CUSTOM fp8_ds_mla"]
+MODES = ["eager", "compiled", "portable kernel", "mtp", "mtp 128"]
+MODES += ["CUSTOM fp8_ds_mla", "CUSTOM fp8_ds_mla 128"]
 MODES += ["other runner", "other runner compiled", "other runner mtp"]
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_modes_are_as_good_as_stock(mode, engines, checkpoint, parity_table):
-    kind = "fp8" if "fp8" in mode else "128" if mode.endswith("128") else "16"
-    path = checkpoint(128 if kind == "128" else 16)
-    plain = outputs_of(engines("TRITON_MLA fp8" if kind == "fp8" else f"CUSTOM {kind}"))
+    heads = 128 if mode.endswith("128") else 16
+    kind = str(heads)
+    if "fp8" in mode:
+        kind = "fp8" if heads == 16 else "fp8 128"
+    path = checkpoint(heads)
+    plain = outputs_of(engines(stock_names(kind)[-1] if "fp8" in mode else f"CUSTOM {kind}"))
     outputs = outputs_of(engines(mode))
     d = distance(path, outputs)
     bars = [distance(path, outputs_of(engines(name))) for name in stock_names(kind)]
