@@ -256,6 +256,25 @@ def test_rescales_and_caches(impl, rescale, cache, heads):
     check(case, impl, rescale=rescale, deterministic=True)
 
 
+@pytest.mark.parametrize("heads", [16, 32, 128])
+def test_scales_of_the_requests_before_change_no_bit(impl, heads):
+    """Programs with several requests, every other of which has 2^7 of the others' scales."""
+    count = 400
+    lengths = [65 + b % 130 for b in range(count)]
+    tokens = random_tokens(lengths, MlaDims(), device="cuda")
+    for rows in tokens[::2]:
+        rows *= 2.0**7
+    q = torch.randn(count, 1, heads, 576, device="cuda") / 64
+    shared = {"device": "cuda", "num_heads": heads, "cache_dtype": torch.uint8}
+    options = {"impl": impl, "deterministic": True}
+    case = decode_case(lengths, tokens=tokens, q=q, **shared)
+    whole, whole_lse = mla_decode(*case.args, **case.options, **options)
+    for b in range(1, count, 14):
+        alone = decode_case([lengths[b]], tokens=[tokens[b]], q=q[b : b + 1], **shared)
+        out, lse = mla_decode(*alone.args, **alone.options, **options)
+        assert torch.equal(out[0], whole[b]) and torch.equal(lse[0], whole_lse[b])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128])
 def test_portable_kernel_dtypes_dims_and_blocks(dtype, block_size):

@@ -31,11 +31,12 @@ WG3 that has not made them.
 
 fp8_ds_mla: a group of 128 columns of a token has the scale s_g. Keys and values are their codes
 times s_g / M in fp16, M a power of two of the tile (../scales.py). Each scores warpgroup keeps its
-own M from tile to tile, and writes the ratios s_g / M that the values take. The query's rope part
-is over M = 2^FIRST; a tile with another M, which is rare, has its rope columns multiplied by the
-rest. Up to 16 rows have registers and shared memory to scale neither keys nor values: each group's
-scores are a sum of their own, times s_g at the end, P follows t + log2 max s instead of the score t
-and is written once a group, times s_g / max s, and the row sum divides by max s again.
+own M from tile to tile of a segment, and writes the ratios s_g / M that keys and values take. The
+query's rope part is over M = 2^FIRST; a tile with another M, which is rare, has its rope columns
+multiplied by the rest. Up to 16 rows have registers and shared memory to scale neither keys nor
+values: each group's scores are a sum of their own, times s_g at the end, P follows t + log2 max s
+instead of the score t and is written once a group, times s_g / max s, and the row sum divides by
+max s again.
 """
 
 from triton.experimental import gluon

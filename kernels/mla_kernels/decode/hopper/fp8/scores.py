@@ -83,7 +83,6 @@ def scores_warpgroup(
         cache_scale = kv_scale
     before = gl.to_tensor(0)  # tiles of this program in earlier segments
     segment = gl.to_tensor(0)
-    exponent = gl.to_tensor(FIRST)  # SCALE_OF "tile": log2 M
     first_row = gl.program_id(0) * N
     token = gl.arange(0, BLOCK, gl.SliceLayout(1, SCORES))
     row = first_row + gl.arange(0, N, ONE)
@@ -108,6 +107,8 @@ def scores_warpgroup(
         mbarrier.arrive(ready_q, count=1)
         mbarrier.wait(ready_q, segment & 1)
         weight = no_sums(N)  # row sums
+        # SCALE_OF "tile": log2 M, anew for each segment, whose bits no other request may change.
+        exponent = gl.to_tensor(FIRST)
         # Row r may see keys below `limit`; tiles below `unmasked` need no mask at all.
         unmasked = length // BLOCK
         if CAUSAL:
