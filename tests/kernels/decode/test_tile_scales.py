@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arithmetic of decode/hopper/scales.py in torch: what fp16 holds of codes, scales and weights
-under a power of two M of each tile of 64 tokens."""
+under a power of two M of each tile of 64 tokens. M and the ratios are the kernel's own."""
 
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from mla_kernels.numerics import TAU
 from mla_kernels.testing import metrics
 
 pytest.importorskip("triton")
 from mla_kernels.decode.hopper import scales as constants
-from mla_kernels.numerics import TAU
+from mla_kernels.decode.hopper.fp8.tile_scales import clear_scales_past, store_ratios
+from mla_kernels.testing.gluon_numpy import Shared, array, language, with_hardware
 
 FIRST, UP, DOWN, LEAST, MOST = (
     int(getattr(constants, name).value) for name in ("FIRST", "UP", "DOWN", "LEAST", "MOST")
@@ -20,27 +23,34 @@ HEADROOM = constants.TILE_HEADROOM.value
 WIDTH = 128  # one group of columns
 
 
-def exponents_of(scales):
-    """[tokens] of log2 M, in float64."""
-    tiles = len(scales.split(64))
-    by_tile = torch.empty(tiles, dtype=torch.float64)
+def on_numpy(function):
+    """The kernel's own Python, on numpy arrays."""
+    return with_hardware(function, language(1, 0))
+
+
+def factors_of(scales):
+    """(log2 M, scale / M as fp16 holds it) of each token of a segment, whose tiles two warpgroups
+    take in turn. Behind the last token are infinities."""
+    tokens, tiles = len(scales), -(-len(scales) // 64)
+    padded = np.full((tiles, 64, 4), np.inf, np.float32)
+    padded.reshape(-1, 4)[:tokens] = scales.float().numpy()[:, None]
+    exponents = np.empty((tiles, 64))
+    ratios = np.empty((tiles, 64))
     for warpgroup in range(2):
-        exponent = FIRST
+        exponent = array(np.int32(FIRST))
         for n in range(warpgroup, tiles, 2):
-            largest = scales[n * 64 : (n + 1) * 64].max().item()
-            top = math.frexp(largest)[1] - 1 if largest else -127
-            bounded = min(max(top, LEAST), MOST)
-            low = bounded < exponent - DOWN and top > constants.ZERO.value
-            exponent = bounded if bounded > exponent + UP or low else exponent
-            by_tile[n] = exponent
-    return by_tile.repeat_interleave(64)[: len(scales)]
+            tile, found = Shared(padded[n]), Shared(np.empty(256, np.float16))
+            on_numpy(clear_scales_past)(tile, array(np.int32(tokens - n * 64)))
+            exponent = on_numpy(constants.next_exponent)(tile, exponent)
+            on_numpy(store_ratios)(tile, exponent, found)
+            exponents[n], ratios[n] = exponent, found.data[:64]
+    return (torch.from_numpy(x.reshape(-1)[:tokens]) for x in (exponents, ratios))
 
 
 def attend(q, codes, scales, headroom=HEADROOM):
     """softmax(q K^T) K of one group, [rows, WIDTH], sums in float64; q already times scale."""
-    exponent = exponents_of(scales)
-    ratio = (scales.double() / 2**exponent).half()
-    rows = (codes.half() * ratio[:, None]).double()
+    exponent, ratio = factors_of(scales)
+    rows = (codes.half() * ratio.half()[:, None]).double()
     assert rows.isfinite().all()
     shifted = q @ rows.T * 2**exponent / math.log(2) + exponent  # log2 of P with M in it
     k = torch.ceil(shifted.max(1, keepdim=True).values) - headroom
@@ -48,6 +58,11 @@ def attend(q, codes, scales, headroom=HEADROOM):
     assert p.isfinite().all()
     p = p.double()
     return p @ rows / (p / 2**exponent).sum(1, keepdim=True)
+
+
+def log2_m(scales):
+    exponent, _ratio = factors_of(scales)
+    return exponent
 
 
 def exact(q, codes, scales):
@@ -77,23 +92,24 @@ def test_scales_of_any_mantissa(size):
 def test_m_follows_scales_within_its_bounds():
     near = torch.full((64 * 8,), 2.0**FIRST)
     sizes = torch.tensor([0, 0, UP, UP, UP + 1, -DOWN, -DOWN - 1, -200.0])
-    exponents = exponents_of(near * 2 ** sizes.repeat_interleave(64))[::64]
+    exponents = log2_m(near * 2 ** sizes.repeat_interleave(64))[::64]
     assert exponents.tolist() == [FIRST, FIRST, FIRST, FIRST, FIRST + UP + 1, FIRST,
                                   FIRST - DOWN - 1, FIRST]  # fmt: skip
-    assert exponents_of(torch.full((64,), 2.0**-60)).tolist() == [LEAST] * 64
-    assert exponents_of(torch.full((64,), 2.0**100)).tolist() == [MOST] * 64
+    assert log2_m(torch.full((64,), 2.0**-60)).tolist() == [LEAST] * 64
+    assert log2_m(torch.full((64,), 2.0**100)).tolist() == [MOST] * 64
 
 
 @pytest.mark.parametrize("small", [2.0**-6, 2.0**-8, 2.0**-12, 2.0**-30])
 def test_small_scales_of_a_tile(small):
-    """Those of 2^-8 of the largest or more keep the digits of bf16 in values of 2^-16 of 448 times
-    the largest; no value errs by more than that."""
+    """Those of more than 2^-8 of the largest keep the digits of bf16 in values of 2^-16 of 448
+    times the largest; no value errs by more than that."""
     _q, codes, scales = random_rows(64)
-    scales = 2.0 ** (FIRST - DOWN) * (1 + torch.rand(64)) / 2  # M is as far above as it may be
+    scales = scales / scales.max() * 2.0 ** (FIRST - DOWN)  # M is as far above as it may be
     scales[0] = 2.0 ** (FIRST - DOWN)
     scales[1:] *= small
-    assert exponents_of(scales)[0] == FIRST
-    rows = (codes.half() * (scales.double() / 2.0**FIRST).half()[:, None]).double() * 2.0**FIRST
+    assert log2_m(scales)[0] == FIRST
+    _exponent, ratio = factors_of(scales)
+    rows = (codes.half() * ratio.half()[:, None]).double() * 2.0**FIRST
     want = codes.double() * scales.double()[:, None]
     least = 2.0**-16 * 448 * scales[0].double()
     assert (rows - want).abs().max() <= least
