@@ -6,7 +6,8 @@ SLOTS       tiles of the rings
 ADDENDS     sums that a tile's scores are spread over
 AHEAD       products of the scores under way while the next operands are made
 PENDING     the same for the values
-SCALE_OF    how they enter: "cache" has one, of fp8_ds_mla "token" or "tile" (kernel.py)
+SCALE_OF    whose largest scale the others are relative to in fp16: "cache", where there is but one;
+            of fp8_ds_mla each "token"'s, or a "tile"'s power of two (kernel.py)
 VALUE_REGS  registers of a value warpgroup's thread
 SCORE_REGS  registers of a scores warpgroup's thread
 """
