@@ -2,6 +2,7 @@
 """What each implementation of each op in `mla_kernels` takes, by the checks that they make."""
 
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 
 import mla_kernels
@@ -73,22 +74,28 @@ def _ops() -> str:
 
 def _decode() -> str:
     taken = {impl: [case for case in _cases() if _takes(impl, *case)] for impl in AVAILABLE}
-    parts = {
+    parts: dict[str, Callable[[Case], str]] = {
         "latent + rope": lambda c: f"{c[0].kv_lora_rank} + {c[0].rope_dim}",
         "q": lambda c: _NAMES[c[1]],
         "cache": lambda c: _NAMES[c[2]],
         "blocks": lambda c: str(c[3]),
         "rescale": lambda c: c[4],
     }
-    rows = []
-    for name, part in parts.items():
-        cells = [", ".join(dict.fromkeys(map(part, taken[impl]))) for impl in _IMPLS]
-        rows.append([name, *cells])
-        if name == "cache":
-            fp8 = {impl: [case for case in taken[impl] if case[1] == _FP8] for impl in _IMPLS}
-            cells = [", ".join(dict.fromkeys(map(part, fp8[impl]))) for impl in _IMPLS]
-            rows.append(["cache for q of fp8 e4m3", *cells])
+    some: dict[str, Callable[[Case], bool]] = {
+        "cache for q of fp8 e4m3": lambda c: c[1] == _FP8,
+        "cache for rescale amla": lambda c: c[4] == "amla",
+    }
+    rows = [_of_each(name, part, taken) for name, part in parts.items()]
+    for name, chosen in some.items():
+        cases = {impl: [case for case in taken[impl] if chosen(case)] for impl in _IMPLS}
+        rows.append(_of_each(name, parts["cache"], cases))
     return table(["`mla_decode`", *_IMPLS], rows)
+
+
+def _of_each(
+    name: str, part: Callable[[Case], str], cases: Mapping[str, Sequence[Case]]
+) -> list[str]:
+    return [name, *(", ".join(dict.fromkeys(map(part, cases[impl]))) for impl in _IMPLS)]
 
 
 def _cases() -> list[Case]:

@@ -255,8 +255,8 @@ def check_arguments(
         plan.check_fits(B, s_q, H, kv_lora_rank, deterministic, device)
     # Parts are joined where the kernel cannot take their strides.
     for_tma = [kv_cache, q] if isinstance(q, torch.Tensor) else [kv_cache]
-    if dtype == torch.float8_e4m3fn and isinstance(out, torch.Tensor):
-        for_tma.append(out)
+    if kv_cache.dtype != torch.bfloat16 and isinstance(out, torch.Tensor):
+        for_tma.append(out)  # the kernels of fp8 caches write two columns at once
     results = (
         ("out", out, (B, s_q, H, kv_lora_rank), result_dtype(dtype)),
         ("lse", lse, (B, s_q, H), torch.float32),

@@ -23,7 +23,7 @@ def choose_decode_impl(
     """The implementation behind `mla_decode(impl=...)` for such a batch, with the reason.
 
     contiguous  q and kv_cache are, and start at a multiple of 16 bytes, as TMA wants them; for fp8
-                queries out does too
+                caches out does too
 
     ValueError if `impl` is named and cannot serve it, and for fp8 queries on a GPU whose Hopper
     kernel cannot: nothing else that is fast multiplies in fp8, so nothing stands in for it.
@@ -36,7 +36,9 @@ def choose_decode_impl(
 
         hopper_refusal = refusal(dims, dtype, kv_cache_dtype, block_size, rescale)
         if hopper_refusal is None and not contiguous:
-            tensors = "q, kv_cache and out" if dtype == torch.float8_e4m3fn else "q and kv_cache"
+            tensors = (
+                "q and kv_cache" if kv_cache_dtype == torch.bfloat16 else "q, kv_cache and out"
+            )
             hopper_refusal = f"it needs {tensors} contiguous, from a multiple of 16 bytes on"
     if dtype == torch.float8_e4m3fn:
         return _choose_for_fp8_query(impl, device, hopper_refusal)

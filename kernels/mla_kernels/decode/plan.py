@@ -188,7 +188,7 @@ def plan_mla_decode(
             from mla_kernels.decode.hopper.support import parts_for, spare_for
 
             rows = num_heads * s_q
-            num_parts = parts_for(rows, seq_lens.device, kv_cache_dtype, rescale, dtype)
+            num_parts = parts_for(rows, seq_lens.device, kv_cache_dtype, dtype)
             spare = spare_for(rows, kv_cache_dtype)
         else:
             from mla_kernels.decode.triton.plan import parts_for as triton_parts_for

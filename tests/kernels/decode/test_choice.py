@@ -38,6 +38,8 @@ def test_by_architecture(gpu, sm, impl, cache):
         {"dtype": torch.float16, "kv_cache_dtype": torch.float16},
         {"block_size": 16},
         {"rescale": "flash"},
+        {"rescale": "amla", "kv_cache_dtype": torch.float8_e4m3fn},
+        {"rescale": "amla", "kv_cache_dtype": torch.uint8},
         {"contiguous": False},
     ],
 )
@@ -58,26 +60,19 @@ def test_the_hopper_kernel_needs_triton_too(gpu, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("rows", "kv_format", "rescale", "tile"),
-    [
-        (1, "fp8", "pow2", 16),
-        (17, "fp8", "pow2", 32),
-        (33, "fp8", "pow2", 64),
-        (1024, "fp8", "pow2", 64),
-        (16, "fp8_ds_mla", "pow2", 16),
-        (32, "fp8_ds_mla", "pow2", 32),
-        (33, "fp8_ds_mla", "pow2", 64),
-        (64, "fp8_ds_mla", "amla", None),
-        (16, "fp8", "amla", None),
-        (16, "bf16", "pow2", None),
-    ],
+    ("rows", "tile"), [(1, 16), (16, 16), (17, 32), (32, 32), (33, 64), (1024, 64)]
 )
-def test_query_rows_of_an_fp8_program(rows, kv_format, rescale, tile):
+@pytest.mark.parametrize("kv_format", ["fp8", "fp8_ds_mla"])
+def test_query_rows_of_an_fp8_program(rows, tile, kv_format):
     pytest.importorskip("triton")
     from mla_kernels.decode.hopper.fp8.configs import choose_config
 
-    config = choose_config(rows, kv_format, rescale)
-    assert (config and config["N"]) == tile
+    assert choose_config(rows, kv_format)["N"] == tile
+
+
+def test_a_bf16_cache_takes_amla_on_an_sm_90(gpu):
+    gpu(90)
+    assert choice.choose_decode_impl("hopper", GPU, rescale="amla").impl == "hopper"
 
 
 @pytest.mark.parametrize("strided", [None, "q", "kv_cache", "start"])

@@ -195,4 +195,4 @@ def test_parts_are_for_tiles_of_64_rows(monkeypatch, rows, tiles):
 
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    assert parts_for(rows, GPU, FP8, "pow2", FP8) == 132 // tiles
+    assert parts_for(rows, GPU, FP8, FP8) == 132 // tiles

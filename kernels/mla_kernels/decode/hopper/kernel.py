@@ -21,20 +21,17 @@ WG1 one QK later, so that its half of the work runs on the tensor cores under WG
 WG0 tells what O is multiplied by in the order in which its lanes hold it; as long as no row's
 reference moves, which is nearly always, its warps do not shuffle at all (softmax.py).
 
-With an fp8 cache where fp8/configs.py has no sizes ("amla"), TMA fills rings of codes instead; WG1
-and WG2 turn the codes into the bf16 tiles of rings A, B and R (values_fp8.py) and arrive on
-full_a/b, and on full_r for R, themselves.
+fp8 caches go to fp8/kernel.py, fp8 queries to fp8_query/kernel.py.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from mla_kernels.decode.hopper.layouts import BLOCK, CODES, HALF, ROPE, SCALES, TILE, VECTOR
+from mla_kernels.decode.hopper.layouts import BLOCK, HALF, ROPE, TILE, VECTOR
 from mla_kernels.decode.hopper.scores import scores_warpgroup
 from mla_kernels.decode.hopper.stream import read_start
 from mla_kernels.decode.hopper.values import values_warpgroup
-from mla_kernels.decode.hopper.values_fp8 import values_fp8_warpgroup
 
 
 @gluon.jit
@@ -49,10 +46,8 @@ def barriers(N: gl.constexpr, COUNT: gl.constexpr):
 def hopper_decode_kernel(
     q_desc,  # latent part [B, s_q * H, 512] bf16, boxes [1, 64, 256]
     q_rope_desc,  # rope part [B, s_q * H, 64] bf16, boxes [1, 64, 64]
-    kv_desc,  # [num_blocks * 64, 576] bf16, boxes [64, 256]; fp8 caches: their rows as uint8
-    kv_rope_desc,  # the same, boxes [64, 64]; fp8_ds_mla: the rows as bf16
-    scale_desc,  # fp8_ds_mla: the rows as fp32, boxes [64, 4]
-    kv_scale,  # fp8: value = e4m3 * kv_scale; a number or, with LOAD_SCALE, a pointer to one
+    kv_desc,  # [num_blocks * 64, 576] bf16, boxes [64, 256]
+    kv_rope_desc,  # the same, boxes [64, 64]
     table,  # [B, max_blocks] int32
     seq_lens,  # [B] int32
     parts,  # [parts, 8] int32: the plan
@@ -69,16 +64,12 @@ def hopper_decode_kernel(
     SLOTS_A: gl.constexpr,
     SLOTS_B: gl.constexpr,  # ring R has as many
     SLOTS_P: gl.constexpr,
-    SLOTS_CA: gl.constexpr,  # of codes, fp8 only
-    SLOTS_CB: gl.constexpr,
     WORKER_REGS: gl.constexpr,
-    FORMAT: gl.constexpr,  # of the cache: "bf16", "fp8", "fp8_ds_mla"
-    LOAD_SCALE: gl.constexpr,
     RESCALE: gl.constexpr,  # "pow2" or "amla"
     CAUSAL: gl.constexpr,
     CHUNKED: gl.constexpr,
-    FULL: gl.constexpr,  # bf16 cache, s_q * H a multiple of 64: TMA writes out and part_acc
-    PEELED: gl.constexpr,  # bf16 cache: a segment's last tile has code of its own
+    FULL: gl.constexpr,  # s_q * H a multiple of 64: TMA writes out and part_acc
+    PEELED: gl.constexpr,  # a segment's last tile has code of its own
 ):
     start = read_start(parts)
     q_shared = gl.allocate_shared_memory(gl.bfloat16, [BLOCK, 128], TILE)
@@ -90,84 +81,35 @@ def hopper_decode_kernel(
     inverse = gl.allocate_shared_memory(gl.float32, [BLOCK], VECTOR)
     full_a = barriers(SLOTS_A, 1)
     full_b = barriers(SLOTS_B, 1)
-    full_r = full_b
-    if FORMAT != "bf16":
-        full_r = barriers(SLOTS_B, 1)
     full_p_a = barriers(SLOTS_P, 1)
     full_p_b = barriers(SLOTS_P, 1)
     empty_p = barriers(SLOTS_P, 2)
     full_q = barriers(1, 1).index(0)
     full_out = barriers(1, 1).index(0)
     empty_out = barriers(1, 2).index(0)
-    if FORMAT == "bf16":
-        fence_async_shared()
-        gl.warp_specialize(
-            [
-                (scores_warpgroup, (
-                    start, requests, seq_lens, table, table_stride, lse, part_sums, scale_log2,
-                    q_shared, ring_a, ring_b, ring_r, full_a, full_b, full_r,
-                    p_ring, full_p_a, full_p_b, empty_p, full_q,
-                    factors, inverse, full_out, empty_out, num_rows, num_heads, s_q,
-                    SLOTS_A, SLOTS_B, SLOTS_P, False, RESCALE, CAUSAL, CHUNKED,
-                )),
-                (values_warpgroup, (
-                    out, part_acc, q_desc, q_rope_desc, kv_desc, kv_rope_desc, table, table_stride,
-                    start, requests, seq_lens, ring_a, full_a, ring_r,
-                    p_ring, full_p_a, empty_p, full_q, factors, inverse, full_out, empty_out,
-                    num_rows, 0, SLOTS_A, SLOTS_P, RESCALE, CHUNKED, FULL, PEELED,
-                )),
-                (values_warpgroup, (
-                    out, part_acc, q_desc, q_rope_desc, kv_desc, kv_rope_desc, table, table_stride,
-                    start, requests, seq_lens, ring_b, full_b, ring_r,
-                    p_ring, full_p_b, empty_p, full_q, factors, inverse, full_out, empty_out,
-                    num_rows, HALF, SLOTS_B, SLOTS_P, RESCALE, CHUNKED, FULL, PEELED,
-                )),
-            ],
-            [4, 4],
-            [WORKER_REGS, WORKER_REGS],
-        )  # fmt: skip
-    else:
-        codes_a = gl.allocate_shared_memory(gl.uint8, [SLOTS_CA, BLOCK, HALF], CODES)
-        codes_b = gl.allocate_shared_memory(gl.uint8, [SLOTS_CB, BLOCK, HALF], CODES)
-        landed_a = barriers(SLOTS_CA, 1)
-        landed_b = barriers(SLOTS_CB, 1)
-        landed_r = landed_b
-        codes_r = codes_b
-        scales_a = factors
-        scales_b = factors
-        if FORMAT == "fp8_ds_mla":
-            scales_a = gl.allocate_shared_memory(gl.float32, [SLOTS_CA, BLOCK, 4], SCALES)
-            scales_b = gl.allocate_shared_memory(gl.float32, [SLOTS_CB, BLOCK, 4], SCALES)
-        else:
-            landed_r = barriers(SLOTS_CB, 1)
-            codes_r = gl.allocate_shared_memory(gl.uint8, [SLOTS_CB, BLOCK, ROPE], CODES)
-        fence_async_shared()
-        gl.warp_specialize(
-            [
-                (scores_warpgroup, (
-                    start, requests, seq_lens, table, table_stride, lse, part_sums, scale_log2,
-                    q_shared, ring_a, ring_b, ring_r, full_a, full_b, full_r,
-                    p_ring, full_p_a, full_p_b, empty_p, full_q,
-                    factors, inverse, full_out, empty_out, num_rows, num_heads, s_q,
-                    SLOTS_A, SLOTS_B, SLOTS_P, True, RESCALE, CAUSAL, CHUNKED,
-                )),
-                (values_fp8_warpgroup, (
-                    out, part_acc, q_desc, q_rope_desc, kv_desc, kv_rope_desc, scale_desc, kv_scale,
-                    table, table_stride, start, requests, seq_lens,
-                    ring_a, full_a, codes_a, landed_a, scales_a, ring_r, full_r, codes_r, landed_r,
-                    p_ring, full_p_a, empty_p, full_q, factors, inverse, full_out, empty_out,
-                    num_rows, 0, SLOTS_CA, SLOTS_B, SLOTS_P,
-                    FORMAT, LOAD_SCALE, RESCALE, CHUNKED,
-                )),
-                (values_fp8_warpgroup, (
-                    out, part_acc, q_desc, q_rope_desc, kv_desc, kv_rope_desc, scale_desc, kv_scale,
-                    table, table_stride, start, requests, seq_lens,
-                    ring_b, full_b, codes_b, landed_b, scales_b, ring_r, full_r, codes_r, landed_r,
-                    p_ring, full_p_b, empty_p, full_q, factors, inverse, full_out, empty_out,
-                    num_rows, HALF, SLOTS_CB, SLOTS_B, SLOTS_P,
-                    FORMAT, LOAD_SCALE, RESCALE, CHUNKED,
-                )),
-            ],
-            [4, 4],
-            [WORKER_REGS, WORKER_REGS],
-        )  # fmt: skip
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (scores_warpgroup, (
+                start, requests, seq_lens, table, table_stride, lse, part_sums, scale_log2,
+                q_shared, ring_a, ring_b, ring_r, full_a, full_b,
+                p_ring, full_p_a, full_p_b, empty_p, full_q,
+                factors, inverse, full_out, empty_out, num_rows, num_heads, s_q,
+                SLOTS_A, SLOTS_B, SLOTS_P, RESCALE, CAUSAL, CHUNKED,
+            )),
+            (values_warpgroup, (
+                out, part_acc, q_desc, q_rope_desc, kv_desc, kv_rope_desc, table, table_stride,
+                start, requests, seq_lens, ring_a, full_a, ring_r,
+                p_ring, full_p_a, empty_p, full_q, factors, inverse, full_out, empty_out,
+                num_rows, 0, SLOTS_A, SLOTS_P, RESCALE, CHUNKED, FULL, PEELED,
+            )),
+            (values_warpgroup, (
+                out, part_acc, q_desc, q_rope_desc, kv_desc, kv_rope_desc, table, table_stride,
+                start, requests, seq_lens, ring_b, full_b, ring_r,
+                p_ring, full_p_b, empty_p, full_q, factors, inverse, full_out, empty_out,
+                num_rows, HALF, SLOTS_B, SLOTS_P, RESCALE, CHUNKED, FULL, PEELED,
+            )),
+        ],
+        [4, 4],
+        [WORKER_REGS, WORKER_REGS],
+    )  # fmt: skip

@@ -20,16 +20,11 @@ from mla_kernels.decode.query import Query, first_part, row_parts
 from mla_kernels.decode.rescale import scale_to_log2
 from mla_kernels.decode.triton.merge import launch_merge
 from mla_kernels.decode.triton.plan import build_plan
-from mla_kernels.triton_common.formats import scale_argument
 from mla_kernels.triton_common.launch import launch
 
-# Tiles of each ring: 209 KB of shared memory. 160 is the only register share of the two value
-# warpgroups that compiles without spills or serialised wgmma.
-_BF16 = {"SLOTS_A": 3, "SLOTS_B": 2, "SLOTS_P": 2, "WORKER_REGS": 160}
-_BF16 |= {"SLOTS_CA": 0, "SLOTS_CB": 0}
-# An fp8 cache: two bf16 tiles a ring, and rings of codes.
-_FP8 = _BF16 | {"SLOTS_A": 2, "SLOTS_CA": 1, "SLOTS_CB": 1}
-CONFIGS = {"bf16": _BF16, "fp8": _FP8, "fp8_ds_mla": _FP8}
+# For a bf16 cache. Tiles of each ring: 209 KB of shared memory. 160 is the only register share of
+# the two value warpgroups that compiles without spills or serialised wgmma.
+CONFIG = {"SLOTS_A": 3, "SLOTS_B": 2, "SLOTS_P": 2, "WORKER_REGS": 160}
 # Up to here a branch in the loop over tiles costs less than fetching a second copy of its code;
 # with more, long requests take 2 to 5 % longer for it (benchmarks/VERSIONS.md, row 52).
 MOST_ROWS_IN_ONE_LOOP = 128
@@ -63,31 +58,30 @@ def mla_decode_hopper(
             s_q=s_q,
             deterministic=deterministic,
             max_seq_len=block_table.shape[1] * kv_cache.shape[1],
-            num_parts=parts_for(s_q * H, seq_lens.device, kv_cache.dtype, rescale, q_dtype),
+            num_parts=parts_for(s_q * H, seq_lens.device, kv_cache.dtype, q_dtype),
             spare=spare_for(s_q * H, kv_cache.dtype),
         )
-    config = choose_config(s_q * H, FORMATS[kv_cache.dtype], rescale)
     call = DecodeCall(
         q, kv_cache, block_table, seq_lens, device_plan, out, lse,
         scale=scale, kv_scale=kv_scale, q_scale=q_scale, causal=causal, rescale=rescale,
     )  # fmt: skip
     if q_dtype == torch.float8_e4m3fn:
         launch_fp8_query(call)
-    elif config is not None and out.data_ptr() % 4 == 0:  # it writes two columns at once
-        launch_fp8(call, config)
-    else:
+    elif kv_cache.dtype == torch.bfloat16:
         launch_decode(call)
+    else:
+        launch_fp8(call, choose_config(s_q * H, FORMATS[kv_cache.dtype]))
     launch_merge(device_plan, out, lse, device_arch(seq_lens.device))
 
 
 def launch_decode(call: DecodeCall) -> None:
     """One CTA a tile of 64 query rows and part of the plan; split requests are left to the merge.
 
-    out is contiguous bf16, kv_cache [num_blocks, 64, width] is contiguous.
+    out is contiguous bf16, kv_cache [num_blocks, 64, 576] contiguous bf16.
     """
     out, lse, acc, sums = call.results()
-    rows, modes, kv_format = call.rows, call.modes(), FORMATS[call.kv_cache.dtype]
-    full = kv_format == "bf16" and rows % layouts.BLOCK.value == 0 and out.data_ptr() % 16 == 0
+    rows, modes = call.rows, call.modes()
+    full = rows % layouts.BLOCK.value == 0 and out.data_ptr() % 16 == 0
     full = full and not (modes["CAUSAL"] and modes["CHUNKED"])  # would spill one in its loop
     results: tuple[Any, Any] = (out, acc)
     if full:
@@ -99,8 +93,7 @@ def launch_decode(call: DecodeCall) -> None:
         hopper_decode_kernel,
         (triton.cdiv(rows, layouts.BLOCK.value), call.plan.parts.shape[0]),
         *query_descriptors(call.q, out.shape[-1]),
-        *cache_descriptors(call.kv_cache, kv_format),
-        scale_argument(call.kv_scale),
+        *cache_descriptors(call.kv_cache),
         *call.tables(),
         results[0],
         lse,
@@ -108,13 +101,11 @@ def launch_decode(call: DecodeCall) -> None:
         sums,
         scale_to_log2(call.scale),
         *call.sizes(),
-        **CONFIGS[kv_format],
+        **CONFIG,
         **modes,
-        FORMAT=kv_format,
         RESCALE=call.rescale,
-        LOAD_SCALE=isinstance(call.kv_scale, torch.Tensor),
         FULL=full,
-        PEELED=kv_format == "bf16" and rows > MOST_ROWS_IN_ONE_LOOP,
+        PEELED=rows > MOST_ROWS_IN_ONE_LOOP,
         num_warps=4,
     )
 
@@ -129,18 +120,11 @@ def query_descriptors(q: Query, kv_lora_rank: int) -> tuple[TensorDescriptor, Te
     )
 
 
-def cache_descriptors(kv_cache: torch.Tensor, kv_format: str) -> tuple[TensorDescriptor, ...]:
-    """TMA descriptors of the cache (halves of the latent columns, rope columns), of its scales."""
+def cache_descriptors(kv_cache: torch.Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """TMA descriptors of a bf16 cache: halves of the latent columns, rope columns."""
     cache = kv_cache.view(-1, kv_cache.shape[-1])
     half, rope = layouts.HALF.value, layouts.ROPE.value
-    if kv_format == "bf16":
-        kv_half = _boxes(cache, half, layouts.TILE)
-        return kv_half, _boxes(cache, rope, layouts.TILE), kv_half
-    kv_half = _boxes(cache.view(torch.uint8), half, layouts.CODES)
-    if kv_format == "fp8":
-        return kv_half, _boxes(cache.view(torch.uint8), rope, layouts.CODES), kv_half
-    kv_rope = _boxes(cache.view(torch.bfloat16), rope, layouts.TILE)
-    return kv_half, kv_rope, _boxes(cache.view(torch.float32), 4, layouts.SCALES)
+    return _boxes(cache, half, layouts.TILE), _boxes(cache, rope, layouts.TILE)
 
 
 def _boxes(rows: torch.Tensor, width: int, layout: Any) -> TensorDescriptor:

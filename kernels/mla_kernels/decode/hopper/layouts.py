@@ -3,9 +3,16 @@
 
 from triton.experimental.gluon import language as gl
 
+from mla_kernels.layouts import Fp8DsMlaLayout
+
 BLOCK = gl.constexpr(64)  # rows of a query tile, tokens of a cache tile
 HALF = gl.constexpr(256)  # latent columns of one PV warpgroup
 ROPE = gl.constexpr(64)
+# Of an fp8_ds_mla row: the first of its four fp32 scales, in fp32 columns (a TMA load starts at a
+# multiple of 16 bytes, "illegal instruction" otherwise, so half a row is loaded with all four), and
+# its rope part, in columns of 16 bits.
+SCALE_COL = gl.constexpr(Fp8DsMlaLayout().scale_offset // 4)
+DS_MLA_ROPE = gl.constexpr(Fp8DsMlaLayout().rope_offset // 2)
 
 
 def _accumulator(n: int) -> gl.constexpr:
@@ -37,8 +44,6 @@ QUADS = gl.constexpr(
 TILE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 # The same memory as TMA fills it from the queries of one request, [1, 64, columns].
 QUERY_TILE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3))
-# The same tile as e4m3 codes: 64 columns after 64 columns, as TILE has them.
-CODES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2))
 # fp8_ds_mla: four fp32 scales a token, as a TMA load writes them and as they are read.
 SCALES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2))
 SCALES_READ = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))

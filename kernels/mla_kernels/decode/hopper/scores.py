@@ -41,38 +41,28 @@ LN2 = gl.constexpr(numerics.LN2)
 
 @gluon.jit
 def issue_scores(
-    q_a, q_b, q_rope, q_shared, ring_a, ring_b, ring_r, full_a, full_b, full_r,
-    ia, pa, ib, pb, FP8: gl.constexpr = False,
+    q_a, q_b, q_rope, q_shared, ring_a, ring_b, ring_r, full_a, full_b, ia, pa, ib, pb
 ):  # fmt: skip
-    """Q K^T of one tile, asynchronous. Three quarters of Q's k-steps come from registers. FP8: the
-    rope columns have a barrier of their own, and ring A comes in the end, since its tile is ready
-    last."""
+    """Q K^T of one tile, asynchronous. Three quarters of Q's k-steps come from registers."""
     s = gl.zeros([BLOCK, BLOCK], gl.float32, SCORES)
-    if not FP8:
-        mbarrier.wait(full_a.index(ia), pa)
-        s = warpgroup_mma(q_a, ring_a.index(ia).permute((1, 0)), s, use_acc=False, is_async=True)
+    mbarrier.wait(full_a.index(ia), pa)
+    s = warpgroup_mma(q_a, ring_a.index(ia).permute((1, 0)), s, use_acc=False, is_async=True)
     mbarrier.wait(full_b.index(ib), pb)
     b = ring_b.index(ib)
     b_k = b.slice(0, 128, dim=1).permute((1, 0))
-    s = warpgroup_mma(q_b, b_k, s, use_acc=not FP8, is_async=True)
+    s = warpgroup_mma(q_b, b_k, s, is_async=True)
     s = warpgroup_mma(q_shared, b.slice(128, 128, dim=1).permute((1, 0)), s, is_async=True)
-    if FP8:
-        mbarrier.wait(full_r.index(ib), pb)
-    s = warpgroup_mma(q_rope, ring_r.index(ib).permute((1, 0)), s, is_async=True)
-    if FP8:
-        mbarrier.wait(full_a.index(ia), pa)
-        s = warpgroup_mma(q_a, ring_a.index(ia).permute((1, 0)), s, is_async=True)
-    return s
+    return warpgroup_mma(q_rope, ring_r.index(ib).permute((1, 0)), s, is_async=True)
 
 
 @gluon.jit
 def scores_warpgroup(
     start, requests, seq_lens, table, table_stride, lse, part_sums, scale_log2,
-    q_shared, ring_a, ring_b, ring_r, full_a, full_b, full_r,
+    q_shared, ring_a, ring_b, ring_r, full_a, full_b,
     p_ring, full_p_a, full_p_b, empty_p, full_q, factors, inverse, full_out, empty_out,
     num_rows, num_heads, s_q,
     SLOTS_A: gl.constexpr, SLOTS_B: gl.constexpr, SLOTS_P: gl.constexpr,
-    FP8: gl.constexpr, RESCALE: gl.constexpr, CAUSAL: gl.constexpr, CHUNKED: gl.constexpr,
+    RESCALE: gl.constexpr, CAUSAL: gl.constexpr, CHUNKED: gl.constexpr,
 ):  # fmt: skip
     first_row = gl.program_id(0) * BLOCK
     ia = gl.to_tensor(0)
@@ -96,8 +86,6 @@ def scores_warpgroup(
         # The query tile is the first of the segment's stream: registers, and 128 columns shared.
         mbarrier.wait(full_a.index(ia), pa)
         mbarrier.wait(full_b.index(ib), pb)
-        if FP8:
-            mbarrier.wait(full_r.index(ib), pb)
         q_a = ring_a.index(ia).load(QUERY)
         q_b = ring_b.index(ib).slice(0, 128, dim=1).load(QUERY)
         q_rope = ring_r.index(ib).load(QUERY)
@@ -117,8 +105,7 @@ def scores_warpgroup(
             unmasked = (length - (s_q - 1)) // BLOCK
         for n in range(lo, hi):
             token = issue_scores(
-                q_a, q_b, q_rope, q_shared, ring_a, ring_b, ring_r, full_a, full_b, full_r,
-                ia, pa, ib, pb, FP8,
+                q_a, q_b, q_rope, q_shared, ring_a, ring_b, ring_r, full_a, full_b, ia, pa, ib, pb
             )  # fmt: skip
             # Warpgroup 1 gets P(n-1) only now: its half of PV(n-1) fills the tensor cores while
             # this warpgroup is busy with softmax(n).

@@ -186,23 +186,22 @@ def load_query(q_desc, request, COL: gl.constexpr, full, tile, ok):
 
 @gluon.jit
 def load_next(
-    c, plan, q_desc, kv_desc, Q_COL: gl.constexpr, KV_COL: gl.constexpr,
-    WIDTH: gl.constexpr, ring, full, slot,
-    q_rope_desc=None, kv_rope_desc=None, ring_r=None, WITH_ROPE: gl.constexpr = False,
+    c, plan, q_desc, q_rope_desc, kv_desc, kv_rope_desc, COL: gl.constexpr, ring, full, ring_r, slot
 ):  # fmt: skip
-    """Fill `slot` of a ring with the WIDTH columns of the cursor's tile that start at Q_COL in a
-    query tile and at KV_COL in a cache tile, and step on. WITH_ROPE: the same slot of ring_r with
-    the tile's rope columns too, on the same barrier."""
+    """Fill `slot` of a ring with the HALF columns from COL on of the cursor's tile, and step on. Of
+    the upper half: the same slot of ring_r with the tile's rope columns too, on the same barrier.
+    """
     ok = c.request <= plan.last
-    COLUMNS: gl.constexpr = WIDTH + (ROPE if WITH_ROPE else 0)
+    WITH_ROPE: gl.constexpr = COL > 0
+    COLUMNS: gl.constexpr = HALF + (ROPE if WITH_ROPE else 0)
     mbarrier.expect(full.index(slot), BLOCK * COLUMNS * 2, pred=ok)
     if c.tile == c.query:
-        load_query(q_desc, c.request, Q_COL, full.index(slot), ring.index(slot), ok)
+        load_query(q_desc, c.request, COL, full.index(slot), ring.index(slot), ok)
         if WITH_ROPE:
             load_query(q_rope_desc, c.request, 0, full.index(slot), ring_r.index(slot), ok)
     else:
         row = c.page * BLOCK
-        tma_load(kv_desc, [row, KV_COL], full.index(slot), ring.index(slot), pred=ok)
+        tma_load(kv_desc, [row, COL], full.index(slot), ring.index(slot), pred=ok)
         if WITH_ROPE:
             tma_load(kv_rope_desc, [row, LATENT], full.index(slot), ring_r.index(slot), pred=ok)
 

@@ -9,7 +9,7 @@ from mla_kernels.decode.hopper.fp8.configs import choose_config
 from mla_kernels.decode.triton.plan import SPARE
 from mla_kernels.layouts import MlaDims
 
-RESCALES = ("pow2", "amla")
+RESCALES = ("pow2", "amla")  # of a bf16 cache; others have pow2
 FORMATS = {torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8", torch.uint8: "fp8_ds_mla"}
 
 
@@ -27,6 +27,8 @@ def refusal(
         return f"it needs q in bf16, got {dtype}"
     if kv_cache_dtype not in FORMATS:
         return f"it needs a cache of {list(FORMATS.values())}, got {kv_cache_dtype}"
+    if kv_cache_dtype != torch.bfloat16 and rescale != "pow2":
+        return f"it rescales by 'pow2' with a cache of {FORMATS[kv_cache_dtype]}, got {rescale!r}"
     if rescale not in RESCALES:
         return f"it rescales by {list(RESCALES)}, got {rescale!r}"
     return None
@@ -45,14 +47,12 @@ def parts_for(
     rows: int,
     device: torch.device,
     kv_cache_dtype: torch.dtype = torch.bfloat16,
-    rescale: str = "pow2",
     dtype: torch.dtype = torch.bfloat16,
 ) -> int:
     """Parts for which parts x row tiles fill the device, one CTA an SM."""
-    config = None
-    if dtype != torch.float8_e4m3fn:
-        config = choose_config(rows, FORMATS[kv_cache_dtype], rescale)
-    tile = config["N"] if config else layouts.BLOCK.value
+    tile = layouts.BLOCK.value
+    if dtype != torch.float8_e4m3fn and kv_cache_dtype != torch.bfloat16:
+        tile = choose_config(rows, FORMATS[kv_cache_dtype])["N"]
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     return max(1, sms // triton.cdiv(rows, tile))
 

@@ -98,17 +98,6 @@ def store_segment(
 
 
 @gluon.jit
-def load_half(
-    c, plan, q_desc, q_rope_desc, kv_desc, kv_rope_desc, COL: gl.constexpr, ring, full, ring_r, slot
-):  # fmt: skip
-    """Ask for this warpgroup's columns of the cursor's tile; warpgroup 2: the rope's too."""
-    return load_next(
-        c, plan, q_desc, kv_desc, COL, COL, HALF, ring, full, slot,
-        q_rope_desc, kv_rope_desc, ring_r, COL > 0,
-    )  # fmt: skip
-
-
-@gluon.jit
 def add_tile(
     acc, cv, iv, ip, pp, n, length, plan, q_desc, q_rope_desc, kv_desc, kv_rope_desc,
     ring, full, ring_r, p_ring, full_p, empty_p, factors,
@@ -125,7 +114,7 @@ def add_tile(
     token = warpgroup_mma(p_ring.index(ip), ring.index(iv), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(token,))
     mbarrier.arrive(empty_p.index(ip), count=1)
-    cv = load_half(
+    cv = load_next(
         cv, plan, q_desc, q_rope_desc, kv_desc, kv_rope_desc, COL, ring, full, ring_r, iv,
     )  # fmt: skip
     iv = ring_step(iv, SLOTS)
@@ -155,7 +144,7 @@ def values_warpgroup(
     for i0 in range(SLOTS + 1):
         if (i0 == SLOTS) & (request <= plan.last):
             mbarrier.wait(full_q, pq)
-        cv = load_half(
+        cv = load_next(
             cv, plan, q_desc, q_rope_desc, kv_desc, kv_rope_desc, COL, ring, full, ring_r,
             gl.where(i0 == SLOTS, 0, i0),
         )  # fmt: skip
@@ -189,7 +178,7 @@ def values_warpgroup(
             split, splits, num_rows, COL, FULL,
         )  # fmt: skip
         if after <= plan.last:
-            cv = load_half(
+            cv = load_next(
                 cv, plan, q_desc, q_rope_desc, kv_desc, kv_rope_desc, COL, ring, full, ring_r, iv,
             )  # fmt: skip
             iv = ring_step(iv, SLOTS)

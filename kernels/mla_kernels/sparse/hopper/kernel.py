@@ -30,8 +30,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from mla_kernels.decode.hopper.kernel import barriers
-from mla_kernels.decode.hopper.layouts import BLOCK, CODES, HALF, ROPE, TILE, VECTOR
-from mla_kernels.sparse.hopper.layouts import SCALES
+from mla_kernels.decode.hopper.layouts import BLOCK, HALF, ROPE, TILE, VECTOR
+from mla_kernels.sparse.hopper.layouts import CODES, SCALES
 from mla_kernels.sparse.hopper.scores import scores_warpgroup
 from mla_kernels.sparse.hopper.values_bf16 import values_warpgroup
 from mla_kernels.sparse.hopper.values_fp8 import values_fp8_warpgroup

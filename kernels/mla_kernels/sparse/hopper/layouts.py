@@ -12,6 +12,8 @@ GATHER_CODES = gl.constexpr(gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0]))
 GATHER_ROPE = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
 GATHER_SCALES = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
 
+# A tile of e4m3 codes: 64 columns after 64 columns, as TILE has them.
+CODES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2))
 SCALES = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 1, [1, 0]))
 ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 SCAN = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))

@@ -35,7 +35,7 @@ def specialisations(arch: Arch) -> list[KernelSpec]:
             f"{'_max_logits' if max_logits else ''}",
             fn=hopper_sparse_kernel,
             signature={
-                **{n: t for n, t in descriptors("bf16").items() if n.startswith("q_")},
+                **{n: t for n, t in descriptors().items() if n.startswith("q_")},
                 **dict(zip(("kv", "kv_scale", "kv_rope"), CACHE[kv_format], strict=True)),
                 **POINTERS,
                 "scale_log2": "fp32",

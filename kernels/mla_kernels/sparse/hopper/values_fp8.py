@@ -7,7 +7,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from mla_kernels.decode.hopper.layouts import BLOCK, HALF, OUTPUT, PASS_64
+from mla_kernels.decode.hopper.layouts import (
+    BLOCK,
+    DS_MLA_ROPE,
+    HALF,
+    OUTPUT,
+    PASS_64,
+    SCALE_COL,
+)
 from mla_kernels.decode.hopper.scales import FIRST, next_exponent, power_of_two
 from mla_kernels.decode.hopper.stream import ring_next, ring_previous, ring_step
 from mla_kernels.layouts import Fp8DsMlaLayout
@@ -29,8 +36,6 @@ from mla_kernels.sparse.hopper.scales import (
 from mla_kernels.sparse.hopper.values import add_values, finish_values, start_values, store_output
 from mla_kernels.triton_common.gluon_compat import aggregate
 
-SCALE_COL = gl.constexpr(Fp8DsMlaLayout().scale_offset // 4)
-ROPE_COL = gl.constexpr(Fp8DsMlaLayout().rope_offset // 2)
 GROUP = gl.constexpr(Fp8DsMlaLayout().group_size)
 
 
@@ -82,7 +87,7 @@ def gather_codes(c, rows, slot, ir):
     gather(c.codes, c.kv, row, ok, c.COL, GATHER_CODES)
     if c.COL > 0:
         store_offsets(c.offsets.index(ir), ok)
-        gather(c.rope.index(ir), c.kv_rope, row // 2, ok, ROPE_COL, GATHER_ROPE)
+        gather(c.rope.index(ir), c.kv_rope, row // 2, ok, DS_MLA_ROPE, GATHER_ROPE)
     async_copy.commit_group()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which batches the fp8 kernel takes, and its sizes for them.
+"""The sizes of the fp8 kernel by the rows of a request.
 
 N           query rows of a program, wgmma's N
 SLOTS       tiles of the rings
@@ -29,10 +29,6 @@ CONFIGS: dict[str, dict[int, dict[str, Any]]] = {
 }
 
 
-def choose_config(rows: int, kv_format: str, rescale: str) -> dict[str, Any] | None:
-    """The sizes for requests of `rows` query rows; None where the kernel of decode/hopper/kernel.py
-    is taken: bf16 and "amla"."""
-    if rescale != "pow2":
-        return None
-    sizes = CONFIGS.get(kv_format, {})
-    return sizes.get(16 if rows <= 16 else 32 if rows <= 32 else 64)
+def choose_config(rows: int, kv_format: str) -> dict[str, Any]:
+    """The sizes for requests of `rows` query rows."""
+    return CONFIGS[kv_format][16 if rows <= 16 else 32 if rows <= 32 else 64]

@@ -47,12 +47,8 @@ from mla_kernels.decode.hopper.fp8.operands import rows_of
 from mla_kernels.decode.hopper.fp8.scores import ONE, scores_warpgroup
 from mla_kernels.decode.hopper.fp8.values import values_warpgroup
 from mla_kernels.decode.hopper.kernel import barriers
-from mla_kernels.decode.hopper.layouts import BLOCK, SCALES, VECTOR
+from mla_kernels.decode.hopper.layouts import BLOCK, DS_MLA_ROPE, SCALES, VECTOR
 from mla_kernels.decode.hopper.stream import read_start
-from mla_kernels.layouts import Fp8DsMlaLayout
-
-# The rope part of an fp8_ds_mla row, in 16-bit units.
-DS_MLA_ROPE = gl.constexpr(Fp8DsMlaLayout().rope_offset // 2)
 
 
 @gluon.jit(do_not_specialize=["table_stride", "num_rows", "num_heads", "s_q"])

@@ -5,8 +5,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from mla_kernels.decode.hopper.convert import SCALE_COL
-from mla_kernels.decode.hopper.layouts import BLOCK
+from mla_kernels.decode.hopper.layouts import BLOCK, SCALE_COL
 from mla_kernels.decode.hopper.stream import next_segment
 from mla_kernels.triton_common.gluon_compat import aggregate, tma_load
 

@@ -7,18 +7,9 @@ from mla_kernels.decode.hopper.fp8.kernel import hopper_fp8_kernel
 from mla_kernels.decode.hopper.fp8.operands import rows_of
 from mla_kernels.decode.hopper.fp8.query import query_box
 from mla_kernels.decode.hopper.layouts import QUERY_TILE, SCALES
+from mla_kernels.decode.hopper.specs import POINTERS
 from mla_kernels.offline.spec import KernelSpec
 
-POINTERS = {
-    "table": "*i32",
-    "seq_lens": "*i32",
-    "parts": "*i32",
-    "requests": "*i32",
-    "out": "*bf16",
-    "lse": "*fp32",
-    "part_acc": "*fp32",
-    "part_sums": "*fp32",
-}
 SCALARS = ("table_stride", "num_rows", "num_heads", "s_q")
 
 

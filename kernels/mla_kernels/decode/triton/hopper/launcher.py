@@ -39,7 +39,7 @@ def launch_many_rows(call: DecodeCall) -> None:
         many_rows_kernel,
         (triton.cdiv(call.rows, layouts.BLOCK.value), call.plan.parts.shape[0]),
         *query_descriptors(call.q, call.out.shape[-1]),
-        *cache_descriptors(call.kv_cache, "bf16")[:2],
+        *cache_descriptors(call.kv_cache),
         *call.tables(),
         *call.results(),
         scale_to_log2(call.scale),

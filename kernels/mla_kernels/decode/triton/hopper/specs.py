@@ -14,14 +14,14 @@ def specialisations(arch: Arch) -> list[KernelSpec]:
     scalars = {"scale_log2": "fp32"} | dict.fromkeys(
         ("table_stride", "num_rows", "num_heads", "s_q"), "i32"
     )
-    boxes = {name: x for name, x in descriptors("bf16").items() if name != "scale_desc"}
     return [
         KernelSpec(
             name=f"decode_many_rows/{dtype}/pow2{'_causal' if causal else ''}"
             f"{'_chunked' if chunked else ''}",
             fn=many_rows_kernel,
             signature={
-                name: x.replace("bf16", dtype) for name, x in (boxes | POINTERS | scalars).items()
+                name: x.replace("bf16", dtype)
+                for name, x in (descriptors() | POINTERS | scalars).items()
             },
             constexprs={"CAUSAL": causal, "CHUNKED": chunked, "LOADER_REGS": LOADER_REGS},
             aligned=tuple(POINTERS),
