@@ -19,9 +19,9 @@ SPARSE_MODEL = MODEL.with_name("deepseek-v3.2-5-layers")
 SPARSE_BACKENDS = (OURS, "FLASHMLA_SPARSE")
 SPARSE_BATCHES, SPARSE_CONTEXTS = (1, 8, 32, 128), (8192, 32768)
 # Layers of an engine by heads, the deepest first, for caches that are too large for more of them.
-# A released model has 61, whose steps are longer than the host needs for one; layers of few heads
-# are short, so that it takes as many as four engines on one GPU have room for.
-DEPTHS = {128: (6, 1), 16: (30, 8, 2)}
+# A released model has 61, whose steps are longer than the host needs for one (5 ms for 128
+# requests): so as many as four engines on one H200 have room for.
+DEPTHS = {128: (14, 6, 2), 16: (30, 8, 2)}
 
 # (requests, tokens of each). A run that is short of time has done the first ones.
 STEPS = (

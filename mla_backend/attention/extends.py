@@ -74,10 +74,10 @@ def pays(query_lens: np.ndarray, contexts: np.ndarray, most_s_q: int, longest: i
     return bool(0 < new <= MOST_ROWS and cached >= CONTEXT_PER_TOKEN * new)
 
 
-def most_rows(max_requests: int, most_s_q: int) -> int:
+def most_rows(max_requests: int, most_s_q: int, absorbs: bool) -> int:
     """Rows of a step at most: every request may be one of drafts that stands alone, and beside
-    them there are the rows that `pays` lets in."""
-    return max_requests * most_s_q + MOST_ROWS
+    them there are the rows that `pays` lets in, where ends of prompts are absorbed."""
+    return max_requests * most_s_q + MOST_ROWS * absorbs
 
 
 def equal_run(query_lens: np.ndarray, most_s_q: int) -> int:
@@ -166,7 +166,8 @@ class ExtendRows:
 
 def host_lengths(common: Any) -> tuple[np.ndarray, np.ndarray]:
     """New and cached tokens [B] of a step, from the host's copies in vLLM's
-    CommonAttentionMetadata. Drafts that were refused count as cached: an upper bound."""
+    CommonAttentionMetadata. Drafts that were refused count as cached: an upper bound, which is
+    also what vLLM takes for the contexts of prompts."""
     query_lens = np.diff(common.query_start_loc_cpu.numpy())
     seq_lens = common.seq_lens_cpu_upper_bound.numpy()[: len(query_lens)]
     return query_lens, np.maximum(seq_lens - query_lens, 0)  # a drafter's steps may be longer

@@ -104,16 +104,18 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MlaMetadata]):
             vllm_config.compilation_config.max_cudagraph_capture_size or 0,
         )
         max_blocks = compat.block_table_width(vllm_config, support.BLOCK_SIZE)
-        self._extend_tokens, self._longest_piece = 0, 1
+        self._extend_tokens, self._longest_piece = 0, self._most_s_q
         if self.dcp_world_size == 1:
             self._extend_tokens = extends.longest_extend(kernel, heads)
-        max_rows = 0
-        if self._extend_tokens > self._most_s_q:
-            # vLLM then hands over requests of up to so many new tokens, of any mix of lengths.
-            self.query_len_support = QueryLenSupport.VARLEN  # type: ignore[misc]
-            self.reorder_batch_threshold = self._extend_tokens
-            max_rows = extends.most_rows(max_requests, self._most_s_q)
+        absorbs = self._extend_tokens > self._most_s_q
+        if absorbs:
             self._longest_piece = extends.longest_piece(kernel, heads)
+        max_rows = 0
+        if absorbs or self._most_s_q > 1:
+            # Requests that are drafted for must never be split off as prompts, whose contexts vLLM
+            # takes from the host: there they count the drafts that were rejected.
+            self.query_len_support = QueryLenSupport.VARLEN  # type: ignore[misc]
+            max_rows = extends.most_rows(max_requests, self._most_s_q, absorbs)
             self._rows = extends.ExtendRows(max_rows, max_blocks, self.device)
         self._plans = StepPlans(
             kernel,
@@ -212,12 +214,13 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MlaMetadata]):
             self._step_check(common)
             STATS.checked_steps += 1
         self._one_token_each = common.max_query_len == 1
-        longest = self.reorder_batch_threshold
+        # Between steps it is what vLLM orders its batches by, and judges whether microbatches may
+        # read what is only being written: a prompt's end is not a decode request to either.
         self.reorder_batch_threshold = self._decode_threshold(common)
         try:
             metadata = super().build(common_prefix_len, common, fast_build)
         finally:
-            self.reorder_batch_threshold = longest
+            self.reorder_batch_threshold = self._most_s_q
         if metadata.prefill is not None:
             STATS.prefill_steps += 1
             if not self._on_cpu:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For vLLM 0.26 on CPU, whose MLA layer wants a prefill backend object and has none for a CPU.
+"""For vLLM 0.26 to 0.28 on CPU: its MLA layer wants a prefill backend object, and has none there.
 
 `ExpandedPrompts.forward_mha` computes prefill on CPU by itself, so this one is made and never
 asked.

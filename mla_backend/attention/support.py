@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the dense backend takes, and the words for what it does not. Imports neither vLLM nor torch.
+"""What the dense backend takes, and what both take. Imports neither vLLM nor torch.
 
 `explain(reasons, config)` turns the reasons of vLLM's `validate_configuration` into sentences that
 name the value, what is allowed and the mend.

@@ -28,14 +28,15 @@ def vllm_plugins_filter(facts: Facts) -> Result:
     value = facts.environ.get("VLLM_PLUGINS")
     if value is None:
         return Result("VLLM_PLUGINS", "ok", "not set: vLLM loads every plugin")
+    needed = (plugin.GENERAL_PLUGIN,) if facts.gpus else OWN_NAMES
     # vLLM takes the names as they stand, with the spaces around them.
-    missing = [name for name in OWN_NAMES if name not in value.split(",")]
+    missing = [name for name in needed if name not in value.split(",")]
     if missing:
         found = f"VLLM_PLUGINS={value!r} keeps {', '.join(missing)} from loading"
         named = [name.strip() for name in value.split(",") if name.strip()]
         mend = f"unset it, or VLLM_PLUGINS={','.join(dict.fromkeys([*named, *missing]))}"
         return Result("VLLM_PLUGINS", "fail", found, mend)
-    return Result("VLLM_PLUGINS", "ok", f"VLLM_PLUGINS={value!r} names all of ours")
+    return Result("VLLM_PLUGINS", "ok", f"VLLM_PLUGINS={value!r} names what is needed of ours")
 
 
 def backend_registered(facts: Facts) -> Result:

@@ -39,10 +39,9 @@ def test_speculation_on_a_smaller_latent_and_larger_blocks(
         assert differences.max() < 1e-4
     # Drafts were verified in the decode kernel, not as prefills.
     assert result["scenarios"]["alone"]["query_lens"] == [1, 4]
-    # Some requests of a step have drafts and some have none.
+    # Some requests of a step have drafts and some have none: none of them is taken for a prompt.
     together = result["scenarios"]["together"]
-    mixed = together["after"]["extend_steps"] - together["before"]["extend_steps"]
-    assert (mixed > 0) == (extend != "0")
+    assert together["after"]["extend_steps"] > together["before"]["extend_steps"]
 
 
 def test_drafts_of_greedy_requests_beside_a_sampled_one(run_engine, scenarios, oracle, tmp_path):

