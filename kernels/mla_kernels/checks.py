@@ -71,10 +71,10 @@ def check_dtype(name: str, x: torch.Tensor, allowed: tuple[torch.dtype, ...]) ->
 
 
 def check_shape(name: str, x: torch.Tensor, shape: tuple[int | str, ...]) -> None:
-    """`shape` holds ints that must match and names of free dimensions."""
+    """`shape` holds integers, NumPy's too, that must match and names of free dimensions."""
     check_tensor(name, x)
     ok = x.dim() == len(shape) and all(
-        not isinstance(want, int) or have == want for have, want in zip(x.shape, shape, strict=True)
+        isinstance(want, str) or have == want for have, want in zip(x.shape, shape, strict=True)
     )
     if not ok:
         wanted = ", ".join(map(str, shape))
@@ -83,7 +83,7 @@ def check_shape(name: str, x: torch.Tensor, shape: tuple[int | str, ...]) -> Non
 
 def check_device(name: str, x: torch.Tensor, device: torch.device) -> None:
     if x.device != device:
-        raise ValueError(f"Expected {name} on {device}, like the query, got {x.device}")
+        raise ValueError(f"Expected {name} on {device}, like the others, got {x.device}")
 
 
 def check_last_contiguous(name: str, x: torch.Tensor) -> None:

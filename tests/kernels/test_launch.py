@@ -129,3 +129,33 @@ def test_on_a_gpu():
         module.launch(add_kernel, (4,), x[offset:], n, k, BLOCK=32)
         expected[offset : offset + min(n, 128)] += k
     assert torch.equal(x.cpu(), expected)
+
+
+def test_a_launch_is_on_the_gpu_of_its_arguments(kernel, monkeypatch):
+    """As torch does it; torch's current GPU is another one."""
+
+    class Elsewhere(torch.Tensor):
+        is_cuda = True
+        device = torch.device("cuda:1")
+
+    current = [0]
+
+    class On:
+        def __init__(self, gpu):
+            self.gpu = gpu
+
+        def __enter__(self):
+            current.append(self.gpu)
+
+        def __exit__(self, *_):
+            current.pop()
+
+    seen = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "device", On)
+    monkeypatch.setattr(module, "_launch", lambda *_: seen.append(current[-1]))
+    x = torch.zeros(64)
+    y = x.as_subclass(Elsewhere)
+    for first in (x, y, descriptor(y, [16], "a")):
+        call(kernel, first)
+    assert seen == [0, 1, 1] and current == [0]

@@ -3,6 +3,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 from mla_kernels import mla_layer, plan_mla_decode
@@ -205,6 +206,7 @@ def transposed(name):
             "kv_cache without overlapping rows",
         ),
         ({"impl": "cuda"}, "impl in .*got 'cuda'"),
+        ({"impl": "triton"}, "q in bfloat16 or float16 for triton, got torch.float32"),
         (
             {"plan": plan_mla_decode(torch.ones(3).int(), num_heads=5, s_q=1, kv_lora_rank=256)},
             r"plan for .*\(2, 1, 5\), got one for \(3, 1, 5\)",
@@ -217,6 +219,8 @@ def transposed(name):
     ],
 )
 def test_bad_arguments_are_refused_before_anything_is_written(change, message):
+    if change.get("impl") == "triton":
+        pytest.importorskip("triton")
     arguments = good_arguments()
     with pytest.raises(ValueError, match=message):
         mla_layer(**(arguments | change))
@@ -253,6 +257,11 @@ def test_weights_of_a_wrong_shape_or_dtype_are_refused():
     good = {name: getattr(layer, name).weight for name in names}
     with pytest.raises(ValueError, match=r"kv_up of shape \[220, 256\], got \[219, 256\]"):
         MlaLayerWeights.from_projections(c, **(good | {"kv_up": good["kv_up"][:-1]}))
+    sizes = {name: np.int64(value) for name, value in vars(c).items() if name != "rope_theta"}
+    with pytest.raises(ValueError, match=r"kv_up of shape \[220, 256\], got \[219, 256\]"):
+        MlaLayerWeights.from_projections(
+            MlaLayerConfig(**sizes), **(good | {"kv_up": good["kv_up"][:-1]})
+        )
     with pytest.raises(ValueError, match=r"q_up in torch.float32.*got torch.bfloat16"):
         MlaLayerWeights.from_projections(c, **(good | {"q_up": good["q_up"].bfloat16()}))
 

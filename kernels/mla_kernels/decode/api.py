@@ -119,18 +119,19 @@ def mla_decode(
         "rescale": rescale,
         "deterministic": bool(deterministic),
     }
-    if chosen in ("torch", "reference"):
+    by_torch = chosen in ("torch", "reference")
+    # Room for empty requests only, which torch sees for itself where it reads the lengths.
+    no_room = block_table.shape[1] == 0 or kv_cache.shape[0] == 0
+    if seq_lens.shape[0] == 0 or (no_room and not (by_torch and seq_lens.device.type == "cpu")):
+        out, lse = results_for(q, kv_lora_rank, out, lse)
+        return out.zero_(), lse.fill_(-torch.inf)
+    if by_torch:
         values = q if isinstance(q, torch.Tensor) else torch.cat(q, dim=-1)
         values = dequantised(values, q_scale)
         rows = kv_cache, block_table, seq_lens
         dtype = result_dtype(first_part(q).dtype)
         return _by_torch(chosen, values, *rows, out, lse, dtype, **options)
     out, lse = results_for(q, kv_lora_rank, out, lse)
-    if seq_lens.shape[0] == 0:
-        return out, lse
-    # Room for empty requests only; the kernels ask for entries of the table, and TMA for rows.
-    if block_table.shape[1] == 0 or kv_cache.shape[0] == 0:
-        return out.zero_(), lse.fill_(-torch.inf)
     options |= {"plan": plan, "out": out, "lse": lse, "q_scale": q_scale}
     launch = functools.partial(_by_kernel, chosen, q, kv_cache, block_table, seq_lens, **options)
     if key is None or plan is None:
@@ -267,7 +268,7 @@ def check_arguments(
             checks.check_dtype(name, tensor, (of,))
             checks.check_device(name, tensor, device)
             checks.check_contiguous(name, tensor)
-    return choose_decode_impl(
+    choice = choose_decode_impl(
         impl,
         device,
         dims=MlaDims(kv_lora_rank, Dk - kv_lora_rank),
@@ -277,3 +278,6 @@ def check_arguments(
         rescale=rescale,
         contiguous=all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in for_tma),
     )
+    if choice.impl == "triton":
+        checks.check_rows_near(kv_cache)
+    return choice

@@ -25,8 +25,9 @@ def choose_decode_impl(
     contiguous  q and kv_cache are, and start at a multiple of 16 bytes, as TMA wants them; for fp8
                 caches out does too
 
-    ValueError if `impl` is named and cannot serve it, and for fp8 queries on a GPU whose Hopper
-    kernel cannot: nothing else that is fast multiplies in fp8, so nothing stands in for it.
+    ValueError if `impl` is named and cannot serve it, for what no kernel takes on a GPU unless
+    "torch" or "reference" is named, and for fp8 queries on a GPU whose Hopper kernel cannot:
+    nothing else that is fast multiplies in fp8, so nothing stands in for it.
     """
     # Up to 16 rows of fp8, H200: 84 us beside the portable kernel's 100 for 128 requests of 4096
     # tokens, 34 beside 37 for one of 131072 (benchmarks/VERSIONS.md).
@@ -42,9 +43,14 @@ def choose_decode_impl(
             hopper_refusal = f"it needs {tensors} contiguous, from a multiple of 16 bytes on"
     if dtype == torch.float8_e4m3fn:
         return _choose_for_fp8_query(impl, device, hopper_refusal)
-    return choose_impl(
+    choice = choose_impl(
         "mla_decode", impl, device, available=AVAILABLE, hopper_refusal=hopper_refusal
     )
+    if choice.impl == "triton":
+        from mla_kernels.decode.triton.launcher import check_supported
+
+        check_supported(dims, dtype)
+    return choice
 
 
 def _choose_for_fp8_query(impl: str, device: torch.device, hopper_refusal: str | None) -> Choice:

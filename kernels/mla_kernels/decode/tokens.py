@@ -49,15 +49,16 @@ def mla_decode_tokens(
     T, _, Dk = check_query(q, kv_lora_rank, ("T", "H"), QUERY_DTYPES)
     checks.check_range("kv_lora_rank", kv_lora_rank, 1, Dk - 1)
     B = seq_lens.shape[0]
-    if B == 0 or T % B:
+    if T % B if B else T:
         raise ValueError(f"Expected the tokens of {B} requests, as many of each, got {T}")
+    shape = (B, T // B if B else 1)
     out, lse = results_for(q, kv_lora_rank, out, lse)
     checks.check_shape("out", out, (T, "H", "kv_lora_rank"))
     checks.check_shape("lse", lse, (T, "H"))
 
     def call() -> None:
         mla_decode(
-            by_request(q, B),
+            by_request(q, shape),
             kv_cache,
             block_table,
             seq_lens,
@@ -65,8 +66,8 @@ def mla_decode_tokens(
             kv_lora_rank=kv_lora_rank,
             kv_scale=kv_scale,
             q_scale=q_scale,
-            out=out.unflatten(0, (B, -1)),
-            lse=lse.unflatten(0, (B, -1)),
+            out=out.unflatten(0, shape),
+            lse=lse.unflatten(0, shape),
             **options,
         )
 
@@ -78,8 +79,8 @@ def mla_decode_tokens(
     return out, lse
 
 
-def by_request(q: Query, B: int) -> Query:
-    """[T, H, columns] as [B, T / B, H, columns], without copying."""
+def by_request(q: Query, shape: tuple[int, int]) -> Query:
+    """[T, H, columns] as [*shape, H, columns], without copying."""
     if isinstance(q, tuple):
-        return q[0].unflatten(0, (B, -1)), q[1].unflatten(0, (B, -1))
-    return q.unflatten(0, (B, -1))
+        return q[0].unflatten(0, shape), q[1].unflatten(0, shape)
+    return q.unflatten(0, shape)

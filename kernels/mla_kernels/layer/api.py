@@ -51,7 +51,7 @@ def mla_layer(
     else:
         checks.check_type("buffers", buffers, MlaLayerBuffers)
         buffers.check_fits(c, x)
-    _check_decode(buffers.q, kv_cache, block_table, seq_lens, weights, table, kv_scale, plan, impl)
+    _check_decode(buffers, kv_cache, block_table, seq_lens, weights, table, kv_scale, plan, impl)
     if B == 0 or block_table.shape[1] == 0:  # padding at most
         return buffers.out.zero_()
     rotate_and_append = rotate_and_append_torch
@@ -96,7 +96,7 @@ def _check(x: torch.Tensor, weights: MlaLayerWeights, table: torch.Tensor) -> in
 
 
 def _check_decode(
-    q: torch.Tensor,
+    buffers: MlaLayerBuffers,
     kv_cache: torch.Tensor,
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -109,8 +109,8 @@ def _check_decode(
     """What `mla_decode` will check, but before the cache is written."""
     c = weights.config
     check_arguments(
-        q, kv_cache, block_table, seq_lens, c.scale, c.kv_lora_rank, kv_scale, None, "pow2", impl,
-        plan, None, None, False,
+        buffers.q, kv_cache, block_table, seq_lens, c.scale, c.kv_lora_rank, kv_scale, None, "pow2",
+        impl, plan, buffers.latent, buffers.lse, False,
     )  # fmt: skip
     checks.check_distinct("kv_cache", kv_cache)
     capacity = block_table.shape[1] * kv_cache.shape[1]
@@ -119,5 +119,5 @@ def _check_decode(
             f"Expected a rope table of at least {capacity} positions, the capacity of "
             f"block_table, got {table.shape[0]}"
         )
-    if q.device.type == "cpu":  # where it costs no wait
+    if buffers.q.device.type == "cpu":  # where it costs no wait
         checks.check_contents(block_table, seq_lens, *kv_cache.shape[:2])

@@ -42,6 +42,7 @@ def exact_topk(
     T, n = scores.shape
     checks.check_range("n (scores.shape[1])", n, 0, MAX_WIDTH)
     checks.check_range("k", k, 1, MAX_K)
+    k = int(k)  # NumPy's integers are none to what follows
     if lengths is not None:
         checks.check_shape("lengths", lengths, (T,))
         checks.check_dtype("lengths", lengths, (torch.int32,))

@@ -37,8 +37,15 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **named: Any) -> None
            launch_pdl)
 
     Argument lists are told apart at least as finely as Triton's specialisation does; the first of a
-    kind goes through Triton. A recording that is going on (record.py) takes note.
+    kind goes through Triton. A recording that is going on (record.py) takes note. As torch does it,
+    the launch is on the GPU of the arguments and its current stream.
     """
+    with torch._C.DisableTorchFunction():
+        gpu = _gpu_of(args)
+    if gpu is not None and gpu != torch.cuda.current_device():
+        with torch.cuda.device(gpu):
+            launch(kernel, grid, *args, **named)
+        return
     record = recording()
     if not isinstance(kernel, JITFunction) or torch.version.hip is not None:
         # The interpreter, or AMD, where Triton looks at more of a tensor.
@@ -53,6 +60,15 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **named: Any) -> None
     with torch._C.DisableTorchFunction():
         compiled, rest, device = _launch(kernel, grid, args, named)
         record.note(compiled, grid, (*args, *rest), device)
+
+
+def _gpu_of(args: tuple[Any, ...]) -> int | None:
+    """The GPU of the first argument that lies on one; None without such."""
+    for x in args:
+        tensor = x if isinstance(x, torch.Tensor) else getattr(x, "base", None)
+        if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+            return tensor.device.index
+    return None
 
 
 def _launch(

@@ -50,6 +50,21 @@ def test_what_goes_to_the_portable_kernel_of_an_sm_90(gpu, arguments):
         choice.choose_decode_impl("hopper", GPU, **arguments)
 
 
+@pytest.mark.parametrize("impl", ["auto", "triton"])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"dtype": torch.float32, "kv_cache_dtype": torch.float32}, "q in bfloat16 or float16"),
+        ({"dims": MlaDims(128, 16)}, r"\(kv_lora_rank, rope dim\) in .*got \(128, 16\)"),
+    ],
+)
+def test_what_no_kernel_takes_is_refused_on_a_gpu(gpu, impl, arguments, message):
+    gpu(80)
+    with pytest.raises(ValueError, match=message):
+        choice.choose_decode_impl(impl, GPU, **arguments)
+    assert choice.choose_decode_impl("torch", GPU, **arguments).impl == "torch"
+
+
 def test_the_hopper_kernel_needs_triton_too(gpu, monkeypatch):
     gpu(90)
     monkeypatch.setattr(dispatch, "triton_refusal", lambda device: "triton is not installed")
@@ -78,7 +93,12 @@ def test_a_bf16_cache_takes_amla_on_an_sm_90(gpu):
 @pytest.mark.parametrize("strided", [None, "q", "kv_cache", "start"])
 def test_views_are_told_from_dense_tensors(strided, monkeypatch):
     seen = {}
-    monkeypatch.setattr(api, "choose_decode_impl", lambda impl, device, **known: seen.update(known))
+
+    def choose(impl, device, **known):
+        seen.update(known)
+        return dispatch.Choice("torch", "a test's")
+
+    monkeypatch.setattr(api, "choose_decode_impl", choose)
     case = decode_case([5, 70])
     q, kv_cache, block_table, seq_lens = case.args
     if strided == "q":

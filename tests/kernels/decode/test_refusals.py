@@ -186,6 +186,21 @@ def test_an_empty_batch(impl, planned, monkeypatch):
         monkeypatch.setattr(launcher, "mla_decode_triton", None)
     out, lse = mla_decode(*none, **case.options, impl=impl, plan=plan)
     assert out.shape == (0, 1, 16, 512) and lse.shape == (0, 1, 16)
+    if planned:
+        tokens = {"plan": plan, "kv_lora_rank": 512, "impl": impl, "scale": 0.1}
+        out, lse = mla_decode_tokens(none[0].flatten(0, 1), *none[1:], **tokens)
+        assert out.shape == (0, 16, 512) and lse.shape == (0, 16)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("requests, blocks", [(0, 4), (2, 0)])
+def test_nothing_to_read_on_a_device_whose_lengths_are_not_read(requests, blocks, deterministic):
+    q = torch.empty(requests, 1, 16, 576, device="meta")
+    cache = torch.empty(blocks, 64, 576, device="meta")
+    table = torch.empty(requests, 2, dtype=torch.int32, device="meta")
+    options = {"scale": 0.1, "impl": "torch", "deterministic": deterministic}
+    out, lse = mla_decode(q, cache, table, table[:, 0].contiguous(), **options)
+    assert out.shape == (requests, 1, 16, 512) and lse.shape == (requests, 1, 16)
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton", "reference"])

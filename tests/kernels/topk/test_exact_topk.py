@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """exact_topk against a stable descending sort, on the rows where top-k kernels go wrong."""
 
+import numpy as np
 import pytest
 import torch
 from mla_kernels import exact_topk, exact_topk_workspace
@@ -283,6 +284,7 @@ def test_no_rows_and_no_columns(impl, device):
         ({"lengths": torch.zeros(3, dtype=torch.int32)}, r"lengths of shape \[2\]"),
         ({"lengths": torch.zeros(2, dtype=torch.int64)}, "lengths.dtype"),
         ({"out": torch.zeros(2, 5, dtype=torch.int32)}, r"out of shape \[2, 3\]"),
+        ({"k": np.int64(3), "out": torch.zeros(2, 5, dtype=torch.int32)}, r"out of shape \[2, 3\]"),
         ({"impl": "hopper"}, "impl of exact_topk"),
     ],
 )

@@ -94,6 +94,33 @@ def test_nan_in_a_query_shows_in_its_row_alone(device, rescale, parts):
     assert torch.equal(out.isnan(), lse.isnan()[..., None].expand_as(out))
 
 
+@pytest.mark.parametrize("column", [3, 570])
+@pytest.mark.parametrize("heads", [16, 64])
+def test_what_is_no_number_or_huge_leaves_the_other_rows_their_digits(device, heads, column):
+    """Queries are fp16 beside fp8 caches, over a power of two that a tile's rows share."""
+    case = decode_case(
+        [70, 300], num_heads=heads, cache_dtype=torch.float8_e4m3fn, kv_scale=1.0, device=device
+    )
+    want, want_lse = decode(case)
+    for number in (torch.inf, -torch.inf, torch.nan):
+        case.q[0, 0, 1, column] = number
+        out, lse = decode(case)
+        assert lse.isnan().nonzero().tolist() == [[0, 0, 1]]
+        assert torch.equal(out.isnan(), lse.isnan()[..., None].expand_as(out))
+        others = torch.arange(heads, device=device) != 1
+        assert torch.equal(out[0, 0, others], want[0, 0, others])
+        assert torch.equal(lse[0, 0, others], want_lse[0, 0, others])
+    # Of what is far above all others these have nothing left, but the row itself its weights.
+    case.q[0, 0, 1] = 0
+    case.q[0, 0, 1, column] = 2.5e38
+    case.options["scale"] = 2.0**-126
+    case.kv_cache.copy_(case.kv_cache.float().sign().to(case.kv_cache.dtype))
+    out, lse = decode(case)
+    want, want_lse = mla_decode(*case.args, **case.options, impl="reference")
+    assert lse[0, 0, 1].item() == pytest.approx(want_lse[0, 0, 1].item(), abs=2e-2)
+    assert (out[0, 0, 1] - want[0, 0, 1]).float().norm() < 1e-2 * want[0, 0, 1].float().norm()
+
+
 @pytest.mark.parametrize("rescale", RESCALES)
 @pytest.mark.parametrize("s_q", [1, 2])
 @pytest.mark.parametrize("heads", [16, 24, 64])
@@ -161,6 +188,13 @@ def test_sizes_that_are_integers_of_numpy(device):
     assert type(plan.device_plan.rows) is type(plan.device_plan.kv_lora_rank) is int
     options = case.options | {"kv_lora_rank": np.int64(512), "impl": "triton", "plan": plan}
     assert all(map(torch.equal, mla_decode(*case.args, **options), want))
+    # They are sizes like others where shapes are checked, not names of free ones.
+    for out in (case.q.new_empty(2, 1, 16, 512), case.q.new_empty(1, 1, 16, 256)):
+        with pytest.raises(ValueError, match="out of shape"):
+            mla_decode(*case.args, **options, out=out)
+    with pytest.raises(ValueError, match="kv_cache of shape"):
+        wide = torch.nn.functional.pad(case.kv_cache, (0, 64))
+        mla_decode(case.q, wide, *case.args[2:], **options)
 
 
 @pytest.mark.parametrize("size", [1e-20, 1e4])

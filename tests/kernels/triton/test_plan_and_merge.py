@@ -295,3 +295,8 @@ def check_merge(plan):
             torch.testing.assert_close(
                 lse[b].double(), (top + total.log2()) * LN2, rtol=1e-6, atol=1e-5
             )
+
+
+def test_more_requests_than_a_grid_has_room_for():
+    with pytest.raises(ValueError, match=r"number of requests in 0\.\.65535, got 65536"):
+        build_plan(torch.zeros(65536, dtype=torch.int32), num_heads=16, s_q=1)

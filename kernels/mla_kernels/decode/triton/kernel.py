@@ -13,23 +13,9 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from mla_kernels.decode.triton import plan_kernel
 from mla_kernels.decode.triton.segment import attend, write_segment
 from mla_kernels.decode.triton.softmax import EXPONENT_FLOOR, OUTGROWN
+from mla_kernels.triton_common.fp16_query import largest_number, powers_of_two, to_fp16
 
 PLAN_TILE = tl.constexpr(plan_kernel.PLAN_TILE)
-
-
-@triton.jit
-def fp16_query(q, q_rope, scale_log2):
-    """(q, q_rope, scale): the tile as fp16 below 2 in size, the power of two in the scale.
-
-    What fp16 cannot hold of a score is below 2^-24 of the tile's largest.
-    """
-    q = q.to(tl.float32)
-    q_rope = q_rope.to(tl.float32)
-    biggest = tl.maximum(tl.max(tl.abs(q)), tl.max(tl.abs(q_rope)))
-    exponent = tl.maximum((biggest.to(tl.int32, bitcast=True) >> 23) - 127, -100)
-    down = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
-    up = ((127 + exponent) << 23).to(tl.float32, bitcast=True)
-    return (q * down).to(tl.float16), (q_rope * down).to(tl.float16), scale_log2 * up
 
 
 @triton.jit(
@@ -138,7 +124,10 @@ def mla_decode_kernel(
             q_rope = tl.load(q_at[:, None] + (DV + dr)[None, :], mask=row_ok[:, None], other=0.0)
             row_scale = scale_log2
             if FP16_DOTS:
-                q, q_rope, row_scale = fp16_query(q, q_rope, scale_log2)
+                down, up = powers_of_two(tl.maximum(largest_number(q), largest_number(q_rope)))
+                q = to_fp16(q, down)
+                q_rope = to_fp16(q_rope, down)
+                row_scale = scale_log2 * up
             refresh = tile
             if turn == 0:
                 refresh = tile + 1

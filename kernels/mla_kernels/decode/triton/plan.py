@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 import triton
 
+from mla_kernels import checks
 from mla_kernels.arch import ARCHS, Arch, device_arch
 from mla_kernels.decode.triton.plan_kernel import (
     PART_FIELDS,
@@ -29,6 +30,8 @@ SPARE = 32
 # Deterministic mode: tiles a chunk (`chunk_tiles`), and chunks of a request at most.
 CHUNK = 16
 MAX_CHUNKS = 64
+# The merge has a request an element of its grid's third axis, of which CUDA takes so many.
+MAX_REQUESTS = 65535
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,7 @@ def build_plan(
     plan that is never in use at the same time; the partials go where its do, if they fit.
     """
     B = seq_lens.shape[0]
+    checks.check_range("number of requests", B, 0, MAX_REQUESTS)
     rows = num_heads * s_q
     device = seq_lens.device
     parts = num_parts or parts_for(rows, device)

@@ -12,6 +12,7 @@ from mla_kernels.decode.triton.softmax import EXPONENT_FLOOR, OUTGROWN
 from mla_kernels.sparse.triton.attend import attend_slots
 from mla_kernels.sparse.triton.gather import appended, last_slot
 from mla_kernels.sparse.triton.results import write_max_logits, write_program
+from mla_kernels.triton_common.fp16_query import largest_number, powers_of_two, to_fp16
 
 SCAN = tl.constexpr(1024)
 
@@ -26,8 +27,7 @@ def load_query(
     PARTS: tl.constexpr,
     FP16_DOTS: tl.constexpr,
 ):
-    """(q in PARTS, q_rope, scale). FP16_DOTS: as fp16 below 2 in size, the power of two in the
-    scale; what fp16 cannot hold of a score is below 2^-24 of the tile's largest."""
+    """(q in PARTS, q_rope, scale). FP16_DOTS: as triton_common/fp16_query.py has them."""
     mask = row_ok[:, None]
     WIDTH: tl.constexpr = DV // PARTS
     q_rope = tl.load(q_at + (DV + tl.arange(0, DR)[None, :]), mask=mask, other=0.0)
@@ -36,17 +36,16 @@ def load_query(
         column = j * WIDTH + tl.arange(0, WIDTH)[None, :]
         q = appended(q, tl.load(q_at + column, mask=mask, other=0.0))
     if FP16_DOTS:
-        biggest = tl.max(tl.abs(q_rope.to(tl.float32)))
+        top = largest_number(q_rope)
         for j in tl.static_range(PARTS):
-            biggest = tl.maximum(biggest, tl.max(tl.abs(q[j].to(tl.float32))))
-        exponent = tl.maximum((biggest.to(tl.int32, bitcast=True) >> 23) - 127, -100)
-        down = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
-        row_scale = row_scale * ((127 + exponent) << 23).to(tl.float32, bitcast=True)
+            top = tl.maximum(top, largest_number(q[j]))
+        down, up = powers_of_two(top)
+        row_scale = row_scale * up
         halves = ()
         for j in tl.static_range(PARTS):
-            halves = appended(halves, (q[j].to(tl.float32) * down).to(tl.float16))
+            halves = appended(halves, to_fp16(q[j], down))
         q = halves
-        q_rope = (q_rope.to(tl.float32) * down).to(tl.float16)
+        q_rope = to_fp16(q_rope, down)
     return q, q_rope, row_scale
 
 

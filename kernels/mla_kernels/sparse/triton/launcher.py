@@ -45,7 +45,9 @@ def mla_sparse_attention_triton(
     T, H, K = call.shape
     DV, dtype, device = call.out.shape[2], call.out.dtype, call.out.device
     dims = MlaDims(DV, head_dim(call.q) - DV)
-    check_supported(first_part(call.q), call.out, dims)
+    check_supported(dims, first_part(call.q).dtype)
+    checks.check_last_contiguous("q", first_part(call.q))
+    checks.check_contiguous("out", call.out)
     checks.check_rows_near(call.kv_cache)
     if T == 0:
         return

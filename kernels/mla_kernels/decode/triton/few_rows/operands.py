@@ -71,8 +71,9 @@ def staged(x, shared, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def powers_of_two(top):
-    """(down, up): top * down is in [1, 2) (below 2 for tiny and 0), up = 1 / down."""
-    exponent = gl.maximum((top.to(gl.int32, bitcast=True) >> 23) - 127, -100)
+    """(down, up) as in triton_common/fp16_query.py."""
+    exponent = (top.to(gl.int32, bitcast=True) >> 23) - 127
+    exponent = gl.minimum(gl.maximum(exponent, -100), 126)
     down = ((127 - exponent) << 23).to(gl.float32, bitcast=True)
     up = ((127 + exponent) << 23).to(gl.float32, bitcast=True)
     return down, up
