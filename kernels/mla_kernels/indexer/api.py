@@ -49,7 +49,8 @@ def indexer_scores(
                  a request are its last tokens
     request_ids  [T] int32, the request of each row, -1 = padding row; needs positions or lengths.
                  Default: T / B rows a request, in order
-    lengths      [T] int32 from `indexer_lengths`, instead of positions: computed once a step
+    lengths      [T] int32 from `indexer_lengths`, instead of positions: computed once a step; 0 for
+                 padding rows, of whose results nothing is promised otherwise
     clean        False: entries from the end of a row's last page on are left as they are, for a
                  caller that passes `lengths` on to `exact_topk`
     fp8_products True: multiply the e4m3 codes of q and keys themselves, on Hopper's tensor cores,
@@ -129,6 +130,7 @@ def indexer_topk(
     Returns [T, k] int32: ascending token positions within the row's request, then -1.
     """
     checks.check_range("k", k, 1, MAX_K)
+    k = int(k)  # NumPy's integers are none to what follows
     checks.check_flags(fp8_products=fp8_products)
     fp8_products = bool(fp8_products)
     _check(q, k_cache, weights, block_table, seq_lens, positions, request_ids, lengths)

@@ -28,7 +28,8 @@ def write_indexer_cache(
     scale_format  of the fp8 cache: scale = max(amax |k|, 1e-4) / 448, "ue8m0" rounds it up to a
                   power of two (as DeepSeek-V3.2 is served), "fp32" keeps it
 
-    The same bytes as vLLM's `indexer_k_quant_and_cache`. ValueError for arguments that do not fit.
+    The same bytes as vLLM's `indexer_k_quant_and_cache`, for finite keys. ValueError for arguments
+    that do not fit.
     """
     checks.check_shape("k", k, ("T", "D"))
     checks.check_range("D (k.shape[1])", k.shape[1], 1, 2**15)

@@ -45,6 +45,12 @@ def check_rows(
         )
     if device.type == "cpu":  # where it costs no wait
         check_request_ids(request_ids, B)
+        if request_ids is not None and lengths is not None:
+            row = torch.where(request_ids < 0, lengths, 0).amax() if T else 0
+            if row > 0:
+                raise ValueError(
+                    f"Expected lengths of 0 for padding rows (request_ids of -1), got {int(row)}"
+                )
         capacity = block_table.shape[1] * BLOCK_SIZE
         if B and int(seq_lens.max()) > capacity:
             raise ValueError(

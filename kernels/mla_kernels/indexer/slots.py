@@ -58,6 +58,7 @@ def positions_to_slots(
     elif T % B if B else T:
         raise ValueError(f"Expected a multiple of {B} rows without request_ids, got {T}")
     checks.check_range("block_size", block_size, 1, 2**31 - 1)
+    block_size = int(block_size)  # NumPy's integers are none to Triton
     choice = choose_impl("positions_to_slots", impl, positions.device, available=AVAILABLE)
     if choice.impl == "triton":
         from mla_kernels.indexer.triton.row_launchers import launch_positions_to_slots

@@ -229,9 +229,16 @@ def _check_arguments(
         dtype=dtype,
         kv_cache_dtype=kv_cache.dtype,
         # Parts are joined where the kernel cannot take their strides.
-        contiguous=not isinstance(q, torch.Tensor) or q.is_contiguous(),
+        contiguous=not isinstance(q, torch.Tensor) or _is_for_tma(q),
         aligned=checks.rows_aligned(kv_cache),
         # The kernel for few rows is neither batch-invariant nor keeps the largest logits.
         few=is_few(T, H, kv_cache.dtype) and not deterministic and max_logits is None,
         rescale=rescale,
     )
+
+
+def _is_for_tma(q: torch.Tensor) -> bool:
+    """Contiguous, from a multiple of 16 bytes on. By its strides: torch calls one token contiguous
+    wherever the next one would be, and the kernel may not depend on how many tokens there are."""
+    _, H, Dk = q.shape
+    return q.stride() == (H * Dk, Dk, 1) and q.data_ptr() % 16 == 0

@@ -14,7 +14,7 @@ def exact_topk_torch(
     T, n = scores.shape
     out = torch.full((T, k + 1), -1, dtype=torch.int32, device=scores.device)
     if T == 0 or n == 0:
-        return out[:, :k]
+        return out[:, :k].contiguous()
     columns = torch.arange(n, dtype=torch.int32, device=scores.device)
     selectable = scores > float("-inf")
     if lengths is not None:

@@ -1,9 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Indexer scores and the fused top-k against the fp64 definition on the same quantised inputs."""
 
+import numpy as np
 import pytest
 import torch
-from mla_kernels import exact_topk, indexer_lengths, indexer_scores, indexer_topk
+from mla_kernels import (
+    exact_topk,
+    indexer_lengths,
+    indexer_scores,
+    indexer_topk,
+    positions_to_slots,
+)
 from mla_kernels.indexer.hopper import launcher as launcher_hopper
 from mla_kernels.indexer.hopper.launcher import refusal
 from mla_kernels.indexer.reference import indexer_scores_reference
@@ -159,6 +166,30 @@ def test_unclean_scores_end_with_the_last_page(device):
     assert_scores(out[1, :64], want[1, :64])
     assert (out[0, 128:] == 7).all()
     assert (out[1, 64:] == 7).all()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_length_past_all_keys_is_that_of_all(impl, device):
+    case = make_indexer_case([128, 70], heads=4, device=device)
+    q, k_cache, weights, block_table, seq_lens = case.args
+    table = block_table[:, :2].contiguous()
+    lengths = torch.tensor([2**31 - 1, 70], dtype=torch.int32, device=device)
+    want, _ = expected(case)
+    memory = torch.full((3, 128), 7.0, device=device)
+    call = q, k_cache, weights, table, seq_lens
+    got = indexer_scores(*call, lengths=lengths, out=memory[1:], impl=impl)
+    assert_scores(got, want[:, :128])
+    assert (memory[0] == 7).all()
+
+
+def test_numpy_sizes(device):
+    case = make_indexer_case([60, 3], heads=8, device=device)
+    for impl in IMPLS:
+        want = indexer_topk(*case.args, 5, impl=impl)
+        assert torch.equal(indexer_topk(*case.args, np.int64(5), impl=impl), want)
+        slots = positions_to_slots(want, case.args[3], block_size=64, impl=impl)
+        sizes = {"block_size": np.int64(64), "impl": impl}
+        assert torch.equal(positions_to_slots(want, case.args[3], **sizes), slots)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -398,6 +429,8 @@ def wrong(case, **change):
         ({"positions": torch.zeros(3, dtype=torch.int32)}, r"positions of shape \[4\]"),
         ({"q": torch.zeros(3, 8, 128, dtype=torch.bfloat16), "weights": torch.zeros(3, 8)},
          "multiple of 2 rows"),
+        ({"request_ids": torch.tensor([0, 0, 1, -1]).int(),
+          "lengths": torch.tensor([9, 9, 9, 9]).int()}, "lengths of 0 for padding rows.*got 9"),
         ({"impl": "fast"}, "Expected impl in"),
         ({"out": torch.zeros(4, 64)}, r"out of shape \[4, 192\]"),
     ],

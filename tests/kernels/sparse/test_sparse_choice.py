@@ -93,7 +93,7 @@ def test_other_architectures(gpu, sm, few):
     assert f"portable kernel on sm_{sm}; hopper: it needs an sm_90 GPU" in chosen.reason
 
 
-@pytest.mark.parametrize("kind", ["whole", "strided", "parts"])
+@pytest.mark.parametrize("kind", ["whole", "strided", "parts", "start", "one of strided ones"])
 def test_what_a_batch_says_of_itself(monkeypatch, kind):
     seen, choose = [], api.choose_sparse_impl
 
@@ -103,14 +103,18 @@ def test_what_a_batch_says_of_itself(monkeypatch, kind):
 
     monkeypatch.setattr(api, "choose_sparse_impl", record)
     q = torch.zeros(2, 20, 576, dtype=torch.bfloat16)[:, :: 2 if kind == "strided" else 1]
-    heads = q.shape[1]
+    if kind == "start":
+        q = torch.nn.functional.pad(q.flatten(), (1, 0))[1:].view(q.shape)
+    if kind == "one of strided ones":  # which torch calls contiguous
+        q = torch.zeros(2, 24, 576, dtype=torch.bfloat16)[:1, :20]
+    heads, tokens = q.shape[1], q.shape[0]
     results = {
-        "out": torch.empty(2, heads, 512, dtype=torch.bfloat16),
-        "lse": torch.empty(2, heads),
+        "out": torch.empty(tokens, heads, 512, dtype=torch.bfloat16),
+        "lse": torch.empty(tokens, heads),
         "workspace": torch.empty(0, dtype=torch.uint8),
     }
     cache = torch.zeros(1, 64, 656, dtype=torch.uint8)
-    slots = torch.zeros(2, 1, dtype=torch.int32)
+    slots = torch.zeros(tokens, 1, dtype=torch.int32)
     query = (q[..., :512], q[..., 512:]) if kind == "parts" else q
     mla_sparse_attention(query, cache, slots, scale=1.0, **results)
     assert seen == [
@@ -118,9 +122,9 @@ def test_what_a_batch_says_of_itself(monkeypatch, kind):
             "dims": MlaDims(),
             "dtype": torch.bfloat16,
             "kv_cache_dtype": torch.uint8,
-            "contiguous": kind != "strided",
+            "contiguous": kind in ("whole", "parts"),
             "aligned": True,
-            "few": kind == "strided",
+            "few": kind in ("strided", "one of strided ones"),
             "rescale": "pow2",
         }
     ]

@@ -92,6 +92,29 @@ def test_nan_in_a_query_shows_in_its_row_alone(device, splits):
     assert torch.equal(out.isnan(), lse.isnan()[..., None].expand_as(out))
 
 
+@pytest.mark.parametrize("K", [600, 4096])
+def test_a_workspace_serves_deterministic_calls(device, K):
+    q, kv, slots, options = sparse_case((300,), K, heads=128, device=device)
+    workspace = mla_sparse_workspace(1, 128, K, device=q.device, impl="triton")
+    options |= {"deterministic": True, "impl": "triton"}
+    out, _ = mla_sparse_attention(q, kv, slots, **options, workspace=workspace)
+    assert torch.equal(out, mla_sparse_attention(q, kv, slots, **options)[0])
+
+
+@pytest.mark.parametrize("column", [3, 570])
+@pytest.mark.parametrize("number", [torch.inf, torch.nan])
+def test_an_infinite_query_leaves_the_other_rows_their_digits(device, number, column):
+    """They are fp16 beside fp8 caches, over a power of two that a tile's rows share."""
+    q, kv, slots, options = sparse_case((300, 64), 130, cache="fp8", device=device)
+    want, want_lse = attend(q, kv, slots, options)
+    q[1, 2, column] = number
+    out, lse = attend(q, kv, slots, options)
+    assert lse.isnan().nonzero().tolist() == [[1, 2]]
+    want[1, 2], want_lse[1, 2] = torch.nan, torch.nan
+    assert torch.equal(out.nan_to_num(9e9), want.nan_to_num(9e9))
+    assert torch.equal(lse.nan_to_num(9e9), want_lse.nan_to_num(9e9))
+
+
 @pytest.mark.parametrize("heads", [16, 72])
 @pytest.mark.parametrize("on_device", [False, True])
 def test_fp8_scales(device, heads, on_device):

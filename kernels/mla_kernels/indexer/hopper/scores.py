@@ -66,13 +66,14 @@ def load_queries(
 ):  # fmt: skip
     """All rows on their way before the first is stored."""
     h = gl.arange(0, HEADS, gl.SliceLayout(1, QUERY_LOAD))
+    h_at = (h.to(gl.int64) * stride_q_head)[:, None]  # heads may be further apart than 32 bits
     d = gl.arange(0, D, gl.SliceLayout(0, QUERY_LOAD))
     head = gl.arange(0, HEADS, LIST)
     row = first_row.to(gl.int64)
     codes, heads = (), ()
     for i in gl.static_range(ROWS):
         here = first_row + i < stop_row
-        at = q_ptr + (row + i) * stride_q_row + (h * stride_q_head)[:, None] + d[None, :]
+        at = q_ptr + (row + i) * stride_q_row + h_at + d[None, :]
         codes = codes + (gl.load(at, mask=(h < H)[:, None] & here, other=0),)
         at = weights_ptr + (row + i) * stride_weights + head
         heads = heads + (gl.load(at, mask=(head < H) & here, other=0.0),)

@@ -78,7 +78,8 @@ def fill_tail_kernel(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    begin = tl.cdiv(tl.maximum(tl.load(lengths_ptr + row), 0), PAGE) * PAGE
+    length = tl.minimum(tl.maximum(tl.load(lengths_ptr + row), 0), width)
+    begin = tl.cdiv(length, PAGE) * PAGE
     begin += tl.program_id(1) * BLOCK
     for start in range(begin, width, tl.num_programs(1) * BLOCK):
         i = start + tl.arange(0, BLOCK)

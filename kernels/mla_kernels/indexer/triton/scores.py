@@ -165,7 +165,7 @@ def score_tile(
 
     column = tl.arange(0, ROWS * HEADS)
     q_row = (first + column // HEADS).to(tl.int64)
-    head = column % HEADS
+    head = (column % HEADS).to(tl.int64)  # may be further apart than 32 bits reach
     column_inside = (q_row < stop) & (head < H)
     d = tl.arange(0, D)
     q_ptrs = q_ptr + (q_row * stride_q_row + head * stride_q_head)[None, :] + d[:, None]

@@ -5,7 +5,7 @@ import torch
 
 from mla_kernels.decode.hopper.layouts import BLOCK
 from mla_kernels.layouts import MlaDims
-from mla_kernels.sparse.triton.tiles import Split, even_split, partial_bytes
+from mla_kernels.sparse.triton.tiles import Split, even_split, fixed_split, partial_bytes
 
 # Tokens that no device splits (tiles.FULL waves of at most 512 SMs).
 MOST_SPLIT = 2048
@@ -19,8 +19,8 @@ def choose_split(T: int, H: int, K: int, device: torch.device) -> Split:
 
 
 def largest_workspace(T: int, H: int, K: int, device: torch.device) -> int:
-    """Bytes that up to T tokens need."""
-    most = 0
+    """Bytes that up to T tokens need; deterministic calls a token at least."""
+    most = partial_bytes(min(T, 1), H, fixed_split(K).splits, MlaDims().kv_lora_rank)
     for t in range(1, T + 1):
         split = choose_split(t, H, K, device)
         most = max(most, partial_bytes(t, H, split.splits, MlaDims().kv_lora_rank))
@@ -44,7 +44,7 @@ def refusal(
     if kv_cache_dtype not in FORMATS:
         return f"it needs a cache of {list(FORMATS.values())}, got {kv_cache_dtype}"
     if not contiguous:
-        return "it needs a contiguous q"
+        return "it needs a contiguous q, from a multiple of 16 bytes on"
     if not aligned:
         return "it needs cache rows at multiples of 16 bytes"
     return None

@@ -125,7 +125,7 @@ def scaled_groups(
 ):
     """fp8_ds_mla's (latent, scale) of load_part -> [BN, WIDTH] in DTYPE, rounded once.
 
-    In assembly that Triton does not move: decode's dequantize.py says why.
+    In assembly that Triton does not move: triton_common/dequantize.py says why.
     """
     scale = tl.broadcast_to(scale[:, :, None], code.shape)
     if HW_FP8 and DTYPE == tl.bfloat16:

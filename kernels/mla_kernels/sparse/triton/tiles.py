@@ -141,9 +141,9 @@ def partial_bytes(T: int, H: int, splits: int, kv_lora_rank: int) -> int:
 
 
 def largest_workspace(T: int, H: int, K: int, kv_lora_rank: int, device: torch.device) -> int:
-    """Bytes that up to T tokens need, in any cache format."""
+    """Bytes that up to T tokens need, in any cache format; deterministic calls a token at least."""
     arch = arch_of(device)
-    most = 0
+    most = partial_bytes(min(T, 1), H, fixed_split(K).splits, kv_lora_rank)
     dims = MlaDims(kv_lora_rank, 64)
     used: list[Tile | FewRowsTile] = []
     for kv_format in FORMATS:
