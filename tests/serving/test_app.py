@@ -255,6 +255,46 @@ def test_a_client_that_asks_first_is_not_told_to_send_what_is_refused(stand):
     assert sent[0]["status"] == 413
 
 
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("drip", [None, 0.02])
+def test_who_stalls_in_a_body_that_is_too_large_is_told_so(stand, monkeypatch, chunked, drip):
+    from mla_serving.server import body_limit, body_wait
+
+    monkeypatch.setattr(body_limit, "_DISCARD_SECONDS", 0.2)
+    monkeypatch.setattr(body_wait.BodyWait.__init__, "__defaults__", (1.0,))
+    s, sent, first = stand(body_mib=0.001), [], [b"x" * 1049]
+
+    async def receive():
+        if not first:  # one byte at a time, or none any more
+            await (asyncio.sleep(drip) if drip else asyncio.Event().wait())
+        return {"type": "http.request", "body": first.pop() if first else b"x", "more_body": True}
+
+    async def send(message):
+        sent.append(message)
+
+    headers = [(b"transfer-encoding", b"chunked") if chunked else (b"content-length", b"9999")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/echo", "headers": headers}
+    asyncio.run(asyncio.wait_for(s.app(scope, receive, send), 30))
+    assert sent[0]["status"] == 413 and s.gate.running == 0
+
+
+def test_a_chunked_body_is_read_on_even_if_its_client_asked_first(stand):
+    """It was told to go on when its first pieces were read: closing would reset the connection."""
+    s, sent, pieces = stand(body_mib=0.001), [], [b"x" * 1049] * 5
+
+    async def receive():
+        piece = pieces.pop()
+        return {"type": "http.request", "body": piece, "more_body": bool(pieces)}
+
+    async def send(message):
+        sent.append(message)
+
+    headers = [(b"transfer-encoding", b"chunked"), (b"expect", b"100-continue")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/echo", "headers": headers}
+    asyncio.run(s.app(scope, receive, send))
+    assert sent[0]["status"] == 413 and pieces == []
+
+
 @pytest.mark.parametrize("chunked", [True, False])
 @pytest.mark.parametrize("pieces", [0, 1])
 def test_a_body_that_stops_does_not_hold_a_place(stand, monkeypatch, pieces, chunked):

@@ -2,6 +2,7 @@
 """What vLLM would answer with 500 is refused before it sees it; the rest arrives unchanged."""
 
 import json
+import tracemalloc
 
 import pytest
 from mla_serving.server.json_values import complaint
@@ -111,3 +112,15 @@ def test_a_field_that_vllm_reads_unchecked(stand, openai_error, body, field, wor
 def test_other_fields_are_vllms_to_check(stand, body):
     answer = stand().request("POST", "/v1/echo", content=body, headers=JSON)
     assert answer.json()["bytes"] == len(body)
+
+
+def test_long_names_of_many_values_take_no_memory_of_their_product():
+    """800 KB that would be 2 GB of paths."""
+    tracemalloc.start()
+    name, numbers = "k" * 800_000, ",".join(["0"] * 2500)
+    assert complaint(rf'{{"prompt": "\ud83d\ude00", "{name}": [{numbers}]}}'.encode()) is None
+    field, _ = complaint(rf'{{"{name}": [{numbers}, "\ud800"]}}'.encode())
+    assert field == "k" * 200
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 32 * 2**20

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refuse request bodies above a size before anything parses them."""
 
+import asyncio
+
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mla_serving.server.errors import error_response
 
 # Read and dropped after a refusal: a client that is still sending reads the answer only when its
-# body has gone out. Beyond this the connection is just closed.
+# body has gone out. Beyond this, or so long after the refusal, it is answered all the same and the
+# connection closed: who stalls or drips would keep a place among the running requests.
 _DISCARD_BYTES = 64 * 1024 * 1024
+_DISCARD_SECONDS = 5.0
 
 
 class BodyLimit:
@@ -25,14 +29,17 @@ class BodyLimit:
         length = headers.get("content-length")
         if length is not None and length.isdigit():  # the HTTP parser holds the client to it
             if int(length) > self.limit:
-                return await self._refuse(scope, receive, send)
+                # Who asks first (curl does from 1 MiB on) has sent nothing: reading would say "go
+                # on".
+                asks = headers.get("expect", "").lower() == "100-continue"
+                return await self._refuse(scope, receive, send, discard=not asks)
             return await self.app(scope, receive, send)
         if "transfer-encoding" not in headers:
             return await self.app(scope, receive, send)
         messages, fits = await self._read(receive)
         if not fits:
-            ended = not messages[-1].get("more_body")
-            return await self._refuse(scope, receive, send, ended)
+            discard = bool(messages[-1].get("more_body"))
+            return await self._refuse(scope, receive, send, discard)
 
         async def replay() -> Message:
             return messages.pop(0) if messages else await receive()
@@ -51,15 +58,16 @@ class BodyLimit:
             if not message.get("more_body"):
                 return messages, True
 
-    async def _refuse(
-        self, scope: Scope, receive: Receive, send: Send, ended: bool = False
-    ) -> None:
-        """ended: the body has been read to its end, and there is nothing to wait for."""
-        # Who asks first (curl does from 1 MiB on) has sent nothing: reading would say "go on".
-        waits = Headers(scope=scope).get("expect", "").lower() == "100-continue"
-        left = 0 if waits or ended else _DISCARD_BYTES
-        while left > 0:
-            message = await receive()
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send, discard: bool) -> None:
+        """discard: more of the body is on its way."""
+        left = _DISCARD_BYTES if discard else 0
+        clock = asyncio.get_running_loop().time
+        until = clock() + _DISCARD_SECONDS
+        while left > 0 and (seconds := until - clock()) > 0:
+            try:
+                message = await asyncio.wait_for(receive(), seconds)
+            except TimeoutError:
+                break
             left -= len(message.get("body", b""))
             if not message.get("more_body"):
                 break

@@ -24,6 +24,7 @@ _SUSPECT = re.compile(
 _MOST = 2**64 - 1  # what vLLM can pass on to its engine
 _HALF = re.compile("[\ud800-\udfff]")
 _LONGEST_PATH = 200  # of the field's name in an answer
+_HOLDS_TEXT = (str, list, dict)
 
 
 class JsonValues:
@@ -62,6 +63,7 @@ def complaint(body: bytes) -> tuple[str, str] | None:
 
 
 def _lone_surrogate(content: Any) -> tuple[str, str] | None:
+    """In memory and time that the body bounds: paths are cut, and numbers have none."""
     left: list[tuple[str, Any]] = [("", content)]
     while left:
         path, value = left.pop()
@@ -72,10 +74,18 @@ def _lone_surrogate(content: Any) -> tuple[str, str] | None:
                 "which is no character. Send both halves, or leave it out."
             )
         if isinstance(value, list):
-            left += [(f"{path}[{i}]", item) for i, item in enumerate(value)]
+            left += [
+                (f"{path}[{i}]"[:_LONGEST_PATH], item)
+                for i, item in enumerate(value)
+                if isinstance(item, _HOLDS_TEXT)
+            ]
         if isinstance(value, dict):
             left += [(path, name) for name in value]
-            left += [(f"{path}.{name}".lstrip("."), item) for name, item in value.items()]
+            left += [
+                (f"{path}.{name[:_LONGEST_PATH]}".lstrip(".")[:_LONGEST_PATH], item)
+                for name, item in value.items()
+                if isinstance(item, _HOLDS_TEXT)
+            ]
     return None
 
 

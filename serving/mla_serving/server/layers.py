@@ -117,18 +117,20 @@ def _read_yaml(path: str) -> Any:
     return _yaml(path, text)
 
 
-def _yaml(source: str, text: str) -> Any:
+def _yaml(source: str, text: str, secret: bool = False) -> Any:
+    """secret: the text may be a key, which an error must not repeat."""
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ValueError(f"{source}: {error}") from None
+        what = getattr(error, "problem", None) or "no YAML" if secret else error
+        raise ValueError(f"{source}: {what}") from None
 
 
 def _typed(name: str, text: str, action: argparse.Action | None) -> Any:
     """The value of a variable. Only what must be is read as YAML, which takes 010 for 8."""
     if action is not None and action.nargs == 0:
         return _FLAG_WORDS.get(text.strip().lower(), text)
-    return _yaml(name, text) if text.lstrip().startswith(("[", "{")) else text
+    return _yaml(name, text, secret=True) if text.lstrip().startswith(("[", "{")) else text
 
 
 def _flatten(name: str, key: str, value: Any, options: Mapping[str, argparse.Action]) -> list[str]:
