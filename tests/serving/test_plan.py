@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "configs" / "models"
 V3, V32 = "deepseek-v3-5-layers", "deepseek-v3.2-5-layers"
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+DENSE_MODEL = {"n_routed_experts": None, "moe_intermediate_size": None}
 
 
 def config(folder, **changes):
@@ -113,7 +114,7 @@ def test_layers_that_share_an_indexer_have_no_cache_of_keys(v32, changes, indexe
     indexer = 1536 * 64 * 128 + 7168 * 128 + 7168 * 64 + 256
     assert v32.parameters - shared.parameters == (61 - indexers) * indexer
     less = weights(layout, v32)["attention"] - weights(layout, shared)["attention"]
-    quantised = 1536 * 64 * 128 + 7168 * 128
+    quantised = 1536 * 64 * 128  # of wq_b; vLLM joins wk with the head weights, in bf16
     each = quantised * (1 + 4 / 128**2) + (indexer - quantised) * 2
     assert less == pytest.approx((61 - indexers) * each)
     ample = {"kv_cache_dtype": "fp8_ds_mla", "memory": 1000 * GIB}  # so that weights weigh little
@@ -322,10 +323,12 @@ def test_why_there_is_no_time_of_our_kernels(v3, v32):
         (V3, {"num_attention_heads": 256}, {"tp": 8, "dcp": 8}, "256 attention heads / --tp 8 x "
          "--dcp 8 are 256 on a GPU; our kernels take 128. Mend: --tp of 16 or more, or a lower"),
         (V3, {"kv_lora_rank": 384}, {"tp": 1}, "m has cache rows of 384 + 64 elements "
-         "(kv_lora_rank + qk_rope_head_dim); our kernels of dense attention serve 512 + 64"),
+         "(kv_lora_rank + qk_rope_head_dim); the vLLM backend serves dense attention of 512 + 64 "
+         "or 256 + 64 only"),
         (V3, {"kv_lora_rank": 448, "qk_rope_head_dim": 128}, {"tp": 1}, "rows of 448 + 128 elem"),
         (V3, {"qk_rope_head_dim": 0}, {"tp": 1}, "m has cache rows of 512 + 0 elements"),
-        (V32, {"kv_lora_rank": 256}, {"tp": 1}, "our kernels of sparse attention serve 512 + 64 "),
+        (V32, {"kv_lora_rank": 256}, {"tp": 1}, "the vLLM backend serves sparse attention of 512 "
+         "+ 64 only"),
         (V3, {"torch_dtype": "float32"}, {"tp": 8}, "m has dtype float32; our GPU kernels serve "
          "float16 and bfloat16"),
         (V32, {"index_n_heads": 65}, {"tp": 1}, "index_n_heads 65; our indexer's kernels take 1 "),
@@ -481,6 +484,69 @@ def test_configs_that_are_refused(changes, said):
         from_config(config("deepseek-v3-5-layers", **changes), "m")
 
 
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts", "moe_intermediate_size"])
+@pytest.mark.parametrize("null", [True, False])
+def test_experts_by_another_name_make_no_dense_model(key, null):
+    settings = config(V3, **(DENSE_MODEL | {key: 64}))
+    if not null:
+        del settings["n_routed_experts"]
+    said = f"m: config.json has {key} but no n_routed_experts: expected the number of experts "
+    with pytest.raises(ValueError, match=said):
+        from_config(settings, "m")
+    for nothing in (None, 0):
+        assert not from_config(settings | {key: nothing}, "m").experts
+    assert not from_config(settings | {"n_routed_experts": 0}, "m").experts  # its own word
+
+
+REAL = {
+    "V2-Lite": ("deepseek-v2-lite", {}, 15.7),
+    "V3": (V3, {"num_hidden_layers": 61}, 671.0),
+    "V3.2": (V32, {"num_hidden_layers": 61}, 671.9),
+    "K2": (V3, {"num_hidden_layers": 61, "num_attention_heads": 64, "n_routed_experts": 384,
+                "first_k_dense_replace": 1, "vocab_size": 163840}, 1026.4),
+    "GLM-4.7-Flash": (V3, {"model_type": "glm4_moe_lite", "num_hidden_layers": 47,
+                           "hidden_size": 2048, "num_attention_heads": 20, "q_lora_rank": 768,
+                           "qk_nope_head_dim": 192, "v_head_dim": 256, "n_routed_experts": 64,
+                           "first_k_dense_replace": 1, "intermediate_size": 10240,
+                           "moe_intermediate_size": 1536, "vocab_size": 154880}, 29.9),
+    "GLM-5": (V32, {"model_type": "glm_moe_dsa", "num_hidden_layers": 78, "hidden_size": 6144,
+                    "num_attention_heads": 64, "q_lora_rank": 2048, "qk_nope_head_dim": 192,
+                    "v_head_dim": 256, "intermediate_size": 12288, "index_n_heads": 32,
+                    "vocab_size": 154880}, 743.9),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_real_shapes_are_planned(name):
+    folder, changes, billions = REAL[name]
+    model = from_config(config(folder, **changes), name)
+    assert model.parameters / 1e9 == pytest.approx(billions, abs=0.1)
+    assert cost.make(question(model, Layout(tp=4, pp=8), batch=1)).fits
+
+
+@pytest.mark.parametrize(
+    "name, gpu, changes, asked, dtype",
+    [
+        ("GLM-5", "b200", {}, "auto", "fp8_e4m3"),
+        ("GLM-5", "h200", {}, "auto", "bfloat16"),
+        ("GLM-5", "b200", {}, "bfloat16", "bfloat16"),
+        ("GLM-5", "b200", {"torch_dtype": "float16"}, "auto", "fp8_e4m3"),
+        ("V3.2", "b200", {}, "auto", "bfloat16"),
+    ],
+)
+def test_auto_is_fp8_for_glm_5_on_sm_10x(name, gpu, changes, asked, dtype):
+    model = from_config(config(REAL[name][0], **REAL[name][1] | changes), name)
+    big = {"gpu": gpu, "memory": 1000 * GIB, "rates": None, "kv_cache_dtype": asked}
+    plan = cost.make(question(model, Layout(tp=4), **big))
+    assert plan.kv_cache_dtype == dtype and plan.row_bytes == (576 if "fp8" in dtype else 1152)
+    assert f" x {plan.row_bytes} + " in report.as_text(plan)
+    assert f" x 132, {dtype}\n" in report.as_text(plan)
+
+
+def test_gpus_of_sm_10x_are_known():
+    assert rates.SM_10X == ("b200",) and set(rates.SM_10X) <= set(rates.MEMORY_MIB)
+
+
 def test_a_config_that_nests_beyond_reason_is_refused(tmp_path):
     path = tmp_path / "config.json"
     path.write_text("[" * 100_000)
@@ -490,7 +556,8 @@ def test_a_config_that_nests_beyond_reason_is_refused(tmp_path):
 
 def test_null_is_as_good_as_no_key():
     keys = ("q_lora_rank", "n_routed_experts", "n_shared_experts", "first_k_dense_replace",
-            "index_topk", "index_topk_freq", "index_skip_topk_offset")  # fmt: skip
+            "index_topk", "index_topk_freq", "index_skip_topk_offset",
+            "moe_intermediate_size")  # fmt: skip
     model = from_config(config(V3, **dict.fromkeys(keys)), "m")
     assert model.q_lora_rank is None and not model.experts and not model.sparse
     assert model.index_shared == frozenset()
@@ -504,8 +571,8 @@ def test_null_is_as_good_as_no_key():
         (V3, {}, {"tp": 32, "ep": True}, "32 GPUs cannot slice dense MLPs of width 18432 in blocks "
          "of 128. Mend: a lower --tp"),
         (V3, {"first_k_dense_replace": 0}, {"tp": 32, "ep": True}, "shared experts of width 2048 "),
-        (V3, {"n_routed_experts": None}, {"tp": 32}, "dense MLPs of width 18432 in blocks of 128"),
-        (V3, {"n_routed_experts": None}, {"tp": 128}, "queries of width 24576 in blocks of 128"),
+        (V3, DENSE_MODEL, {"tp": 32}, "dense MLPs of width 18432 in blocks of 128"),
+        (V3, DENSE_MODEL, {"tp": 128}, "queries of width 24576 in blocks of 128"),
         ("deepseek-v2-lite", {}, {"tp": 2}, "dense MLPs of width 10944 in blocks of 128"),
         ("deepseek-v2-lite", {"intermediate_size": 10941, "quantization_config": None}, {"tp": 2},
          "2 GPUs cannot slice dense MLPs of width 10941. Mend"),
@@ -523,7 +590,7 @@ def test_the_most_that_a_layout_can_be():
     five = from_config(config(V3), "m")
     Layout(tp=1, pp=5).check(five)
     Layout(tp=8, dp=32, ep=True).check(five)  # an expert a GPU
-    Layout(tp=8, ep=True).check(from_config(config(V3, n_routed_experts=None), "dense"))
+    Layout(tp=8, ep=True).check(from_config(config(V3, **DENSE_MODEL), "dense"))
 
 
 def test_slices_of_whole_blocks_are_planned(v3):

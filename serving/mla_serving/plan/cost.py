@@ -9,7 +9,9 @@ from mla_serving.plan import attention, kv_cache, served
 from mla_serving.plan.attention import AttentionTime
 from mla_serving.plan.layout import GIB, Layout
 from mla_serving.plan.model import MlaModel
-from mla_serving.plan.rates import Rates
+from mla_serving.plan.rates import SM_10X, Rates
+
+_FP8_ON_SM_10X = "glm_moe_dsa"  # GLM-5, by its model_type
 
 
 @dataclass(frozen=True)
@@ -70,9 +72,7 @@ def make(question: Question) -> Plan:
     """ValueError for what vLLM or the backend refuses, and for weights that leave no room."""
     model, layout = question.model, question.layout
     layout.check(model)
-    dtype = question.kv_cache_dtype
-    if dtype == "auto":
-        dtype = model.kv_cache_dtype
+    dtype = _kv_cache_dtype(question)
     served.check(model, layout, dtype)
     usable = question.memory * question.utilization
     stages = [
@@ -115,3 +115,15 @@ def make(question: Question) -> Plan:
         cluster_tokens=gpu_tokens * layout.dcp * layout.dp,
         attention=times,
     )
+
+
+def _kv_cache_dtype(question: Question) -> str:
+    """What vLLM makes of "auto": what the checkpoint asks for, else the model's dtype, but for one
+    model and kind of GPU (GlmMoeDsaForCausalLM in 0.32's model_executor/models/config.py)."""
+    model = question.model
+    if question.kv_cache_dtype != "auto":
+        return question.kv_cache_dtype
+    asks = model.kv_cache_dtype != model.dtype
+    if not asks and model.model_type == _FP8_ON_SM_10X and question.gpu in SM_10X:
+        return "fp8_e4m3"
+    return model.kv_cache_dtype

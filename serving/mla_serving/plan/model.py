@@ -18,6 +18,9 @@ _MOST = 1_000_000_000  # of a width or a count
 _MOST_LAYERS = 10_000
 # Keys of models whose other layers are linear attention (Kimi Linear, Ling 2.5).
 _HYBRID = ("linear_attn_config", "layer_group_size")
+# Keys of models with experts; how many is read as vLLM's DeepSeek model reads it.
+_EXPERTS = "n_routed_experts"
+_OF_EXPERTS = ("num_experts", "num_local_experts", "moe_intermediate_size")
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,7 @@ class MlaModel:
     """What of a config.json the plan needs. Widths and counts are elements, not bytes."""
 
     name: str
+    model_type: str
     hidden: int
     layers: int
     heads: int
@@ -48,7 +52,7 @@ class MlaModel:
     index_shared: frozenset[int]  # layers that read what an earlier layer's indexer chose
     dtype: str
     scheme: Scheme | None  # of the linear layers; None: all in `dtype`
-    kv_cache_dtype: str  # what "auto" is
+    kv_cache_dtype: str  # what "auto" is by the checkpoint
 
     @property
     def dtype_bytes(self) -> int:
@@ -97,15 +101,15 @@ class MlaModel:
     def indexer(self) -> dict[str, int]:
         """Of one Lightning Indexer; replicated."""
         q_in = self.q_lora_rank or self.hidden
-        return {
-            "self_attn.indexer.wq_b": q_in * self.index_heads * self.index_dim,
-            "self_attn.indexer.wk": self.hidden * self.index_dim,
-        }
+        return {"self_attn.indexer.wq_b": q_in * self.index_heads * self.index_dim}
 
     @property
     def indexer_unquantised(self) -> int:
-        """Head weights and norm of one Lightning Indexer; replicated."""
-        return self.hidden * self.index_heads + 2 * self.index_dim if self.sparse else 0
+        """Keys, head weights and norm of one Lightning Indexer; replicated. vLLM joins the first
+        two in one matrix of the model's dtype, also where the checkpoint has wk in fp8."""
+        if not self.sparse:
+            return 0
+        return self.hidden * (self.index_dim + self.index_heads) + 2 * self.index_dim
 
     def indexers(self, layers: range) -> int:
         """How many of `layers` have an indexer, and a cache of its keys."""
@@ -194,7 +198,14 @@ def from_config(config: Mapping[str, Any], name: str, weight_bits: float | None 
         )
     read = partial(_integer, name, config)
     layers = read("num_hidden_layers", most=_MOST_LAYERS)
-    experts, index_topk = read("n_routed_experts", 0, 0), read("index_topk", 0, 0)
+    # Of a model whose experts have another name a dense one would be planned, far too small.
+    others = [key for key in _OF_EXPERTS if config.get(key) not in (None, 0)]
+    if others and config.get(_EXPERTS) is None:
+        raise ValueError(
+            f"{name}: config.json has {others[0]} but no {_EXPERTS}: expected the number of "
+            f"experts as {_EXPERTS}, 0 if it has none"
+        )
+    experts, index_topk = read(_EXPERTS, 0, 0), read("index_topk", 0, 0)
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     if dtype not in _DTYPE_BYTES:
         raise ValueError(f"{name}: expected a dtype in {list(_DTYPE_BYTES)}, got {dtype}")
@@ -208,6 +219,7 @@ def from_config(config: Mapping[str, Any], name: str, weight_bits: float | None 
         raise ValueError(f"{name}: {error}") from None
     return MlaModel(
         name=name,
+        model_type=str(config.get("model_type")),
         hidden=read("hidden_size"),
         layers=layers,
         heads=read("num_attention_heads"),

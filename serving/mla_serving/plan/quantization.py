@@ -60,7 +60,7 @@ def read(config: Mapping[str, Any] | None, bits: float | None) -> Scheme | None:
 
 
 def kv_cache_dtype(config: Mapping[str, Any] | None) -> str | None:
-    """What vLLM makes of the cache dtype "auto"; None: the model's dtype."""
+    """What vLLM makes of the cache dtype "auto" by this config; None: it asks for none."""
     if not config or not str(_method(config)).startswith("modelopt"):
         return None
     scopes = (_mapping(config, "quantization"), config)

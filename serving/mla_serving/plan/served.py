@@ -27,7 +27,7 @@ def _check_rows(model: MlaModel, kv_cache_dtype: str) -> None:
         kind = "sparse" if model.sparse else "dense"
         raise ValueError(
             f"{model.name} has cache rows of {widths} elements (kv_lora_rank + qk_rope_head_dim); "
-            f"our kernels of {kind} attention serve {' or '.join(allowed)} only"
+            f"the vLLM backend serves {kind} attention of {' or '.join(allowed)} only"
         )
     if model.dtype not in support.GPU_DTYPES:
         raise ValueError(
