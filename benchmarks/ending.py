@@ -1,8 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a benchmark ends when it is told to: with everything that it started."""
+"""How a benchmark ends: with which code, and when it is told to, with everything it started."""
 
 import signal
 from types import FrameType
+from typing import Any
+
+NO_TIME = "no time was left"  # of a row that was not run, and the only reason that is no fault
+
+
+def exit_code(rows: list[dict[str, Any]]) -> int:
+    """1 if a row has an error, is red, or was not run for another reason than NO_TIME; else 0."""
+    return int(
+        any(
+            "error" in row or row.get("red", False) or row.get("not_run", NO_TIME) != NO_TIME
+            for row in rows
+        )
+    )
 
 
 def exit_on_signals() -> None:

@@ -67,7 +67,9 @@ class Worker:
             engine.step()
         synchronize()
         (answer,) = finished[0].outputs
-        logprobs = {token: found.logprob for token, found in answer.logprobs[0].items()}
+        (said,), (top,) = answer.token_ids, answer.logprobs
+        # Its own token first, as serve_gate.drift wants it.
+        logprobs = {said: top[said].logprob} | {token: one.logprob for token, one in top.items()}
         return ms, logprobs, finished[0].num_cached_tokens
 
 

@@ -12,13 +12,12 @@ DeepSeek-V2-Lite. Writes extends.json and extends.md to results/h200 or cpu besi
 
 --sparse: DeepSeek-V3.2's layers, vLLM 0.29 or later, and prompts that see at most `index_topk`
 tokens, in absorbed form (MLA_BACKEND_EXPAND_PROMPTS=0) and in expanded form, which is the default;
-writes sparse_extends.json and sparse_extends.md.
+writes sparse_extends.json and sparse_extends.md. Exits with 1 if a case failed or engines disagree.
 """
 
 import argparse
 import contextlib
 import json
-import math
 import statistics
 import sys
 import tempfile
@@ -27,10 +26,11 @@ from pathlib import Path
 from typing import Any
 
 from arguments import count, length
-from ending import exit_on_signals
+from ending import NO_TIME, exit_code, exit_on_signals
 from machine import describe_machine, nvidia_smi
 from outputs import claim, command, write, write_json
 from serve_cases import MODEL, SPARSE_MODEL, dense_overrides
+from serve_gate import drift
 from step_driver import ROUNDS, Engine, all_ask
 
 WORKER = Path(__file__).with_name("extend_worker.py")
@@ -107,21 +107,11 @@ def engine_options(args: argparse.Namespace, heads: int) -> Row:
     }
 
 
-def drift(one: Row, other: Row) -> float:
-    """By how many nats at most two engines differ about a first token, the best of either; infinite
-    where the other holds it for unlikely."""
-    found = [0.0]
-    for a, b in zip(one["logprobs"], other["logprobs"], strict=True):
-        for mine, theirs in ((a, b), (b, a)):
-            best = max(mine, key=lambda token, of=mine: of[token])
-            found.append(abs(mine[best] - theirs.get(best, -math.inf)))
-    return max(found)
-
-
 def disagreements(found: dict[str, Row]) -> list[str]:
-    """What of the answers is not as the first engine's."""
+    """What of the answers is not as the first engine's; each is of one token, the first."""
+    answers = {name: [[token] for token in said["logprobs"]] for name, said in found.items()}
     first, *others = found
-    apart = {name: drift(found[first], found[name]) for name in others}
+    apart = {name: drift(answers[first], answers[name]) for name in others}
     return [
         f"{name} differs from {first} by {nats:.2g} nats"
         for name, nats in apart.items()
@@ -171,7 +161,7 @@ def measure(args: argparse.Namespace, heads: int, deadline: float) -> list[Row]:
             for new in args.new:
                 row: Row = {"heads": heads, "context": context, "new": new}
                 if time.monotonic() > deadline:
-                    rows.append(row | {"not_run": "no time was left"})
+                    rows.append(row | {"not_run": NO_TIME})
                     continue
                 found = in_turns(engines, {"context": context, "new": new, "repeats": args.repeats})
                 errors = [f"{n}: {said['error']}" for n, said in found.items() if "error" in said]
@@ -237,7 +227,7 @@ def markdown(result: Row) -> str:
     return "\n".join([*lines, ""])
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
     claim(args.results)
     exit_on_signals()
@@ -256,7 +246,8 @@ def main(argv: list[str] | None = None) -> None:
         result["rows"] += measure(args, heads, deadline)
         write_json(args.results / f"{name}.json", result)
         write(args.results / f"{name}.md", markdown(result))
+    return exit_code(result["rows"])
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

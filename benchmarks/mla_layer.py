@@ -29,6 +29,8 @@ from outputs import claim, command, write, write_json
 PAGE = 64
 PREFILLS = (512, 2048, 4096, 6144)
 CHECKED_REQUESTS = (0, 1, 77, 127)
+NAIVE = "torch/naive"
+OUT_OF_MEMORY = "out of memory"
 BYTES_PER_SECOND = 4.4e12  # copy roof of an H200, reads and writes counted
 FLOPS_PER_SECOND = 685e12  # bf16 matrix roof of an H200 under its power cap
 
@@ -166,7 +168,7 @@ def run_case(case: Case, impls: list[str]) -> list[dict[str, object]]:
     }
     makers |= {
         "torch.compile/absorbed": lambda: absorbed_torch(case),
-        "torch/naive": lambda: naive_torch(case),
+        NAIVE: lambda: naive_torch(case),
     }
     floor, roof = floor_us(case)
     rows: list[dict[str, object]] = []
@@ -181,12 +183,12 @@ def run_case(case: Case, impls: list[str]) -> list[dict[str, object]]:
             row["rel_err"] = round(error, 6)
             if not error <= bar:
                 row["note"] = f"wrong: error above {bar:.4f}"
-            elif name == "torch/naive":  # kernels of milliseconds, and no memory left for a graph
+            elif name == NAIVE:  # kernels of milliseconds, and no memory left for a graph
                 row["us"] = round(eager_us(step), 1)
             else:
                 row["us"] = round(Timer().medians({name: step})[name], 1)
         except torch.OutOfMemoryError:
-            row["note"] = "out of memory"
+            row["note"] = OUT_OF_MEMORY
         rows.append(row)
         print(json.dumps(row), flush=True)
         step = None
@@ -233,7 +235,9 @@ def main() -> int:
     result = {"machine": machine, "command": command("mla_layer"), "rows": rows}
     write_json(args.results / "mla_layer.json", result)
     write(args.results / "mla_layer.md", markdown(result))
-    return int(any(r["note"] and r["note"] != "out of memory" for r in rows))
+    # Keys of all requests may not fit: of the naive layer alone that is no fault.
+    forgiven = (NAIVE, OUT_OF_MEMORY)
+    return int(any(r["note"] and (r["impl"], r["note"]) != forgiven for r in rows))
 
 
 if __name__ == "__main__":

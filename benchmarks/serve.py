@@ -13,7 +13,7 @@ and loads it with vLLM's own generator: closed loops, then Poisson arrivals. Wei
 the shapes in configs/models. A server that answers otherwise than the first is not loaded, such an
 engine is not timed (serve_gate.py). Rows are written as they come, to results/h200 beside this
 file, of a cache that is not bf16 under a name that says so; `--report FILE` only renders a result
-again.
+again. Exits with 1 if anything failed, disagrees or is withheld.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ending import exit_on_signals
+from ending import exit_code, exit_on_signals
 from outputs import claim, command
 from serve_cases import (
     BACKENDS,
@@ -147,7 +147,7 @@ def main(argv: list[str] | None = None) -> int:
         report.rows = withhold(report.rows)
         write_results(report, args.results)
     print(markdown(report))
-    return 0
+    return exit_code(report.rows)
 
 
 def _plain(value: Any) -> Any:

@@ -4,6 +4,8 @@
 No reference gives the right answer at these sizes, so each is held to the first one: at every
 token, as long as both have said the same, the best of either has nearly the same logprob in the
 other. Where they part it is thus at a near tie. The weights (telling.py) let attention decide.
+Another of vLLM's backends must vouch for the first: two labels of one backend run the same code, so
+a fault may be common to both.
 """
 
 import json
@@ -13,6 +15,8 @@ import urllib.error
 import urllib.request
 from typing import Any
 
+from serve_cases import engine_of
+
 # Of unlike lengths, within one block, at its edges, and over several; asked together, as one batch.
 PROMPTS = (5, 63, 64, 65, 300, 700)
 TOKENS = 16
@@ -21,6 +25,7 @@ LIKELY = 20  # logprobs of a token; vLLM gives no more unless told to
 # one 0.09, an attention that misses the newest 64 tokens 0.35. On an H200, four engines of such
 # layers each: 0.063 in bf16, 0.094 with fp8 caches and queries of either kind.
 TOLERANCE, FP8_TOLERANCE = 0.1, 0.25
+ALONE = "no other backend gives the same answers"
 Answer = list[dict[str, float]]  # of one prompt: for each token logprobs by token, its own first
 Row = dict[str, Any]
 
@@ -83,17 +88,27 @@ def tolerance(kv_cache_dtype: str, backends: list[str]) -> float:
     return FP8_TOLERANCE if fp8 else TOLERANCE
 
 
+def alone(agreed: list[str], asked: list[str]) -> bool:
+    """Whether nobody vouches for those labels of `asked` that agree with the first.
+
+    Where several of vLLM's backends were asked, labels of one alone (FP8_QUERY beside OURS) do not
+    vouch for each other; where all are of one backend, another label is the best there is."""
+    if len({engine_of(label)[0] for label in asked}) > 1:
+        return len({engine_of(label)[0] for label in agreed}) < 2
+    return len(agreed) < 2 <= len(asked)
+
+
 def withhold(rows: list[Row]) -> list[Row]:
-    """`rows` without speeds that no gate stands behind: those of the first server, where others
-    were asked and none of them agrees with it. Who of them is wrong is not known."""
+    """`rows` without speeds that no gate stands behind: those of the first server and of others of
+    its vLLM backend, where other backends were asked and none agrees with it (`alone`). Who of them
+    is wrong is not known."""
     gates = [row for row in rows if "nats_from_first" in row]
     agreed = [row["backend"] for row in gates if not row.get("red")]
-    if len(gates) < 2 or len(agreed) > 1:
+    if not alone(agreed, [row["backend"] for row in gates]):
         return rows
-    reason = "no other server gives the same answers"
     kept = ("backend", "shape", "loop", "concurrency", "rate")
     return [
-        {key: row[key] for key in kept if key in row} | {"error": reason}
+        {key: row[key] for key in kept if key in row} | {"error": ALONE}
         if "output_tok_s" in row
         else row
         for row in rows

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import serve_gate
+from ending import NO_TIME
 from load import make_prompts, run_load
 from machine import nvidia_smi
 from mla_serving.demo_model import FAMILIES, demo_model_path
@@ -170,7 +171,7 @@ class Runner:
                 rate = round(load.share * self.fullest[load.shape], 3)
             row |= {"loop": "open", "rate": rate}
         if time.monotonic() > self.deadline:
-            row["not_run"] = "no time was left"
+            row["not_run"] = NO_TIME
         elif load.concurrency is None and rate is None:
             row["not_run"] = "no closed loop of that shape was run on the first server"
         else:

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from serve_gate import drift
+from ending import NO_TIME
+from serve_gate import ALONE, alone, drift
 
 WORKER = Path(__file__).with_name("step_worker.py")
 # A host has slow spells of a quarter of a second and more, in which any engine takes up to 1.6
@@ -128,7 +129,7 @@ def measure(
         of = {engine.backend: {**key, "backend": engine.backend} for engine in alive}
         if time.monotonic() > deadline:
             for row in of.values():
-                save(row | {"not_run": "no time was left"})
+                save(row | {"not_run": NO_TIME})
             continue
         running = start(alive, batch, context, of)
         rounds: dict[str, list[list[float]]] = {engine.backend: [] for engine in running}
@@ -161,8 +162,8 @@ def measure(
 def agreeing(
     engines: list[Engine], group: Row, nats: float, save: Callable[[Row], None]
 ) -> list[Engine]:
-    """Those that say what the first says; none, if there are others and it is alone with it. Who of
-    them is wrong is then not known."""
+    """Those that say what the first says; none, if engines of other vLLM backends were asked and
+    only those of one agree (serve_gate.alone). Who of them is wrong is then not known."""
     said = all_ask(engines, "say")
     answers = [answer["answers"] for answer in said if "answers" in answer]
     first = next((one for one in answers if drift(one, one) == 0), [])  # NaN is no yardstick
@@ -179,11 +180,11 @@ def agreeing(
         differs = f"differs from the first engine by {apart:.2g} nats"
         save(row | gate | {"red": True})
         save(row | {"error": answer.get("error", differs)})
-    if len(green) == 1 < len(engines):
-        reason = "no other engine gives the same answers"
-        save({**group, "backend": green[0].backend, "error": reason})
-        return []
-    return green
+    if not alone([engine.backend for engine in green], [engine.backend for engine in engines]):
+        return green
+    for engine in green:
+        save({**group, "backend": engine.backend, "error": ALONE})
+    return []
 
 
 def start(engines: list[Engine], batch: int, context: int, rows: dict[str, Row]) -> list[Engine]:

@@ -17,20 +17,48 @@ def benchmarks_importable(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
 
 
+def apart(one, other):
+    """What is said of two engines with these first tokens."""
+    from extends import disagreements
+
+    return disagreements({"a": {"logprobs": one}, "b": {"logprobs": other}})
+
+
 def test_engines_are_held_to_the_best_tokens_of_either():
-    from extends import disagreements, drift
-
-    def said(*requests):
-        return {"logprobs": list(requests)}
-
-    one = said({"5": -0.1, "6": -2.6}, {"7": -1.0, "8": -1.1})
-    assert drift(one, one) == 0
+    one = [{"5": -0.1, "6": -2.6}, {"7": -1.0, "8": -1.1}]
+    assert apart(one, one) == []
     # A near-tie may fall either way; its logprobs are what counts.
-    assert drift(one, said({"5": -0.1}, {"8": -1.05, "7": -1.08})) == pytest.approx(0.08)
-    assert drift(one, said({"5": -0.1}, {"9": -0.2, "7": -1.0})) == math.inf
-    assert drift(one, said({"5": -0.4, "6": -2.0}, one["logprobs"][1])) == pytest.approx(0.3)
-    found = {"absorbed": one, "expanded": one, "FLASHMLA": said({"6": -0.1}, {"7": -1.0})}
-    assert disagreements(found) == ["FLASHMLA differs from absorbed by inf nats"]
+    assert apart(one, [{"5": -0.1}, {"8": -1.05, "7": -1.08}]) == []
+    inf = ["b differs from a by inf nats"]
+    assert apart(one, [{"5": -0.1}, {"9": -0.2, "7": -1.0}]) == inf
+    assert apart(one, [{"6": -0.1}, {"7": -1.0}]) == inf
+    assert apart(one, [{"5": -0.4, "6": -2.0}, one[1]]) == ["b differs from a by 0.3 nats"]
+
+
+@pytest.mark.parametrize("sound", [True, False])
+def test_what_is_no_number_agrees_with_nothing(sound):
+    """Not even with another engine of which the same is no number."""
+    nan = [{"5": math.nan, "6": math.nan}]
+    said = apart([{"5": -0.1, "6": -2.6}] if sound else nan, nan)
+    assert said == ["b differs from a by inf nats"]
+
+
+@pytest.mark.parametrize(
+    ("row", "code"),
+    [
+        ({"ms": {"absorbed": 1.0}}, 0),
+        ({"not_run": "no time was left"}, 0),
+        ({"not_run": "expanded differs from absorbed by 0.3 nats"}, 1),
+        ({"not_run": "expanded: out of memory"}, 1),
+    ],
+)
+def test_a_case_that_failed_is_told_by_the_exit_code(row, code, tmp_path, monkeypatch):
+    import extends
+
+    monkeypatch.setattr(extends, "measure", lambda *_: [row])
+    monkeypatch.setattr(extends, "markdown", lambda result: "")
+    monkeypatch.setattr(extends, "exit_on_signals", lambda: None)
+    assert extends.main(["--heads", "16", "--results", str(tmp_path)]) == code
 
 
 def test_engines_take_turns_and_the_lowest_turn_counts():
@@ -82,7 +110,8 @@ def test_engines_on_a_cpu(demo_checkpoint, tmp_path, monkeypatch, broken):
     monkeypatch.setattr(extends, "CPU_MODEL", demo_checkpoint("v2-lite"))
     monkeypatch.setattr(extends, "nvidia_smi", lambda *_: [])
     monkeypatch.setattr(extends, "exit_on_signals", lambda: None)
-    extends.main(["--contexts", "512", "--new", "8", "--repeats", "3", "--results", str(tmp_path)])
+    words = ["--contexts", "512", "--new", "8", "--repeats", "3", "--results", str(tmp_path)]
+    assert extends.main(words) == (1 if broken else 0)
     (row,) = json.loads((tmp_path / "extends.json").read_text())["rows"]
     assert ("ms" in row) == (broken is None)
     if broken:

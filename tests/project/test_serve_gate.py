@@ -143,11 +143,34 @@ def test_no_speed_that_no_other_server_stands_behind():
     first, red, green = gate("CUSTOM", 0), gate("FLASHMLA", 1.5, red=True), gate("TRITON_MLA", 0.01)
     assert withhold([first, speed, red]) == [
         first,
-        SPEED | {"error": "no other server gives the same answers"},
+        SPEED | {"error": "no other backend gives the same answers"},
         red,
     ]
     for sound in ([first, speed], [first, speed, green], [first, red, speed, green], [speed]):
         assert withhold(sound) == sound
+
+
+# Labels of one vLLM backend do not vouch for each other where another backend was asked.
+OURS = ("CUSTOM", "CUSTOM+fp8_query")
+VOUCHED = [
+    (OURS, (), True),
+    (OURS, ("FLASHMLA",), False),
+    ((*OURS, "TRITON_MLA"), ("FLASHMLA",), True),
+    (("CUSTOM", "FLASHMLA"), ("CUSTOM+fp8_query",), True),
+    (("CUSTOM",), ("CUSTOM+fp8_query",), False),
+]
+
+
+@pytest.mark.parametrize(("agreed", "red", "vouched"), VOUCHED)
+def test_no_speed_that_only_the_same_backend_stands_behind(agreed, red, vouched):
+    from serve_gate import withhold
+
+    rows = [gate(name, 0.01) for name in agreed] + [gate(name, 1.5, red=True) for name in red]
+    rows += [SPEED | {"backend": name, "output_tok_s": 9.0} for name in agreed]
+    kept = withhold(rows)
+    assert [row["backend"] for row in kept if "output_tok_s" in row] == list(agreed) * vouched
+    errors = [row["backend"] for row in kept if "error" in row]
+    assert errors == list(agreed) * (not vouched)
 
 
 class FakeEngine:
@@ -187,8 +210,20 @@ def test_engines_that_differ_are_not_timed(others, timed):
     assert all(row["heads"] == 16 and row.get("red", False) == (name in errors and name != "A")
                for name, row in gates.items())  # fmt: skip
     if not timed:
-        assert errors["A"] == "no other engine gives the same answers"
+        assert errors["A"] == "no other backend gives the same answers"
     json.dumps(rows, allow_nan=False)
+
+
+@pytest.mark.parametrize(("agreed", "red", "timed"), VOUCHED)
+def test_engines_of_one_backend_do_not_vouch_for_each_other(agreed, red, timed):
+    from step_driver import agreeing
+
+    engines = [FakeEngine(name, {"answers": SOUND}) for name in agreed]
+    engines += [FakeEngine(name, {"answers": changed(2, {"e": -0.5})}) for name in red]
+    rows = []
+    assert agreeing(engines, {}, 0.1, rows.append) == engines[: len(agreed)] * timed
+    errors = {row["backend"] for row in rows if "error" in row}
+    assert errors == {*red, *([] if timed else agreed)}
 
 
 def test_a_first_engine_that_answers_nothing():
