@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One vLLM engine in a process of its own that times decode steps on demand.
 
-    python benchmarks/step_worker.py '{"backend": "CUSTOM", "engine": {...}}'
+    python benchmarks/step_worker.py '{"engine": {"attention_backend": "CUSTOM", ...}}'
 
 Imports vLLM and says so, then reads one line of JSON at a time and answers with one:
 

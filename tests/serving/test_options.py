@@ -83,6 +83,19 @@ def test_what_is_given_empty_is_not_vllms_default(demo_checkpoint, monkeypatch):
     assert args.host == "0.0.0.0"
 
 
+def test_every_worker_of_a_cpu_has_its_share_of_the_cache(demo_checkpoint, monkeypatch):
+    from mla_serving.server import args as server_args
+    from mla_serving.server.layers import read_layers
+
+    seen = []
+    monkeypatch.setattr(server_args.environment, "set_cpu_kv_cache", lambda *x: seen.append(x[1:]))
+    monkeypatch.setattr(server_args.toolchain, "compile_obstacle", lambda: None)
+    given = [str(demo_checkpoint("v3")), "--tensor-parallel-size", "2"]
+    for more in ([], ["--pipeline-parallel-size", "2"], ["--data-parallel-size", "3"]):
+        server_args.parse(read_layers([*given, *more], {}))
+    assert seen == [(2, 1), (4, 1), (2, 3)]
+
+
 @pytest.mark.parametrize("key", ["schl\u00fcssel", "secret\r", " secret", "a\tb"])
 def test_keys_that_no_client_can_send(parser, monkeypatch, key):
     from mla_serving.server.args import _parse, _refuse_odd_keys

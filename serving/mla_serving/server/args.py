@@ -138,7 +138,8 @@ def parse(layers: Layers) -> Namespace:
     if vllm_api.is_cpu():
         if args.kv_cache_memory_bytes is None:
             ranks = args.data_parallel_size_local or args.data_parallel_size
-            environment.set_cpu_kv_cache(args.model, args.tensor_parallel_size, ranks)
+            workers = args.tensor_parallel_size * args.pipeline_parallel_size
+            environment.set_cpu_kv_cache(args.model, workers, ranks)
         if toolchain.compile_obstacle():
             environment.set_no_compile()
             defaults.append("--enforce-eager")

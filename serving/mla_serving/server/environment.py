@@ -59,17 +59,17 @@ def available_bytes(cgroups: Path = Path("/sys/fs/cgroup")) -> int:
 
 def set_cpu_kv_cache(
     model: str,
-    tensor_parallel: int = 1,
-    data_parallel: int = 1,
+    workers: int = 1,
+    replicas: int = 1,
     environ: MutableMapping[str, str] = os.environ,
 ) -> None:
     """Size the KV cache of a CPU server's workers by the free memory (vLLM would take nearly all of
-    it)."""
+    it). workers: of each replica, tensor times pipeline parallel; replicas: data parallel, here."""
     if environ.get("VLLM_CPU_KVCACHE_SPACE"):
         return
     weights = sum(f.stat().st_size for f in Path(model).glob("*.safetensors"))
-    workers = max(1, tensor_parallel * data_parallel)  # vLLM refuses 0 by its option's name
-    gib = kv_cache_gib(available_bytes(), weights * data_parallel, workers)
+    every = max(1, workers * replicas)  # vLLM refuses 0 by its option's name
+    gib = kv_cache_gib(available_bytes(), weights * replicas, every)
     environ["VLLM_CPU_KVCACHE_SPACE"] = str(gib)
 
 
