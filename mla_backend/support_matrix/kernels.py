@@ -12,7 +12,7 @@ from mla_kernels.checks import BLOCK_SIZES
 from mla_kernels.decode.api import MAX_HEADS, MAX_S_Q
 from mla_kernels.decode.choice import AVAILABLE
 from mla_kernels.decode.rescale import RESCALES
-from mla_kernels.decode.triton.launcher import DIMS
+from mla_kernels.decode.triton.support import DIMS, check_supported
 from mla_kernels.layouts import Fp8DsMlaLayout, IndexerLayout, MlaDims
 
 from mla_backend.support_matrix.table import table
@@ -115,8 +115,6 @@ def _takes(impl: str, *case: object) -> bool:
 
         return refusal(dims, dtype, cache, block, rescale) is None  # type: ignore[arg-type]
     if impl == "triton":
-        from mla_kernels.decode.triton.launcher import check_supported
-
         assert isinstance(dims, MlaDims) and isinstance(dtype, torch.dtype)
         try:
             check_supported(dims, dtype)

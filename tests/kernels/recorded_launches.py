@@ -133,7 +133,8 @@ SCALE = torch.ones(1)
 def dense_calls(arch: Arch) -> Iterator[tuple[str, Any]]:
     """(what it is, the call) of the launchers behind `mla_decode`."""
     from mla_kernels.decode.hopper.launcher import mla_decode_hopper
-    from mla_kernels.decode.triton.launcher import DIMS, mla_decode_triton
+    from mla_kernels.decode.triton.launcher import mla_decode_triton
+    from mla_kernels.decode.triton.support import DIMS
 
     def call(implementation, dims, dtype, cache, heads, s_q, deterministic, rescale):
         B = 3
@@ -234,8 +235,9 @@ def indexer_calls(arch: Arch) -> Iterator[tuple[str, Any]]:
 
 def unaligned_calls(arch: Arch) -> Iterator[tuple[str, Any]]:
     """Launchers of Triton kernels, with caches whose rows do not start at multiples of 16 bytes."""
-    from mla_kernels.decode.triton.launcher import DIMS, mla_decode_triton
+    from mla_kernels.decode.triton.launcher import mla_decode_triton
     from mla_kernels.decode.triton.specs import ALIGNMENTS
+    from mla_kernels.decode.triton.support import DIMS
     from mla_kernels.sparse.call import SparseCall
     from mla_kernels.sparse.triton.launcher import mla_sparse_attention_triton
     from mla_kernels.sparse.triton.tiles import Split

@@ -3,6 +3,7 @@
 
 import torch
 
+from mla_kernels.decode.triton.support import check_supported
 from mla_kernels.dispatch import Choice, choose_impl
 from mla_kernels.layouts import BLOCK_SIZE, MlaDims
 
@@ -47,8 +48,6 @@ def choose_decode_impl(
         "mla_decode", impl, device, available=AVAILABLE, hopper_refusal=hopper_refusal
     )
     if choice.impl == "triton":
-        from mla_kernels.decode.triton.launcher import check_supported
-
         check_supported(dims, dtype)
     return choice
 

@@ -12,7 +12,6 @@ from mla_kernels.decode.query import Query, check_query, first_part, joined, res
 from mla_kernels.dispatch import Choice
 from mla_kernels.layouts import MlaDims
 from mla_kernels.sparse.choice import AVAILABLE as AVAILABLE
-from mla_kernels.sparse.choice import TRITON_DIMS as TRITON_DIMS
 from mla_kernels.sparse.choice import choose_sparse_impl, is_few
 from mla_kernels.sparse.reference import mla_sparse_attention_reference
 from mla_kernels.sparse.torch_impl import mla_sparse_attention_torch

@@ -4,14 +4,12 @@
 import torch
 
 from mla_kernels import checks
+from mla_kernels.decode.triton.support import DIMS
 from mla_kernels.dispatch import Choice, choose_impl
 from mla_kernels.layouts import MlaDims
 
 AVAILABLE = ("hopper", "triton", "torch", "reference")
 RESCALES = ("pow2", "flash")
-# (kv_lora_rank, Dk) that the portable kernel takes, in bf16 and fp16; "auto" takes torch for all
-# else.
-TRITON_DIMS = ((512, 576), (256, 320), (512, 544), (256, 288))
 
 
 def is_few(tokens: int | None, heads: int, kv_cache_dtype: torch.dtype) -> bool:
@@ -65,9 +63,7 @@ def choose_sparse_impl(
         hopper_refusal = refusal(dims, dtype, kv_cache_dtype, contiguous, aligned)
     if impl == "auto" and few and hopper_refusal is None:
         hopper_refusal = "the portable kernel is faster for so few heads or tokens"
-    if impl == "auto" and (
-        dtype == torch.float32 or (dims.kv_lora_rank, dims.head_dim) not in TRITON_DIMS
-    ):
+    if impl == "auto" and (dtype == torch.float32 or dims not in DIMS):  # torch serves all
         available = tuple(name for name in available if name != "triton")
     return choose_impl(
         "mla_sparse_attention", impl, device, available=available, hopper_refusal=hopper_refusal

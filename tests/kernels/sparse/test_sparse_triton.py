@@ -7,11 +7,9 @@ import pytest
 import torch
 from mla_kernels import mla_sparse_attention, mla_sparse_workspace
 from mla_kernels.arch import ARCHS
-from mla_kernels.decode.triton.launcher import DIMS
 from mla_kernels.decode.triton.plan import arch_of
 from mla_kernels.decode.triton.specs import ALIGNMENTS
 from mla_kernels.layouts import MlaDims
-from mla_kernels.sparse.api import TRITON_DIMS
 from mla_kernels.sparse.call import SparseCall
 from mla_kernels.sparse.reference import mla_sparse_attention_reference
 from mla_kernels.sparse.triton import launcher, tiles
@@ -339,10 +337,6 @@ def test_what_the_kernel_does_not_take_is_refused(device):
         attend(q.float(), kv.float(), slots, options)
     with pytest.raises(ValueError, match="kv_lora_rank, rope dim"):
         attend(q, kv, slots, options | {"kv_lora_rank": 500})
-
-
-def test_the_dims_that_auto_gives_the_kernel_are_its_own():
-    assert {(d.kv_lora_rank, d.head_dim) for d in DIMS} == set(TRITON_DIMS)
 
 
 @pytest.mark.parametrize("heads", [8, 32, 128])

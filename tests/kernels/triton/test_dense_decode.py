@@ -16,6 +16,7 @@ from mla_kernels.decode.triton import plan as device_plans
 from mla_kernels.decode.triton.plan import build_plan
 from mla_kernels.decode.triton.plan_kernel import PLAN_TILE
 from mla_kernels.decode.triton.specs import ALIGNMENTS
+from mla_kernels.decode.triton.support import DIMS
 from mla_kernels.decode.triton.tiles import choose_tile, tile_rows
 from mla_kernels.layouts import MlaDims
 from mla_kernels.testing.cases import decode_case, random_tokens
@@ -135,7 +136,7 @@ def test_tiles_of_other_gpus(monkeypatch, cache, heads, s_q, rescale):
     check(case, 2, rescale=rescale)
 
 
-@pytest.mark.parametrize("dims", launcher.DIMS, ids=str)
+@pytest.mark.parametrize("dims", DIMS, ids=str)
 @pytest.mark.parametrize("heads", [16, 64])
 @pytest.mark.parametrize("cache", CACHES)
 def test_dims_and_caches(device, cache, heads, dims):
@@ -144,7 +145,7 @@ def test_dims_and_caches(device, cache, heads, dims):
     check(case, 2)
 
 
-@pytest.mark.parametrize("dims", launcher.DIMS, ids=str)
+@pytest.mark.parametrize("dims", DIMS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128])
 def test_dtypes_dims_and_block_sizes(device, dims, dtype, block_size):
@@ -350,7 +351,7 @@ def test_other_modes_with_rows_that_start_anywhere(device, cache, heads, shape, 
 
 def test_rows_that_start_anywhere_are_not_prefetched_and_not_on_the_m_side_of_wgmma():
     """Without asynchronous copies K's rope part has the place of P (kv_tile.in_registers)."""
-    for arch, dims, rows in itertools.product(ARCHS.values(), launcher.DIMS, (16, 32, 64)):
+    for arch, dims, rows in itertools.product(ARCHS.values(), DIMS, (16, 32, 64)):
         for kv_format, rescale in itertools.product(ALIGNMENTS, RESCALES):
             tile = choose_tile(rows, dims, kv_format, arch, rescale, aligned=False)
             assert tile.prefetch == 0
@@ -385,7 +386,7 @@ def test_what_divides_the_start_of_every_row(dtype, first, page, row, align):
 def test_tiles_cover_the_rows_the_plan_counts_and_lie_within_pages(arch):
     """Fewer rows would need more programs, and more scratch, than the plan has."""
     for rows, dims, kv_format, rescale in itertools.product(
-        (1, 16, 17, 32, 33, 512), launcher.DIMS, ("float", "fp8", "fp8_ds_mla"), RESCALES
+        (1, 16, 17, 32, 33, 512), DIMS, ("float", "fp8", "fp8_ds_mla"), RESCALES
     ):
         tile = choose_tile(rows, dims, kv_format, arch, rescale)
         assert tile.rows >= tile_rows(rows, arch)

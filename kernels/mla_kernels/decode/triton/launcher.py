@@ -29,8 +29,6 @@ from mla_kernels.triton_common.formats import cache_format, scale_argument
 from mla_kernels.triton_common.launch import launch
 from mla_kernels.triton_common.runtime import INTERPRET
 
-DIMS = (MlaDims(512, 64), MlaDims(256, 64), MlaDims(512, 32), MlaDims(256, 32))
-
 
 def mla_decode_triton(
     q: torch.Tensor,
@@ -92,16 +90,6 @@ def are_near(q: torch.Tensor) -> bool:
     them have no registers to spare for wider addresses."""
     _, s_q, H, D = q.shape
     return (s_q - 1) * q.stride(1) + (H - 1) * q.stride(2) + D < 2**31
-
-
-def check_supported(dims: MlaDims, dtype: torch.dtype) -> None:
-    """ValueError for queries that the reference takes and this kernel does not."""
-    if dims not in DIMS:
-        allowed = [(d.kv_lora_rank, d.rope_dim) for d in DIMS]
-        got = (dims.kv_lora_rank, dims.rope_dim)
-        raise ValueError(f"Expected (kv_lora_rank, rope dim) in {allowed} for triton, got {got}")
-    if dtype not in (torch.bfloat16, torch.float16):
-        raise ValueError(f"Expected q in bfloat16 or float16 for triton, got {dtype}")
 
 
 def launch_decode(call: DecodeCall, tile: Tile, dims: MlaDims, arch: Arch) -> None:

@@ -9,7 +9,6 @@ import torch
 from mla_kernels.arch import Arch
 from mla_kernels.decode.triton.kernel import mla_decode_kernel
 from mla_kernels.decode.triton.launcher import (
-    DIMS,
     kernel_constants,
     tile_constants,
     tile_options,
@@ -17,6 +16,7 @@ from mla_kernels.decode.triton.launcher import (
 from mla_kernels.decode.triton.merge import MergeTile, merge_kernel
 from mla_kernels.decode.triton.plan import CHUNK, MAX_CHUNKS, MIN_PAY, OVERHEAD, SLACK, SPARE
 from mla_kernels.decode.triton.plan_kernel import PLAN_TILE, plan_kernel
+from mla_kernels.decode.triton.support import DIMS
 from mla_kernels.decode.triton.tiles import Tile, choose_tile
 from mla_kernels.layouts import BLOCK_SIZE, Fp8DsMlaLayout, MlaDims
 from mla_kernels.offline.spec import KernelSpec

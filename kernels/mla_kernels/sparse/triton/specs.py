@@ -7,8 +7,9 @@ from itertools import product
 import torch
 
 from mla_kernels.arch import Arch
-from mla_kernels.decode.triton.launcher import DIMS, kernel_constants
+from mla_kernels.decode.triton.launcher import kernel_constants
 from mla_kernels.decode.triton.specs import ALIGNMENTS, aligned_arguments, row_stride
+from mla_kernels.decode.triton.support import DIMS
 from mla_kernels.layouts import BLOCK_SIZE, MlaDims
 from mla_kernels.offline.spec import KernelSpec
 from mla_kernels.sparse.triton.kernel import mla_sparse_kernel
