@@ -90,7 +90,7 @@ def test_nan_in_a_query_shows_in_its_row_alone(device, splits):
     assert torch.equal(out.isnan(), lse.isnan()[..., None].expand_as(out))
 
 
-@pytest.mark.parametrize("K", [600, 4096])
+@pytest.mark.parametrize("K", [2048, 4096])
 def test_a_workspace_serves_deterministic_calls(device, K):
     q, kv, slots, options = sparse_case((300,), K, heads=128, device=device)
     workspace = mla_sparse_workspace(1, 128, K, device=q.device, impl="triton")

@@ -151,13 +151,17 @@ def test_join_query(device, where):
     assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("where", ["q", "k_cache"])
+@pytest.mark.parametrize("where", ["q", "heads", "k_cache"])
 def test_indexer_scores(device, where):
-    case = make_indexer_case([9, 64, 3], heads=4, spare_blocks=0, device=device)
+    case = make_indexer_case([9, 64, 3], heads=3, spare_blocks=0, device=device)
     pages = case.block_table[:, 0].long()
     near = torch.arange(3, dtype=torch.int32, device=device)[:, None]
     call = {"q": case.q, "k_cache": case.k_cache[pages], "weights": case.weights}
     call |= {"block_table": near, "seq_lens": case.seq_lens}
     want = indexer_scores(**call, impl="reference")
-    got = indexer_scores(**call | {where: far(call[where])}, impl="triton")
+    if where == "heads":
+        moved = {"q": far(call["q"].transpose(0, 1)).transpose(0, 1)}
+    else:
+        moved = {where: far(call[where])}
+    got = indexer_scores(**call | moved, impl="triton")
     torch.testing.assert_close(got, want.float(), rtol=1e-4, atol=1e-4)
