@@ -12,7 +12,6 @@ Import-light: vLLM is imported inside functions only, because the platform entry
 | prompts of sparse layers in expanded form | as the versions differ | 0.29 | as step metadata say |
 | `kv_b_proj.weight` on CPU | freed after packing | 0.29 | kept for MLA |
 | layouts of a KV cache | by stride order | 0.29 | by name |
-| sparse layers under decode context parallelism | an experiment | 0.28 | refused: not run yet |
 | DeepSeek-V3.2's indexer on CUDA | a module | 0.29 | a function in the model's file |
 | its numbers below sm_89 | by another kernel | 0.29 | refused: vLLM's kernel does not compile |
 | its keys' scales on sm_100 | fp32 | 0.33 | four bytes of ue8m0, not read here |
@@ -158,39 +157,19 @@ def skip_chunked_context_metadata() -> None:
     mla_attention.build_mla_chunked_context_metadata = lambda **_: None
 
 
-def block_table_width(vllm_config: Any, block_size: int, *, sparse: bool = False) -> int:
+def block_table_width(vllm_config: Any, block_size: int) -> int:
     """Columns, of `block_size` tokens each, of vLLM's block tables: workspaces are sized for them,
     and kernels specialised.
 
     vLLM counts in its own blocks (--block-size, more for a hybrid model) and rounds up to 128
     tokens. Beside layers with larger pages it may count in still larger blocks. Under decode
-    context parallelism a block stands for so many tokens on each rank; but vLLM 0.26 leaves the
-    tables of groups with pages of several sizes as wide as without, so those of sparse layers.
+    context parallelism a block stands for so many tokens on each rank.
     """
     own = max(vllm_config.cache_config.block_size or 0, block_size)
     ranks = vllm_config.parallel_config.decode_context_parallel_size
-    if sparse and ranks > 1 and not _narrows_tables_of_mixed_groups():
-        ranks = 1
     blocks = -(-vllm_config.model_config.max_model_len // (own * ranks))
     step = _TABLE_TOKENS // math.gcd(_TABLE_TOKENS, own)
     return int(-(-blocks // step) * step * own // block_size)
-
-
-def _narrows_tables_of_mixed_groups() -> bool:
-    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
-
-    return "max_num_blocks_per_req" in vars(UniformTypeKVCacheSpecs)
-
-
-def serves_sparse_dcp() -> bool:
-    """Whether sparse layers can share their caches out to ranks in this vLLM, if they may at all
-    (`support.tries_sparse_dcp`).
-
-    The layers around ours are others from 0.28 on (there the MLA layer reads lengths that our
-    metadata has not; from 0.29 on a fused indexer; from 0.30 on a class that is asked), and none of
-    those was run so.
-    """
-    return _before((0, 28))
 
 
 def merge_every_context(prefill: Any, cached_tokens: Callable[[], Any]) -> None:

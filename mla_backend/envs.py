@@ -120,13 +120,6 @@ ENV_VARS: dict[str, EnvVar] = {
             "off the device.",
         ),
         EnvVar(
-            "MLA_BACKEND_SPARSE_DCP",
-            "0",
-            _parse_bool,
-            "Serve sparse layers under decode context parallelism (vLLM before 0.28). An "
-            "experiment: engines that shared their GPUs with many others hung. Off, it is refused.",
-        ),
-        EnvVar(
             "MLA_BACKEND_CPU_PLATFORM",
             "1",
             _parse_bool,

@@ -37,13 +37,10 @@ def block_size_reason(block_size: int) -> str:
 
 
 def dcp_reason(sparse: bool = False) -> str:
-    what, mend = _DCP, "--decode-context-parallel-size 1"
+    what = "decode context parallelism"
     if sparse:
-        what = f"sparse attention with {_DCP}"
-        if not tries_sparse_dcp():
-            return f"{what} {EXPERIMENT}. Mend: {mend}, or {TRY_SPARSE_DCP}"
-        what += ", which was not run with vLLM 0.28 and later"
-    return f"{what}. Mend: {mend}"
+        what = f"sparse attention with {what}"
+    return f"{what}. Mend: --decode-context-parallel-size 1"
 
 
 def batch_invariance_on_cpu_reason() -> str:
@@ -52,31 +49,11 @@ def batch_invariance_on_cpu_reason() -> str:
     return f"{what}. Mend: unset VLLM_BATCH_INVARIANT"
 
 
-def tries_sparse_dcp() -> bool:
-    """Whether the operator asked for the experiment; `compat` says in which vLLM there is one."""
-    return bool(envs.get("MLA_BACKEND_SPARSE_DCP"))
-
-
-def refuse_sparse_dcp(heads: int, *, dcp: int, drafts: int, on_cpu: bool) -> None:
-    """ValueError unless sparse layers can share their caches out to `dcp` ranks.
-
-    heads   query heads that the ranks of a group gather
-    drafts  refused: the lengths of the ranks would be right, as they are computed on the device,
-            but vLLM's own parts of such a step were not run
-    """
-    if dcp == 1:
-        refuse_heads(heads)
-        return
-    if on_cpu:  # vLLM before 0.28 does not ask the backend
-        raise RefusalError(f"on a CPU, {dcp_reason()}")
-    if not (tries_sparse_dcp() and compat.serves_sparse_dcp()):
+def refuse_sparse_dcp(vllm_config: Any) -> None:
+    """ValueError where ranks share out the tokens of a request: each would choose among its own.
+    vLLM before 0.28 does not ask the backend."""
+    if vllm_config.parallel_config.decode_context_parallel_size > 1:
         raise RefusalError(dcp_reason(sparse=True))
-    if drafts:
-        raise RefusalError(
-            f"{drafts} speculative tokens with sparse attention and {_DCP}, which were not run "
-            "together. Mend: --decode-context-parallel-size 1, or leave out --speculative-config"
-        )
-    refuse_heads(heads)
 
 
 def refuse_hisparse(vllm_config: Any) -> None:
@@ -193,10 +170,6 @@ def _head_sizes(sparse: bool) -> tuple[int, ...]:
 
 
 ELSE = "Mend: leave out --attention-backend CUSTOM"
-_DCP = "decode context parallelism"
-# What hung and what did not: docs/plugin.md.
-EXPERIMENT = "is an experiment that hung where many engines shared the GPUs"
-TRY_SPARSE_DCP = "MLA_BACKEND_SPARSE_DCP=1 to try it with vLLM before 0.28"
 
 _WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "head_size not supported": lambda c: (

@@ -146,8 +146,8 @@ REFUSED = [
     ({"use_sparse": True, "kv_cache_dtype": "fp8_e5m2"}, r"fp8_e5m2; supported: auto"),
     (
         {"use_sparse": True, "use_dcp": True},
-        r"sparse attention with decode context parallelism is an experiment that hung .*"
-        r"Mend: --decode-context-parallel-size 1, or MLA_BACKEND_SPARSE_DCP=1",
+        r"sparse attention with decode context parallelism\. "
+        r"Mend: --decode-context-parallel-size 1",
     ),
     ({"use_dcp": True}, r"on a CPU, decode context parallelism"),
     ({"use_batch_invariant": True}, r"mode on a CPU, .*Mend: unset VLLM_BATCH_INVARIANT"),
@@ -175,21 +175,6 @@ def test_layer_is_refused_with_the_reason(changes, reason):
         current_platform.get_attn_backend_cls(
             AttentionBackendEnum.CUSTOM, selector_config(**changes)
         )
-
-
-def test_an_experiment_that_is_switched_on_is_refused_where_it_was_not_run(monkeypatch):
-    from mla_backend import compat
-    from mla_backend.attention.sparse.backend import SparseMlaBackend
-
-    if compat.serves_sparse_dcp():
-        pytest.skip("not refused in this vLLM")
-    layer = selector_config(use_sparse=True, use_dcp=True)._asdict()
-    monkeypatch.setenv("MLA_BACKEND_SPARSE_DCP", "1")
-    reasons = SparseMlaBackend.validate_configuration(device_capability=(9, 0), **layer)
-    assert reasons == [
-        "sparse attention with decode context parallelism, which was not run with vLLM 0.28 and "
-        "later. Mend: --decode-context-parallel-size 1"
-    ]
 
 
 @pytest.mark.parametrize("changes", [{}, {"kv_cache_dtype": "fp8_ds_mla"}, {"block_size": 128}])

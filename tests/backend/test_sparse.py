@@ -260,82 +260,21 @@ def test_contexts_that_the_top_k_of_a_gpu_does_not_take(monkeypatch):
     take("auto", gpu)
 
 
-SWITCH = "MLA_BACKEND_SPARSE_DCP"
-EXPERIMENT = (
-    "sparse attention with decode context parallelism is an experiment that hung where many "
-    "engines shared the GPUs. Mend: --decode-context-parallel-size 1, or MLA_BACKEND_SPARSE_DCP=1 "
-    "to try it"
-)
-
-
-@pytest.mark.parametrize(
-    "version, on_cpu, changes, reason",
-    [
-        ("0.26.0", True, {}, "on a CPU, decode context parallelism. Mend: --decode-context"),
-        ("0.28.0", False, {}, "sparse attention with decode context parallelism, which was not run "
-         "with vLLM 0.28 and later. Mend: --decode-context-parallel-size 1$"),
-        ("dev", False, {}, "which was not run with vLLM 0.28 and later"),
-        ("0.27.1", False, {"drafts": 3}, "3 speculative tokens with sparse attention and decode"),
-        ("0.26.0", False, {"dcp": 33}, "132 query heads on one rank; the kernels take 128"),
-        ("0.27.1", False, {}, None),
-    ],
-)  # fmt: skip
-def test_context_parallelism_where_it_was_not_run_is_refused(
-    monkeypatch, version, on_cpu, changes, reason
-):
-    from mla_backend import compat
-    from mla_backend.attention import support
-
-    monkeypatch.setattr(compat, "installed_vllm_version", lambda: version)
-    monkeypatch.setenv(SWITCH, "1")
-    asked = {"dcp": 2, "drafts": 0} | changes
-    heads = H * asked["dcp"]
-    if reason is None:
-        support.refuse_sparse_dcp(heads, on_cpu=on_cpu, **asked)
-        return
-    with pytest.raises(ValueError, match=reason):
-        support.refuse_sparse_dcp(heads, on_cpu=on_cpu, **asked)
-    support.refuse_sparse_dcp(H, dcp=1, drafts=asked["drafts"], on_cpu=on_cpu)
-
-
-@pytest.mark.parametrize("version", ["0.26.0", "0.28.1", "0.29.0", "0.33.0", "dev"])
-@pytest.mark.parametrize("value", [None, "0"])
-def test_context_parallelism_is_refused_unless_it_is_switched_on(monkeypatch, version, value):
-    from mla_backend import compat
-    from mla_backend.attention import support
-
-    monkeypatch.setattr(compat, "installed_vllm_version", lambda: version)
-    if value is None:
-        monkeypatch.delenv(SWITCH, raising=False)
-    else:
-        monkeypatch.setenv(SWITCH, value)
-    with pytest.raises(ValueError, match=EXPERIMENT):
-        support.refuse_sparse_dcp(2 * H, dcp=2, drafts=0, on_cpu=False)
-    support.refuse_sparse_dcp(H, dcp=1, drafts=3, on_cpu=False)
-
-
-def test_vllm_hears_that_context_parallelism_is_refused(monkeypatch):
-    """From the class, in the versions that ask, and from the layer."""
-    from mla_backend import compat
-    from mla_backend.attention.sparse import impl
+def test_decode_context_parallelism_is_refused(monkeypatch):
+    """By the class, in the versions that ask, and by the layer."""
     from mla_backend.attention.sparse.backend import SparseMlaBackend
 
-    assert SparseMlaBackend.get_impl_cls().supports_dcp is compat.serves_sparse_dcp()
-    two = fake_config(dcp=2)
-    for switch, on_cpu, served, config, reason in (
-        ("1", True, True, two, "on a CPU, decode context parallelism"),
-        ("1", False, False, two, "which was not run with vLLM 0.28 and later"),
-        ("0", False, False, two, EXPERIMENT),
-        ("0", False, True, two, EXPERIMENT),
-        ("1", False, True, fake_config(dcp=2, drafts=1), "1 speculative tokens with sparse atten"),
-        ("1", False, True, fake_config(dcp=33), "132 query heads on one rank"),
-    ):
-        monkeypatch.setenv(SWITCH, switch)
-        platform = types.SimpleNamespace(is_cpu=lambda on_cpu=on_cpu: on_cpu)
-        monkeypatch.setattr(impl, "current_platform", platform)
-        monkeypatch.setattr(compat, "serves_sparse_dcp", lambda served=served: served)
-        with pytest.raises(ValueError, match=reason):
-            make_impl(monkeypatch, config=config)
+    assert SparseMlaBackend.get_impl_cls().supports_dcp is False
+    reason = (
+        "sparse attention with decode context parallelism. Mend: --decode-context-parallel-size 1$"
+    )
+    with pytest.raises(ValueError, match=reason):
+        make_impl(monkeypatch, config=fake_config(dcp=2))
+
+
+def test_more_heads_than_the_kernels_take_are_refused(monkeypatch):
+    with pytest.raises(ValueError, match="132 query heads on one rank; the kernels take 128"):
+        make_impl(monkeypatch, num_heads=132)
 
 
 @pytest.mark.parametrize("name, value", [("sliding_window", 4), ("attn_type", "encoder_only")])

@@ -82,15 +82,7 @@ def keys(monkeypatch):
     return found
 
 
-def shard_of_two():
-    """Of a rank whose peer brings the same candidates."""
-    from mla_backend.attention.sparse.dcp import Shard
-
-    group = types.SimpleNamespace(all_gather=lambda x, dim: torch.cat([x, x], dim))
-    return Shard(0, 2, group, types.SimpleNamespace(cp_kv_cache_interleave_size=1))
-
-
-def make_indexer(max_blocks, shard=None):
+def make_indexer(max_blocks):
     from mla_kernels import indexer_topk_workspace
 
     from mla_backend.attention.sparse.indexer_layer import IndexerLayer
@@ -102,7 +94,6 @@ def make_indexer(max_blocks, shard=None):
         impl="triton",
         workspace=indexer_topk_workspace(MAX_TOKENS, max_blocks, torch.device("cpu")),
         topk_indices=torch.full((MAX_TOKENS, TOPK), -1, dtype=torch.int32),
-        shard=shard,
     )
 
 
@@ -138,19 +129,18 @@ def random_common(rng, max_blocks, max_tokens=MAX_TOKENS):
     )
 
 
-@pytest.mark.parametrize("max_blocks, ranks", [(64, 1), (2048, 1), (64, 2)])
+@pytest.mark.parametrize("max_blocks", [64, 2048])
 @pytest.mark.parametrize("scores", ["hopper", "triton"])
-def test_no_step_launches_what_was_not_compiled(keys, max_blocks, ranks, scores, monkeypatch):
+def test_no_step_launches_what_was_not_compiled(keys, max_blocks, scores, monkeypatch):
     from mla_kernels.indexer import api
 
     from mla_backend.attention.sparse.rows import RowsBuilder
     from mla_backend.attention.sparse.warmup import warm_up_indexer
 
-    shard = shard_of_two() if ranks == 2 else None
     monkeypatch.setattr(torch, "empty", torch.zeros)  # indices that no kernel has written
     monkeypatch.setattr(api, "_choose", lambda *_: types.SimpleNamespace(impl=scores))
-    indexer = make_indexer(max_blocks, shard)
-    builder = RowsBuilder(MAX_TOKENS, torch.device("cpu"), shard)
+    indexer = make_indexer(max_blocks)
+    builder = RowsBuilder(MAX_TOKENS, torch.device("cpu"))
     warm_up_indexer(indexer, MAX_TOKENS, MAX_REQUESTS, max_blocks)
     compiled = set(keys)
     names = {key[0] for key in compiled}
@@ -184,9 +174,8 @@ ATTENTION = {
 }
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("kind", ATTENTION)
-def test_no_step_attends_with_what_was_not_compiled(kind, ranks, keys, monkeypatch):
+def test_no_step_attends_with_what_was_not_compiled(kind, keys, monkeypatch):
     import test_sparse
     from mla_kernels.sparse import api as sparse_api
     from mla_kernels.sparse.hopper import launcher as hopper
@@ -215,14 +204,12 @@ def test_no_step_attends_with_what_was_not_compiled(kind, ranks, keys, monkeypat
     monkeypatch.setattr(hopper, "device_arch", lambda device: ARCHS[90])
     if kernel == "hopper":
         impl._workspace = torch.empty(2**26, dtype=torch.uint8)
-    impl.shard = shard_of_two() if ranks == 2 else None
     layer = types.SimpleNamespace(_k_scale=torch.ones(1), impl=impl)
     builder = RowsBuilder(MAX_TOKENS, torch.device("cpu"))
     warm_up_attention(layer, 300, MAX_REQUESTS, 64)
     compiled = set(keys)
     names = {key[0] for key in compiled}
-    joins = kind == "triton" and ranks == 1
-    assert ("join_query_kernel" in names) is joins, "others read q in two parts, or get it joined"
+    assert ("join_query_kernel" in names) is (kind == "triton"), "others read q in two parts"
     assert names >= {
         name, "mla_sparse_merge_kernel", "positions_to_slots_kernel",
         "write_kv_cache_kernel",
@@ -246,8 +233,6 @@ def test_no_step_attends_with_what_was_not_compiled(kind, ranks, keys, monkeypat
         )
         parts = torch.zeros(HEADS, T, 512), torch.zeros(T, HEADS, 192)[..., 128:]
         q = parts[0].bfloat16().transpose(0, 1), parts[1].bfloat16()
-        if ranks == 2:
-            q = torch.cat(q, -1)
         step = types.SimpleNamespace(rows=builder.build(common))
         impl.forward_mqa(q, cache, step, layer)
     late = [dict(key[1:]) | {"kernel": key[0]} for key in keys - compiled]

@@ -37,7 +37,7 @@ def test_no_two_answers_are_the_same_by_accident():
     assert answers["sliding window"] == ("no", "no")
 
 
-def test_an_experiment_is_no_promise():
+def test_context_parallelism_is_for_dense_layers():
     from vllm.v1.attention.backend import AttentionBackend
 
     if "use_dcp" not in inspect.signature(AttentionBackend.validate_configuration).parameters:

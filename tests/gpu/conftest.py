@@ -28,9 +28,6 @@ STACKS = {"PYTHONFAULTHANDLER": "1"}  # each process says at SIGABRT where it st
 AT_ONCE = 8
 SECONDS = 300
 STACK_SECONDS = 10
-# Of engines whose sparse layers are under decode context parallelism, which hung where many engines
-# shared two GPUs (docs/plugin.md).
-SPARSE_DCP_AT_ONCE = 1
 KIND = re.compile(r"\b[A-Z]+\d+")  # the H200 of "NVIDIA H200", the H100 of "NVIDIA H100 80GB HBM3"
 # Process groups of engines; the lock is held while one starts.
 RUNNING: set[int] = set()
@@ -119,7 +116,7 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture(scope="session")
 def engines(request, tmp_path_factory, checkpoint):
     """`engines(name)`: the result of an engine of engines.py. All start with the first call."""
-    from engines import SPARSE_DCP, all_engines
+    from engines import all_engines
 
     signal.signal(signal.SIGTERM, take_engines_along)
     kept = request.config.getoption("--logs", default=None)
@@ -127,8 +124,7 @@ def engines(request, tmp_path_factory, checkpoint):
     folder.mkdir(parents=True, exist_ok=True)
     only = (request.config.getoption("--engines", default=None) or "").split(",")
     futures, gpus = {}, itertools.cycle(each_gpu())
-    pools = ThreadPoolExecutor(AT_ONCE), ThreadPoolExecutor(SPARSE_DCP_AT_ONCE)
-    with pools[0], pools[1]:
+    with ThreadPoolExecutor(AT_ONCE) as pool:
         for name, (heads, engine, env, scenarios) in all_engines().items():
             if not any(part in name for part in only):
                 continue
@@ -139,7 +135,6 @@ def engines(request, tmp_path_factory, checkpoint):
                 "choices": name.endswith("choices"),
             }
             place = folder / name.replace(" ", "-").replace(",", "")
-            pool = pools[SPARSE_DCP in env]
             if "tensor_parallel_size" not in engine:
                 env = env | {"CUDA_VISIBLE_DEVICES": next(gpus)}
             futures[name] = pool.submit(run_engine, place, spec, env)

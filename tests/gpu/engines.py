@@ -57,7 +57,6 @@ RANKS = {
 }
 RANKS_STOCK = "FLASH_ATTN_MLA"
 SPARSE_STOCK = "FLASHMLA_SPARSE"
-SPARSE_DCP = "MLA_BACKEND_SPARSE_DCP"
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
 
 
@@ -146,20 +145,6 @@ def add_other_runner(add, short, crowd):
     if torch.cuda.device_count() > 1:
         add("CUSTOM dcp 2 other runner", 128, env | NO_MULTICAST, disable_custom_all_reduce=True,
             **RANKS["dcp 2"])  # fmt: skip
-
-
-def add_sparse_dcp(add, short):
-    """V3.2 whose ranks share the context: graphs, piecewise ones, and a checked eager engine whose
-    ranks take whole pages in turns. "v3.2 all" reads all of `short`. An experiment: see conftest.py
-    for how they are run."""
-    ranks = RANKS["dcp 2"] | {"disable_custom_all_reduce": True}
-    env = NO_MULTICAST | {SPARSE_DCP: "1"}
-    checked = env | {"MLA_BACKEND_CHECK": "1"}
-    whole_pages = EAGER | {"cp_kv_cache_interleave_size": 64}
-    add("CUSTOM v3.2 tp 2 dcp 2", "v3.2", env, **ranks)
-    add("CUSTOM v3.2 all tp 2 dcp 2", "v3.2 all", env, short, **ranks)
-    add("CUSTOM v3.2 all tp 2 dcp 2 compiled", "v3.2 all", env, short, **COMPILED, **ranks)
-    add("CUSTOM v3.2 all tp 2 dcp 2 pages", "v3.2 all", checked, short, **whole_pages, **ranks)
 
 
 def all_engines():
@@ -253,5 +238,4 @@ def all_engines():
                 **RANKS["tp 2"])  # fmt: skip
         add("CUSTOM tp 2 mtp", 128, NO_MULTICAST, compilation_config=MTP_GRAPHS,
             disable_custom_all_reduce=True, **MTP, **RANKS["tp 2"])  # fmt: skip
-        add_sparse_dcp(add, short)
     return engines

@@ -249,10 +249,7 @@ def test_weights_that_leave_no_room_are_refused(lite):
 ROOFS = rates.Rates("test", "by hand", read_gbps=4000, gemm_tflops=500, cases=())
 
 
-SPARSE_DCP = "MLA_BACKEND_SPARSE_DCP"  # an experiment, refused without it
-
-
-def test_attention_floor_by_hand(v3, v32, monkeypatch):
+def test_attention_floor_by_hand(v3, v32):
     # 128 heads: 2 * 64 * 128 * 4096 * 1088 = 73.0 GFLOP, 146.03 us at 500 TFLOPS; 75.5 us to read
     plan = cost.make(question(v3, Layout(tp=1, dp=8, ep=True), rates=ROOFS, batch=512))
     assert plan.attention.floor_us == pytest.approx(61 * 146.0289, rel=1e-4)
@@ -277,11 +274,6 @@ def test_attention_floor_by_hand(v3, v32, monkeypatch):
     short = cost.make(question(v32, Layout(tp=8), **sparse | {"context": 1024}))
     read = 64 * 1024 * (656 + 132)
     assert short.attention.floor_us == pytest.approx(61 * read / 4000e3, rel=1e-4)
-    # dcp 8: all 128 heads over an eighth of those tokens, 2 * 64 * 128 * 256 * 1088 = 4.56 GFLOP,
-    # and 64 index heads of 128 over an eighth of the keys, 2 * 64 * 64 * 2048 * 128 = 2.15 GFLOP
-    monkeypatch.setenv(SPARSE_DCP, "1")
-    plan = cost.make(question(v32, Layout(tp=8, dcp=8), **sparse))
-    assert plan.attention.floor_us == pytest.approx(61 * 13.4218, rel=1e-4)
 
 
 def test_the_largest_stage_is_the_one_with_more_indexers():
@@ -312,9 +304,8 @@ def test_why_there_is_no_time_of_our_kernels(v3, v32):
 @pytest.mark.parametrize(
     "folder, changes, layout, said",
     [
-        (V32, {}, {"tp": 8, "dcp": 8}, "Expected --dcp 1 for the sparse attention of m, got 8, "
-         "which is an experiment that hung where many engines shared the GPUs. Mend: --dcp 1, or "
-         "MLA_BACKEND_SPARSE_DCP=1 to try it"),
+        (V32, {}, {"tp": 8, "dcp": 8}, "Expected --dcp 1 for the sparse attention of m, "
+         "which decode context parallelism does not serve, got 8"),
         (V32, {"num_attention_heads": 256}, {"tp": 8, "dcp": 8}, "256 attention heads / --tp 8 x "
          "--dcp 8 are 256 on a GPU; our kernels take 128. Mend: --tp of 16 or more, or a lower"),
         (V3, {"num_attention_heads": 256}, {"tp": 1}, "256 attention heads / --tp 1 are 256 on a "

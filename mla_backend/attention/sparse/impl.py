@@ -15,7 +15,6 @@ from mla_backend.attention import support
 from mla_backend.attention.expanded import ExpandedPrompts
 from mla_backend.attention.impl import lay_out_absorbed_weights
 from mla_backend.attention.kernel import cache_dtype
-from mla_backend.attention.sparse.dcp import Shard
 from mla_backend.attention.sparse.indexer import take_over
 from mla_backend.attention.sparse.indexer_backend import IndexerBackend
 from mla_backend.attention.sparse.indexer_layer import LAYERS
@@ -46,8 +45,7 @@ class SparseMlaImpl(ExpandedPrompts):
     supports_quant_query_input = False
     _use_flashinfer_concat_mla_k = False
     can_return_lse_for_decode: bool = True
-    # vLLM 0.30 and later ask for it, and there it is False; before, `refuse_sparse_dcp` decides.
-    supports_dcp: bool = compat.serves_sparse_dcp()
+    supports_dcp: bool = False  # asked from 0.30 on; before, `refuse_sparse_dcp` decides
 
     def __init__(
         self,
@@ -70,17 +68,8 @@ class SparseMlaImpl(ExpandedPrompts):
         vllm_config = get_current_vllm_config()
         support.refuse_hisparse(vllm_config)
         self._on_cpu = current_platform.is_cpu()
-        dcp = vllm_config.parallel_config.decode_context_parallel_size
-        speculative = vllm_config.speculative_config
-        # Those of a rank; under DCP those that the ranks of a group gather for `forward_mqa`.
-        self.query_heads = num_heads * dcp
-        support.refuse_sparse_dcp(
-            self.query_heads,
-            dcp=dcp,
-            drafts=speculative.num_speculative_tokens if speculative is not None else 0,
-            on_cpu=self._on_cpu,
-        )
-        self.shard = Shard.of(vllm_config)
+        support.refuse_sparse_dcp(vllm_config)
+        support.refuse_heads(num_heads)
         super().__init__(
             num_heads,
             head_size,
@@ -104,34 +93,22 @@ class SparseMlaImpl(ExpandedPrompts):
         self.supports_dense_mha_prefill = are_expanded(kv_cache_dtype, self.dtype, vllm_config)
         dims = MlaDims(self.kv_lora_rank, head_size - self.kv_lora_rank)
         self.kernel = SparseKernel.choose(
-            device, dims, self.dtype, self.kv_cache_element, self.query_heads
+            device, dims, self.dtype, self.kv_cache_element, num_heads
         )
         self._workspace = attention_workspace(
             max_tokens(vllm_config),
-            self.query_heads,
+            num_heads,
             buffer.shape[1],
             self.kv_lora_rank,
             device,
             self.kernel.attention,
         )
         if indexer is not None:
-            # vLLM has the queries of all heads and, while it adds up those of the ranks, their
-            # outputs twice, which are narrower.
-            gathered = 3 * self.query_heads * head_size * self.dtype.itemsize
             expanded = None
             if self.supports_dense_mha_prefill and not self._on_cpu:
                 capability = torch.cuda.get_device_capability(device)
                 expanded = ExpandedBytes.of(self, self.dtype.itemsize, capability)
-            take_over(
-                indexer,
-                self.kernel,
-                IndexerBackend,
-                vllm_config,
-                device,
-                self.shard,
-                gathered,
-                expanded,
-            )
+            take_over(indexer, self.kernel, IndexerBackend, vllm_config, device, expanded)
 
     @property
     def topk_indices_buffer(self) -> Any:
@@ -167,21 +144,16 @@ class SparseMlaImpl(ExpandedPrompts):
         """Absorbed attention of q [T, H, Dk], or its latent and rope parts, T all tokens that
         `forward_mha` does not get.
 
-        Returns out [T, H, kv_lora_rank] and lse [T, H], fp32, natural log. Under DCP H are the
-        heads of all ranks and the results those of this rank's tokens, 0 and -inf without any;
-        vLLM adds them up.
+        Returns out [T, H, kv_lora_rank] and lse [T, H], fp32, natural log.
         """
         if self._on_cpu:
             lay_out_absorbed_weights(layer)
         T = len(first_part(q))
         STATS.forward_mqa_calls += 1
         STATS.forward_mqa_tokens += T
-        rows, chosen = attn_metadata.rows, self.topk_indices_buffer[:T]
-        lengths = None
-        if self.shard is not None:  # the other ranks' tokens would be as many empty slots
-            lengths = (chosen >= 0).sum(1, dtype=torch.int32)
+        rows = attn_metadata.rows
         slots = positions_to_slots(
-            chosen,
+            self.topk_indices_buffer[:T],
             rows.block_table,
             request_ids=rows.request_ids,
             block_size=support.BLOCK_SIZE,
@@ -194,7 +166,6 @@ class SparseMlaImpl(ExpandedPrompts):
             scale=self.scale,
             kv_lora_rank=self.kv_lora_rank,
             kv_scale=self._kv_scale(layer._k_scale),
-            lengths=lengths,
             rescale=self.kernel.rescale,
             deterministic=self.kernel.deterministic,
             impl=self.kernel.attention,

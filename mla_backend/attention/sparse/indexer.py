@@ -16,7 +16,6 @@ from vllm.utils.torch_utils import direct_register_custom_op
 
 from mla_backend import compat
 from mla_backend.attention import support
-from mla_backend.attention.sparse.dcp import Shard
 from mla_backend.attention.sparse.indexer_layer import LAYERS, IndexerLayer
 from mla_backend.attention.sparse.kernel import SparseKernel, topk_workspace
 from mla_backend.attention.sparse.metadata import IndexerMetadata, SparseMetadata
@@ -34,14 +33,11 @@ def take_over(
     backend: type,
     vllm_config: Any,
     device: Any,
-    shard: Shard | None = None,
-    gathered_bytes: int = 0,
     expanded_bytes: ExpandedBytes | None = None,
 ) -> None:
     """Make the `Indexer` of one of vLLM's layers compute with our kernels, and nothing else.
 
-    `shard`, `gathered_bytes` and `expanded_bytes`: see `IndexerLayer`. ValueError for an indexer
-    that the kernels do not take.
+    `expanded_bytes`: see `IndexerLayer`. ValueError for an indexer that the kernels do not take.
     """
     limits = {
         "index_head_dim": (indexer.head_dim, HEAD_DIM, HEAD_DIM),
@@ -55,7 +51,7 @@ def take_over(
                 f"{name} is {value}; the indexer's kernels take {allowed}. {support.ELSE}"
             )
     name = indexer.k_cache.prefix
-    max_blocks = compat.block_table_width(vllm_config, support.BLOCK_SIZE, sparse=True)
+    max_blocks = compat.block_table_width(vllm_config, support.BLOCK_SIZE)
     impl = kernel.indexer
     by_kernel = device.type != "cpu" and impl not in support.SLOW_IMPLS
     if by_kernel and max_blocks * support.BLOCK_SIZE > MAX_WIDTH:
@@ -72,8 +68,6 @@ def take_over(
         workspace=topk_workspace(max_tokens(vllm_config), max_blocks, device, impl),
         topk_indices=indexer.topk_indices_buffer,
         fp8_products=kernel.fp8_products,
-        shard=shard,
-        gathered_bytes=gathered_bytes,
         expanded_bytes=expanded_bytes,
     )
 
@@ -96,8 +90,7 @@ def run_indexer(
     topk_indices: torch.Tensor,
     layer_name: str,
 ) -> None:
-    """Write `topk_indices` [>= T, index_topk] int32: ascending positions, -1 after the last. Under
-    decode context parallelism those of the chosen tokens that this rank holds, among its own.
+    """Write `topk_indices` [>= T, index_topk] int32: ascending positions, -1 after the last.
 
     q           [>= T, heads, 128] float8_e4m3fn; the rows past T are padding
     k           [>= T, 128], RoPE applied; None: already in the cache

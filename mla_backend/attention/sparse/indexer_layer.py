@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 from mla_kernels import indexer_topk, write_indexer_cache
 
-from mla_backend.attention.sparse.dcp import CANDIDATE_BYTES, MERGED_AT_ONCE, Shard
 from mla_backend.attention.sparse.rows import TokenRows
 from mla_backend.attention.sparse.short_prompts import ExpandedBytes
 
@@ -17,8 +16,6 @@ class IndexerLayer:
 
     dtype          of the keys before they are quantised
     topk_indices   [>= max tokens, index_topk] int32, which the attention of the layer reads
-    shard          this rank's under decode context parallelism: its share of the choice is kept
-    gathered_bytes of a token, while the attention of all ranks' heads is added up
     expanded_bytes on a GPU, while prompts attend in expanded form; None where none does
     attention      name of the layer whose metadata says which rows do, so that nothing is chosen
                    for them; None: for all rows, as in a draft, which may read the choice again
@@ -31,24 +28,15 @@ class IndexerLayer:
     workspace: torch.Tensor | None
     topk_indices: torch.Tensor
     fp8_products: bool = False
-    shard: Shard | None = None
-    gathered_bytes: int = 0
     expanded_bytes: ExpandedBytes | None = None
     attention: str | None = None
 
     def profile(self, T: int) -> None:
-        """Take what a step of T tokens takes under decode context parallelism, or on a GPU for
-        prompts in expanded form, and free it, so that vLLM counts it when it sizes the KV cache: no
-        layer attends while it measures."""
-        device = self.topk_indices.device
+        """Take what a step of T tokens takes on a GPU for prompts in expanded form, and free it, so
+        that vLLM counts it when it sizes the KV cache: no layer attends while it measures."""
         if self.expanded_bytes is not None:
-            torch.empty(self.expanded_bytes.at_most(T), dtype=torch.uint8, device=device)
-        if self.shard is not None:
-            candidates = T * self.topk_indices.shape[1]
-            # 8 bytes each, and first 16 while their scores are looked up, then those of the merge.
-            choice = 8 * candidates + max(16 * candidates, CANDIDATE_BYTES * MERGED_AT_ONCE)
-            size = max(choice, T * self.gathered_bytes)
-            torch.empty(size, dtype=torch.uint8, device=device)
+            size = self.expanded_bytes.at_most(T)
+            torch.empty(size, dtype=torch.uint8, device=self.topk_indices.device)
 
     def run(
         self,
@@ -69,17 +57,10 @@ class IndexerLayer:
         if not T:  # all of them prompts that read all they see
             return
         own = topk_indices[:T]
-        if self.shard is None:
-            if own.device.type == "cpu" and self.impl in ("auto", "torch"):
-                self._choose_on_cpu(q, k_cache, weights, rows, own)
-            else:
-                self._choose(q, k_cache, weights, rows, own)
-            return
-        shape = T, 2, own.shape[1]
-        candidates = torch.empty(shape, dtype=torch.int32, device=own.device)
-        scores = candidates[:, 1].view(torch.float32)
-        self._choose(q, k_cache, weights, rows, candidates[:, 0], scores)
-        self.shard.merge(candidates, own, self.impl)
+        if own.device.type == "cpu" and self.impl in ("auto", "torch"):
+            self._choose_on_cpu(q, k_cache, weights, rows, own)
+        else:
+            self._choose(q, k_cache, weights, rows, own)
 
     def _choose(
         self,
@@ -88,9 +69,8 @@ class IndexerLayer:
         weights: torch.Tensor,
         rows: TokenRows,
         chosen: torch.Tensor,
-        scores: torch.Tensor | None = None,
     ) -> None:
-        """Write chosen [T, k] int32 of this rank's cache and, if given, its scores [T, k] fp32."""
+        """Write chosen [T, k] int32."""
         T = chosen.shape[0]
         indexer_topk(
             q[:T],
@@ -103,7 +83,6 @@ class IndexerLayer:
             lengths=rows.lengths,
             fp8_products=self.fp8_products,
             out=chosen,
-            values=scores,
             workspace=self.workspace,
             impl=self.impl,
         )

@@ -15,7 +15,6 @@ from vllm.v1.attention.backend import (
 from mla_backend import compat, envs
 from mla_backend.attention import support
 from mla_backend.attention.prefill import PrefillTile
-from mla_backend.attention.sparse.dcp import Shard
 from mla_backend.attention.sparse.indexer_layer import LAYERS
 from mla_backend.attention.sparse.rows import RowsBuilder, TokenRows, max_tokens
 from mla_backend.attention.sparse.short_prompts import ShortPrompts
@@ -57,8 +56,7 @@ class IndexerMetadata(AttentionMetadata):
 class _Builder:
     """Shared by both builders."""
 
-    # Nothing in `build` waits for the device and every tensor keeps its address. The collectives
-    # of decode context parallelism are captured like those of vLLM's own layers around them.
+    # Nothing in `build` waits for the device and every tensor keeps its address.
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 
     @classmethod
@@ -71,12 +69,12 @@ class _Builder:
     def _make_rows_builder(self, vllm_config: Any, device: torch.device) -> tuple[int, int, int]:
         """Returns the most tokens, requests and blocks of a request in a step."""
         tokens = max_tokens(vllm_config)
-        self._rows = RowsBuilder(tokens, device, Shard.of(vllm_config))
+        self._rows = RowsBuilder(tokens, device)
         requests = max(
             vllm_config.scheduler_config.max_num_seqs,
             vllm_config.compilation_config.max_cudagraph_capture_size or 0,
         )
-        width = compat.block_table_width(vllm_config, support.BLOCK_SIZE, sparse=True)
+        width = compat.block_table_width(vllm_config, support.BLOCK_SIZE)
         return tokens, requests, width
 
 
@@ -97,9 +95,8 @@ class SparseMetadataBuilder(_Builder, AttentionMetadataBuilder[SparseMetadata]):
         layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
         self._step_check: StepCheck | None = None
         if envs.get("MLA_BACKEND_CHECK"):
-            ranks = vllm_config.parallel_config.decode_context_parallel_size
             drafts = vllm_config.speculative_config is not None
-            self._step_check = StepCheck(layer, kv_cache_spec.block_size, ranks, drafts)
+            self._step_check = StepCheck(layer, kv_cache_spec.block_size, drafts=drafts)
         if layer.impl.kernel.attention in support.GPU_IMPLS:
             warm_up_attention(layer, *limits)
         if layer.impl.supports_dense_mha_prefill:

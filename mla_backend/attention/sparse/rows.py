@@ -12,8 +12,6 @@ import numpy as np
 import torch
 from mla_kernels.indexer.rows import token_rows
 
-from mla_backend.attention.sparse.dcp import Shard
-
 
 @dataclass
 class TokenRows:
@@ -22,8 +20,6 @@ class TokenRows:
     block_table  [B, max_blocks] int32      seq_lens  [B] int32, the new tokens included
     request_ids  [T] int32, -1 = padding; None: T / B rows a request, in order
     lengths      [T] int32: the row sees the first `lengths` tokens of its request
-
-    Under decode context parallelism the table and both lengths are those of this rank's tokens.
     """
 
     block_table: torch.Tensor
@@ -44,12 +40,9 @@ class TokenRows:
 class RowsBuilder:
     """Builds `TokenRows` into buffers that stay where they are, as a captured graph needs."""
 
-    def __init__(self, max_tokens: int, device: torch.device, shard: Shard | None = None) -> None:
-        self._shard = shard
+    def __init__(self, max_tokens: int, device: torch.device) -> None:
         self._request_ids = torch.full((max_tokens,), -1, dtype=torch.int32, device=device)
         self._lengths = torch.zeros_like(self._request_ids)
-        if shard is not None:  # as many requests as tokens at most
-            self._seq_lens = torch.zeros_like(self._request_ids)
         nothing = torch.zeros(2, dtype=torch.int32, device=device)
         self._fill(nothing, nothing[:1], 1)  # compiles the kernel now, not in the first step
 
@@ -67,9 +60,6 @@ class RowsBuilder:
             raise ValueError(f"Expected at most {len(self._lengths)} tokens in a step, got {T}")
         seq_lens = common.seq_lens[:B]
         request_ids, lengths = self._fill(common.query_start_loc[: B + 1], seq_lens, T)
-        if self._shard is not None:
-            self._shard.local_lengths(lengths, out=lengths)
-            seq_lens = self._shard.local_lengths(seq_lens, out=self._seq_lens[:B])
         return TokenRows(
             common.block_table_tensor[:B],
             seq_lens,

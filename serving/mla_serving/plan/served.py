@@ -59,10 +59,10 @@ def _check_heads(model: MlaModel, layout: Layout) -> None:
 
 
 def _check_ranks(model: MlaModel, layout: Layout) -> None:
-    if layout.dcp > 1 and not support.tries_sparse_dcp():
+    if layout.dcp > 1:
         raise ValueError(
-            f"Expected --dcp 1 for the sparse attention of {model.name}, got {layout.dcp}, which "
-            f"{support.EXPERIMENT}. Mend: --dcp 1, or {support.TRY_SPARSE_DCP}"
+            f"Expected --dcp 1 for the sparse attention of {model.name}, which decode context "
+            f"parallelism does not serve, got {layout.dcp}"
         )
 
 
