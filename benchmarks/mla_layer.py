@@ -31,8 +31,6 @@ PREFILLS = (512, 2048, 4096, 6144)
 CHECKED_REQUESTS = (0, 1, 77, 127)
 NAIVE = "torch/naive"
 OUT_OF_MEMORY = "out of memory"
-BYTES_PER_SECOND = 4.4e12  # copy roof of an H200, reads and writes counted
-FLOPS_PER_SECOND = 685e12  # bf16 matrix roof of an H200 under its power cap
 
 
 @dataclass
@@ -135,14 +133,17 @@ def relative_error(x: torch.Tensor, want: torch.Tensor) -> float:
     return float((x.double() - want.double()).norm() / want.double().norm())
 
 
-def floor_us(case: Case) -> tuple[float, str]:
-    """The least time a step can take, and which roof says so."""
+def floor_us(case: Case, roofs: dict[str, float]) -> tuple[float, str]:
+    """The least time a step can take by the machine's measured roofs, and which of them says so."""
     w, c, L = case.weights, case.naive.config, case.prefill + 1
     matrices = (w.down, w.q_up, w.k_up, w.v_up, w.out)
     bytes_moved = 2 * (sum(m.numel() for m in matrices) + case.batch * L * c.cache.head_dim)
     attention = c.num_heads * L * (c.cache.head_dim + c.kv_lora_rank)
     flops = 2 * case.batch * (sum(m.numel() for m in matrices) + attention)
-    memory, compute = bytes_moved / BYTES_PER_SECOND * 1e6, flops / FLOPS_PER_SECOND * 1e6
+    memory, compute = (
+        bytes_moved / roofs["read_gbps"] / 1e3,
+        flops / roofs["bf16_gemm_tflops"] / 1e6,
+    )
     return (memory, "memory") if memory > compute else (compute, "compute")
 
 
@@ -159,7 +160,7 @@ def eager_us(run: Callable[[], object], repeats: int = 5) -> float:
     return statistics.median(times)
 
 
-def run_case(case: Case, impls: list[str]) -> list[dict[str, object]]:
+def run_case(case: Case, impls: list[str], roofs: dict[str, float]) -> list[dict[str, object]]:
     requests = [b for b in CHECKED_REQUESTS if b < case.batch]
     want = golden(case, requests)
     bar = 1.2 * relative_error(case.naive(case.x[requests], case.past[requests])[0], want)
@@ -170,7 +171,7 @@ def run_case(case: Case, impls: list[str]) -> list[dict[str, object]]:
         "torch.compile/absorbed": lambda: absorbed_torch(case),
         NAIVE: lambda: naive_torch(case),
     }
-    floor, roof = floor_us(case)
+    floor, roof = floor_us(case, roofs)
     rows: list[dict[str, object]] = []
     for name, maker in makers.items():
         gc.collect()
@@ -226,12 +227,12 @@ def main() -> int:
     claim(args.results)
     need_gpu()
     torch.backends.cuda.matmul.allow_tf32 = False
+    machine = describe_gpu()
     naive = make_naive(MlaLayerConfig())
     weights = naive.absorbed_weights()
     rows = []
     for prefill in args.prefill:
-        rows += run_case(make_case(naive, weights, args.batch, prefill), args.impl)
-    machine = describe_gpu()
+        rows += run_case(make_case(naive, weights, args.batch, prefill), args.impl, machine)
     result = {"machine": machine, "command": command("mla_layer"), "rows": rows}
     write_json(args.results / "mla_layer.json", result)
     write(args.results / "mla_layer.md", markdown(result))
