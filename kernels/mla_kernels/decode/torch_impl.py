@@ -19,11 +19,12 @@ from mla_kernels.decode.torch_gather import gather
 from mla_kernels.decode.torch_scratch import scratch
 from mla_kernels.decode.torch_sdpa import attend_by_sdpa, calls, one_call
 from mla_kernels.decode.torch_tiles import TILE_TOKENS, Tile, tiles_by_length, tiles_of_all
+from mla_kernels.torch_modes import without_modes
 
 DEVICE_TILE_TOKENS = 2**15
 
 
-@torch.no_grad()
+@without_modes
 def mla_decode_torch(
     q: torch.Tensor,
     kv_cache: torch.Tensor,

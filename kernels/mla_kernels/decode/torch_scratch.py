@@ -18,10 +18,10 @@ def scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tens
         return last
     size = math.prod(shape) * dtype.itemsize
     if size > KEPT_BYTES:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     with torch.inference_mode(False):  # usable in and outside of it
         if buffer is None or buffer.numel() < size:
-            buffer = torch.empty(size, dtype=torch.uint8)
+            buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
         last = buffer[:size].view(dtype).view(shape)
     setattr(_BUFFERS, name, (buffer, last))
     return last

@@ -60,7 +60,7 @@ def attend_by_sdpa(
     queries, words = q.reshape(B, groups, -1, Dk), as_words(kv_cache)
     limits = seq_lens[:, None]  # how many tokens a query sees
     if hidden:
-        limits = limits - hidden + torch.arange(s_q)
+        limits = limits - hidden + torch.arange(s_q, device="cpu")
     limits = limits.view(B, groups, -1)
     out = q.new_empty(*queries.shape[:3], kv_lora_rank)
     lse = q.new_full(queries.shape[:3], -torch.inf, dtype=torch.float32)
@@ -152,8 +152,8 @@ def _attend(
         return torch.cat(outs, 1), torch.cat(lses, 1)
     mask = None
     if limit is not None:
-        unseen = torch.arange(keys.shape[1]) >= limit[..., None]
-        mask = torch.zeros(unseen.shape, dtype=torch.float32).masked_fill_(unseen, -torch.inf)
+        unseen = torch.arange(keys.shape[1], device="cpu") >= limit[..., None]
+        mask = torch.zeros_like(unseen, dtype=torch.float32).masked_fill_(unseen, -torch.inf)
         if limit.shape[2] > 1:
             mask = mask.repeat_interleave(q.shape[2] // limit.shape[2], 2)
     keys = keys[:, None].expand(-1, q.shape[1], -1, -1)
@@ -185,8 +185,9 @@ def _attend_in_parts(
     padded[:, :N].copy_(keys)
     padded[:, N:].zero_()
     if limit is None:
-        limit = torch.full((b, 1, 1), N)
-    in_part = limit[:, None] - width * torch.arange(parts)[:, None, None]  # [b, parts, G, n]
+        limit = torch.full((b, 1, 1), N, device="cpu")
+    part = torch.arange(parts, device="cpu")[:, None, None]
+    in_part = limit[:, None] - width * part  # [b, parts, G, n]
     out, lse = _attend(
         q.float()[:, None].expand(b, parts, G, R, D).flatten(0, 1),
         padded.view(b * parts, width, D),

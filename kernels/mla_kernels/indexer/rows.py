@@ -150,7 +150,7 @@ def token_rows(
         request_ids.fill_(-1)
         lengths.zero_()
         return
-    tokens = torch.arange(request_ids.shape[0], dtype=torch.int32)
+    tokens = torch.arange(request_ids.shape[0], dtype=torch.int32, device=ends.device)
     torch.searchsorted(ends, tokens, right=True, out_int32=True, out=request_ids)
     padding = request_ids >= B
     request = request_ids.clamp(max=B - 1)

@@ -12,6 +12,7 @@ from mla_kernels.cache.rows import as_words
 from mla_kernels.checks import check_range
 from mla_kernels.decode.torch_scratch import scratch
 from mla_kernels.layouts import IndexerLayout
+from mla_kernels.torch_modes import without_modes
 
 # Elements of the largest temporary: 16 MB in fp32, which stay in a CPU's last cache.
 MAX_ELEMENTS = 2**22
@@ -19,7 +20,7 @@ MAX_ELEMENTS = 2**22
 _NAN_AS_NUMBER = 480.0
 
 
-@torch.no_grad()
+@without_modes
 def indexer_scores_torch(
     q: torch.Tensor,
     k_cache: torch.Tensor,

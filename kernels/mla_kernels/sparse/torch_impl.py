@@ -11,13 +11,14 @@ import torch
 from mla_kernels.cache.rows import as_words, rows_as_float
 from mla_kernels.decode.rescale import finish, pow2_step, scale_to_log2, start
 from mla_kernels.sparse.slots import apply_sink, used_slots
+from mla_kernels.torch_modes import without_modes
 
 # Rows gathered at a time: a few MB of keys, which stay in a CPU's cache.
 TILE_ROWS = 2048
 TILE_ROWS_DEVICE = 2**16
 
 
-@torch.no_grad()
+@without_modes
 def mla_sparse_attention_torch(
     q: torch.Tensor,
     kv_cache: torch.Tensor,

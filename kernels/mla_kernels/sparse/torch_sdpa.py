@@ -17,6 +17,7 @@ from mla_kernels.cache.rows import as_words, rows_as_float
 from mla_kernels.decode.torch_scratch import scratch
 from mla_kernels.decode.torch_sdpa import attend_in_call, calls
 from mla_kernels.sparse.slots import apply_sink, used_slots
+from mla_kernels.torch_modes import without_modes
 
 # Query rows that share keys in a call; their mask is a row for each.
 MOST_QUERY_ROWS = 512
@@ -32,7 +33,7 @@ class Run:
     length: int
 
 
-@torch.no_grad()
+@without_modes
 def sparse_attention_by_sdpa(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -60,7 +61,8 @@ def sparse_attention_by_sdpa(
     def attend(some: list[Run]) -> None:
         """Runs of as many tokens, together."""
         R, N = some[0].tokens, some[0].length
-        tokens = torch.tensor([run.first for run in some])[:, None] + torch.arange(R)
+        tokens = torch.tensor([run.first for run in some], device=q.device)[:, None]
+        tokens = tokens + torch.arange(R, device=q.device)
         limit = counts[tokens]  # [runs, R]
         rows = _gather(words, slots[tokens[:, -1], :N]).view(kv_cache.dtype)
         keys = rows_as_float(rows, dtype, kv_lora_rank, Dk, kv_scale).to(q.dtype)
@@ -95,7 +97,8 @@ def used_first(
     many these are, [T]."""
     used = used_slots(slots, num_rows, lengths)
     counts = used.sum(1)
-    front = torch.arange(int(counts.max()) if counts.numel() else 0) < counts[:, None]
+    longest = int(counts.max()) if counts.numel() else 0
+    front = torch.arange(longest, device=counts.device) < counts[:, None]
     width = front.shape[1]
     if not torch.equal(used[:, :width], front):
         slots = slots.gather(1, torch.argsort(~used, dim=1, stable=True))
