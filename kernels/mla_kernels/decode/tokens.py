@@ -51,7 +51,7 @@ def mla_decode_tokens(
     B = seq_lens.shape[0]
     if T % B if B else T:
         raise ValueError(f"Expected the tokens of {B} requests, as many of each, got {T}")
-    shape = (B, T // B if B else 1)
+    shape = (B, T // B if B else plan.s_q)
     out, lse = results_for(q, kv_lora_rank, out, lse)
     checks.check_shape("out", out, (T, "H", "kv_lora_rank"))
     checks.check_shape("lse", lse, (T, "H"))

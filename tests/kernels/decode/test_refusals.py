@@ -173,11 +173,12 @@ def test_the_reference_refuses_wrong_contents_too(name):
 
 @pytest.mark.parametrize("impl", ["torch", "triton", "reference"])
 @pytest.mark.parametrize("planned", [False, True])
-def test_an_empty_batch(impl, planned, monkeypatch):
-    case = decode_case([5, 70])
+@pytest.mark.parametrize("s_q", [1, 2])
+def test_an_empty_batch(impl, planned, s_q, monkeypatch):
+    case = decode_case([5, 70], s_q=s_q)
     q, kv_cache, block_table, seq_lens = case.args
     none = (q[:0], kv_cache, block_table[:0], seq_lens[:0])
-    plan = plan_mla_decode(seq_lens[:0], num_heads=16, s_q=1) if planned else None
+    plan = plan_mla_decode(seq_lens[:0], num_heads=16, s_q=s_q) if planned else None
     if impl == "triton":  # nothing may be launched: a grid or a TMA box of 0 is an error on a GPU
         from mla_kernels import dispatch
         from mla_kernels.decode.triton import launcher
@@ -185,7 +186,7 @@ def test_an_empty_batch(impl, planned, monkeypatch):
         monkeypatch.setattr(dispatch, "triton_refusal", lambda device: None)
         monkeypatch.setattr(launcher, "mla_decode_triton", None)
     out, lse = mla_decode(*none, **case.options, impl=impl, plan=plan)
-    assert out.shape == (0, 1, 16, 512) and lse.shape == (0, 1, 16)
+    assert out.shape == (0, s_q, 16, 512) and lse.shape == (0, s_q, 16)
     if planned:
         tokens = {"plan": plan, "kv_lora_rank": 512, "impl": impl, "scale": 0.1}
         out, lse = mla_decode_tokens(none[0].flatten(0, 1), *none[1:], **tokens)
