@@ -42,6 +42,8 @@ def rows_of(kind, T, n, g):
         x = torch.full((T, n), -INF)
     elif kind == "inf and nan":
         x = torch.where(u < 0.1, NAN, torch.where(u < 0.15, INF, torch.where(u < 0.3, -INF, x)))
+    elif kind == "inf alone":
+        x = torch.where(u < 0.01, INF, -INF)
     elif kind == "ascending":
         x = torch.arange(n).float().expand(T, n).contiguous() - n / 2
     elif kind == "denormal":
@@ -53,7 +55,7 @@ def rows_of(kind, T, n, g):
 
 
 KINDS = ["normal", "equal", "zeros", "relu", "few", "masked tail", "all masked", "inf and nan"]
-KINDS += ["ascending", "denormal", "one bit apart"]
+KINDS += ["inf alone", "ascending", "denormal", "one bit apart"]
 
 
 def check(scores, k, impl, device, lengths=None):

@@ -74,7 +74,7 @@ def find_floor(scores, counters, K: tl.constexpr, N: tl.constexpr, PTX: tl.const
             counters = ptx.other_counters(counters)
         if number < 0:
             searching = False
-            found = lo * 0 - 3.4028234663852886e38
+            found = tl.minimum(lo, -3.4028234663852886e38)  # lo may be inf
         else:
             wanted -= above
             here = counted & (bin == number)
