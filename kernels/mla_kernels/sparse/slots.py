@@ -12,8 +12,17 @@ def used_slots(slots: torch.Tensor, num_rows: int, lengths: torch.Tensor | None)
     return used
 
 
-def apply_sink(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor | None) -> None:
-    """Scale out [T, H, values] fp32 by exp(lse) / (exp(lse) + exp(sink)), in place."""
-    if sink is not None:
-        factor = torch.sigmoid(lse - sink).masked_fill(lse == -torch.inf, 0.0)
-        out *= factor[..., None]
+def apply_sink(
+    out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor | None, deterministic: bool
+) -> None:
+    """Scale out [T, H, values] fp32 by exp(lse) / (exp(lse) + exp(sink)), in place.
+
+    deterministic: token by token, as a sigmoid on a CPU has other bits in a vector than in what is
+    left behind the last one, so it would depend on how many tokens there are.
+    """
+    if sink is None:
+        return
+    step = 1 if deterministic else max(len(out), 1)
+    for some, sums in zip(out.split(step), lse.split(step), strict=True):
+        factor = torch.sigmoid(sums - sink).masked_fill(sums == -torch.inf, 0.0)
+        some *= factor[..., None]

@@ -73,5 +73,5 @@ def mla_sparse_attention_torch(
                 torch.maximum(top, qk.amax(-1) * scale, out=top)
             pow2_step(state[part], qk, keys[..., :kv_lora_rank], scale_log2, q.dtype, first == 0)
     out, lse = finish(state, "pow2", q.dtype)
-    apply_sink(out, lse, sink)
+    apply_sink(out, lse, sink, deterministic)
     return out, lse

@@ -86,7 +86,7 @@ def sparse_attention_by_sdpa(
     every = runs_of(slots, counts, 1 if deterministic else max(MOST_QUERY_ROWS // H, 1))
     for some in ([run] for run in every) if deterministic else together(every):
         attend(some)
-    apply_sink(out, lse, sink)
+    apply_sink(out, lse, sink, deterministic)
     return out, lse
 
 

@@ -269,6 +269,22 @@ def test_deterministic_wherever_the_rows_of_q_start():
         assert torch.equal(alone[0][0], out[t]) and torch.equal(alone[1][0], lse[t])
 
 
+@pytest.mark.parametrize("rescale", ["pow2", "flash"])
+def test_deterministic_with_a_sink(rescale):
+    """A CPU's sigmoid has other bits in a vector than behind the last one."""
+    g = torch.Generator().manual_seed(0)
+    q, kv_cache = torch.randn(40, 17, 192, generator=g), torch.randn(1, 64, 192, generator=g)
+    slots = torch.randint(64, (40, 9), generator=g, dtype=torch.int32)
+    options = {
+        "scale": 0.1, "kv_lora_rank": 128, "impl": "torch", "deterministic": True,
+        "rescale": rescale, "sink": torch.randn(17, generator=g),
+    }  # fmt: skip
+    out, lse = mla_sparse_attention(q, kv_cache, slots, **options)
+    for t in range(40):
+        alone = mla_sparse_attention(q[t : t + 1], kv_cache, slots[t : t + 1], **options)
+        assert torch.equal(alone[0][0], out[t]) and torch.equal(alone[1][0], lse[t])
+
+
 def test_nothing_is_recorded_for_gradients():
     q = torch.randn(2, 3, 576).requires_grad_()
     slots = torch.arange(2).view(2, 1).int()
