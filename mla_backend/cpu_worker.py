@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's CPU worker, mended in two places of its sampling.
+"""vLLM's CPU worker, mended in three places of its sampling.
 
 A request with a seed under chunked prefill: the chunks of a prompt before its last one sample a
 token that is thrown away. vLLM then takes the request's random generator back by an offset; torch's
@@ -8,6 +8,9 @@ CPU generators have none, and the engine dies.
 Drafts in a step of which one request is sampled: vLLM's CPU form of `expand_batch_to_tokens` fills
 a copy of what it returns, so drafts are judged by temperatures and limits from memory that nobody
 wrote, in all requests of the step.
+
+Steps without a draft in an engine that drafts, as that of a prompt is: from vLLM 0.32 on their no
+tokens are limited to the top-k of their requests, whose largest k it asks for, and the engine dies.
 """
 
 import functools
@@ -15,15 +18,17 @@ from typing import Any
 
 import torch
 from vllm.v1.sample import rejection_sampler
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.cpu_worker import CPUModelRunner, CPUWorker
 
 
 class MlaCpuWorker(CPUWorker):
-    """vLLM's, with both mends."""
+    """vLLM's, with all three mends."""
 
     def init_device(self) -> None:
         super().init_device()
         rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
+        rejection_sampler.apply_top_k_top_p = limit_drafts
         if isinstance(self.model_runner, CPUModelRunner):  # the second runner has no generators
             keep_generators(self.model_runner)
 
@@ -43,6 +48,14 @@ def expand_batch_to_tokens(
     counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
     replaced = x.masked_fill(x == replace_from, replace_to)
     return replaced.repeat_interleave(counts, output_size=num_tokens)
+
+
+def limit_drafts(
+    logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None
+) -> torch.Tensor:
+    """vLLM's `apply_top_k_top_p` for logits [T, vocab] of drafted tokens, of which T may be 0."""
+    limited: torch.Tensor = apply_top_k_top_p(logits, k, p) if len(logits) else logits
+    return limited
 
 
 def keep_generators(runner: Any) -> None:

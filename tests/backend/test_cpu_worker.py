@@ -6,8 +6,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from vllm.v1.sample import rejection_sampler
+from vllm.v1.worker.cpu_worker import CPUWorker
 
-from mla_backend.cpu_worker import expand_batch_to_tokens, keep_generators
+from mla_backend.cpu_worker import MlaCpuWorker, expand_batch_to_tokens, keep_generators
 
 
 class Runner:
@@ -86,3 +88,21 @@ def test_values_are_repeated_for_the_tokens_of_a_request(dtype):
     assert got.dtype == dtype and got.tolist() == [3, 3, 0, 0, 0, 7]
     got = expand_batch_to_tokens(x, ends, 6, replace_from=0, replace_to=1)
     assert got.dtype == dtype and got.tolist() == [3, 3, 1, 1, 1, 7]
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_a_step_with_top_k_may_be_without_drafts(monkeypatch, drafts):
+    """As the step of a prompt is in an engine that drafts."""
+    for name in ("expand_batch_to_tokens", "apply_top_k_top_p"):
+        monkeypatch.setattr(rejection_sampler, name, getattr(rejection_sampler, name))
+    monkeypatch.setattr(CPUWorker, "init_device", lambda self: None)
+    worker = MlaCpuWorker.__new__(MlaCpuWorker)
+    worker.model_runner = None
+    worker.init_device()
+    sampling = SimpleNamespace(
+        all_greedy=False, temperature=torch.ones(1), top_k=torch.tensor([2]), top_p=None
+    )
+    logits = torch.arange(4.0).repeat(drafts, 1)
+    ends = torch.tensor([drafts], dtype=torch.int32)
+    limited = rejection_sampler.apply_sampling_constraints(logits, ends, sampling)
+    assert limited.tolist() == [[-torch.inf, -torch.inf, 2.0, 3.0]] * drafts
