@@ -37,12 +37,19 @@ class _Asked:
 
     @classmethod
     def read(cls, vllm_config: Any) -> "_Asked":
+        asked = cls.settled(vllm_config)
+        if not asked.user_specified_block_size:
+            asked.block_size = support.BLOCK_SIZE
+        if asked.block_size % support.BLOCK_SIZE != 0:
+            raise RefusalError(support.block_size_reason(asked.block_size))
+        return asked
+
+    @classmethod
+    def settled(cls, vllm_config: Any) -> "_Asked":
+        """As it stands, for an engine that was adapted before."""
         cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
-        block_size = cache.block_size if cache.user_specified_block_size else support.BLOCK_SIZE
-        if block_size % support.BLOCK_SIZE != 0:
-            raise RefusalError(support.block_size_reason(block_size))
         return cls(
-            block_size,
+            cache.block_size,
             cache.user_specified_block_size,
             scheduler.enable_chunked_prefill,
             cache.enable_prefix_caching,
@@ -99,7 +106,7 @@ class MlaCpuPlatform(CpuPlatform):
         """
         model = vllm_config.model_config
         if model is None or not is_selected(vllm_config):
-            super().check_and_update_config(vllm_config)
+            cls._check_and_update_other(vllm_config)
             return
         compat.require_supported_vllm()
         envs.get("MLA_BACKEND_CPU_PLATFORM")  # our entry point let a wrong value pass
@@ -127,6 +134,22 @@ class MlaCpuPlatform(CpuPlatform):
             "on" if asked.enable_chunked_prefill else "off",
             "on" if asked.enable_prefix_caching else "off",
         )
+
+    @classmethod
+    def _check_and_update_other(cls, vllm_config: Any) -> None:
+        """vLLM's own adaptation, where our backend is not selected.
+
+        For its draft an engine makes a second configuration, which shares the target's caches and
+        scheduler. With a draft that is not MLA it selects nothing of ours, but adapting it would
+        take chunked prefill and the blocks from the target, whose prompts may then never fit.
+        """
+        settled = None
+        if vllm_config.parallel_config.worker_cls == _WORKER_CLASS:  # this engine's target is ours
+            settled = _Asked.settled(vllm_config)
+            vllm_config.cache_config.user_specified_block_size = False
+        super().check_and_update_config(vllm_config)
+        if settled is not None:
+            settled.restore(vllm_config)
 
     @classmethod
     def update_block_size_for_backend(cls, vllm_config: Any) -> None:

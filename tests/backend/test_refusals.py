@@ -119,6 +119,33 @@ def test_vllm_does_not_choose_the_block_size_again(
     assert config.cache_config.block_size == kept
 
 
+@pytest.mark.parametrize("block_size", [None, 128])
+def test_a_draft_that_is_not_mla_leaves_the_target_as_it_is(start_up, demo_checkpoint, block_size):
+    """vLLM makes a second configuration for it, without our backend and with the same caches."""
+    from vllm.config.utils import replace
+
+    blocks = {} if block_size is None else {"block_size": block_size}
+    draft = {"method": "ngram", "num_speculative_tokens": 2}  # a model of its own needs more
+    config = start_up(
+        demo_checkpoint("v3"), max_num_batched_tokens=128, speculative_config=draft, **blocks
+    )
+
+    def settled():
+        cache, scheduler = config.cache_config, config.scheduler_config
+        return (
+            cache.block_size,
+            cache.user_specified_block_size,
+            cache.enable_prefix_caching,
+            scheduler.enable_chunked_prefill,
+            scheduler.max_num_batched_tokens,
+        )
+
+    before = settled()
+    assert before == (block_size or 64, block_size is not None, True, True, 128)
+    replace(config, attention_config=replace(config.attention_config, backend=None))
+    assert settled() == before
+
+
 def selector_config(**changes):
     """vLLM's AttentionSelectorConfig for one MLA layer of DeepSeek-V3, with `changes`."""
     from vllm.v1.attention.selector import AttentionSelectorConfig
