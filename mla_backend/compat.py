@@ -191,6 +191,21 @@ def merge_every_context(prefill: Any, cached_tokens: Callable[[], Any]) -> None:
         chunked.prefill_tokens_with_context = None  # all; prompts without a context are masked
 
 
+def bound_lengths(common: Any) -> Any:
+    """vLLM's CommonAttentionMetadata with no request shorter on the host than its new tokens.
+
+    A drafter that is a model of its own runs over a token more of each request, which vLLM does not
+    add to the host's lengths. A prompt that begins then has a context of -1 tokens; from 0.28 on
+    the engine ends if another prompt of the step has one.
+    """
+    import torch
+
+    upper, new = common.seq_lens_cpu_upper_bound, common.query_start_loc_cpu.diff()
+    if upper is None or not (upper[: len(new)] < new).any():
+        return common
+    return common.replace(seq_lens_cpu_upper_bound=torch.maximum(upper[: len(new)], new))
+
+
 def expands_prompts_of_sparse_layers() -> bool:
     """Whether `use_dense_mha` of a step's prefill metadata sends prompts of sparse layers through
     `forward_mha`, in the layer and in the CUDA model's own part of it.

@@ -66,6 +66,7 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MlaMetadata]):
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.UNIFORM
     reorder_batch_threshold: int
+    _drafts = False
     # Of the step at hand, whose query lengths then need not be looked at.
     _one_token_each = False
 
@@ -83,7 +84,7 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MlaMetadata]):
         heads = layer.impl.num_heads * self.dcp_world_size
         speculative = vllm_config.speculative_config
         drafts = speculative.num_speculative_tokens if speculative is not None else 0
-        self._most_s_q = self.reorder_batch_threshold
+        self._drafts, self._most_s_q = drafts > 0, self.reorder_batch_threshold
         support.refuse_step_shape(heads, self._most_s_q, dcp=self.dcp_world_size, drafts=drafts)
         support.refuse_microbatches(
             1 + drafts,  # of a graph; parallel drafting raises the threshold further
@@ -214,6 +215,8 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MlaMetadata]):
             self._step_check(common)
             STATS.checked_steps += 1
         self._one_token_each = common.max_query_len == 1
+        if self._drafts and common.max_query_len > self._most_s_q:
+            common = compat.bound_lengths(common)
         # Between steps it is what vLLM orders its batches by, and judges whether microbatches may
         # read what is only being written: a prompt's end is not a decode request to either.
         self.reorder_batch_threshold = self._decode_threshold(common)

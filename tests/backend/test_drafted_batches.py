@@ -12,6 +12,7 @@ import pytest
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.utils import reorder_batch_to_split_decodes_and_prefills
+from vllm.v1.spec_decode.utils import extend_all_queries_by_N
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from tests.backend.test_gpu_support import build, drafting, one_layer
@@ -118,6 +119,17 @@ def test_unequal_drafts_see_what_was_accepted(builder, extend_tokens):
     assert together.seq_lens.tolist() == [1004, 2005] and together.tokens == 6
     assert alone.seq_lens.tolist() == [2303] and alone.tokens == 2
     assert alone.block_table[0].tolist() == list(range(80, 120))
+
+
+def test_a_draft_model_runs_over_a_token_more_of_each_request(builder):
+    """Which vLLM does not add to the host's lengths: the prompt that begins has no context."""
+    made = builder(0)
+    common = Batch(("goes on", 640, 900, 60, 0), ("begins", 0, 700, 40, 0)).step()
+    slots = torch.zeros(102, dtype=torch.int64)
+    longer = extend_all_queries_by_N(common, 1, torch.arange(3, dtype=torch.int32), slots)
+    metadata = made.build(0, longer)
+    assert (metadata.num_decodes, metadata.num_prefills) == (0, 2)
+    assert metadata.prefill.chunked_context.context_lens_list[1] == 0
 
 
 def test_vllm_still_sees_who_reads_what_is_being_written(builder):
