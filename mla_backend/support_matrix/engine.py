@@ -131,7 +131,8 @@ def section() -> str:
         "",
         f"* CUDA graphs: `AttentionCGSupport.{graphs}`.",
         f"* New tokens of a request in one decode step: 1 to {support.MAX_QUERY_LEN}, so up to "
-        f"{support.MAX_QUERY_LEN - 1} speculative tokens; none with decode context parallelism.",
+        f"{support.MAX_QUERY_LEN - 1} speculative tokens, with sparse attention any number; none "
+        "with decode context parallelism.",
         f"* The logarithm of the softmax sum is returned: {yes(_returns_lse())}.",
         "* Tensor parallelism: 1 to 128 heads on a rank. Pipeline, data and expert parallelism are "
         "vLLM's.",
