@@ -261,6 +261,23 @@ time.sleep(60)
         pytest.fail("the child still runs")
 
 
+def test_vllm_does_not_swallow_a_signal_while_its_engine_loads(tmp_path):
+    code = f"""
+import os, signal, sys, time, zmq
+from mla_serving.server import lifecycle
+from vllm.utils.network_utils import zmq_socket_ctx
+lifecycle.catch_signals_while_starting()
+try:
+    with zmq_socket_ctx("ipc://{tmp_path}/engine", zmq.ROUTER, bind=True):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+except lifecycle.StopRequested:
+    print("told to stop")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "told to stop\n"), done.stderr
+
+
 def has_ended(pid):
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE  # where nobody reaps orphans

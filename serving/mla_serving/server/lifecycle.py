@@ -29,8 +29,11 @@ _START_STOP_SECONDS = 30.0
 _ENGINE_STOP_SECONDS = 10.0
 
 
-class StopRequested(KeyboardInterrupt):
-    """A signal came before the server was up."""
+class StopRequested(SystemExit):
+    """A signal came before the server was up.
+
+    No KeyboardInterrupt: vLLM swallows that where it waits for its engine (zmq_socket_ctx).
+    """
 
 
 def catch_signals_while_starting() -> None:
