@@ -2,6 +2,7 @@
 """Settings: which source wins, what is set when nobody says anything. Needs no vLLM."""
 
 import argparse
+import json
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -19,6 +20,9 @@ def options():
     for name in ("--port", "--model", "--max-model-len", "--compilation-config"):
         parser.add_argument(name)
     parser.add_argument("--api-key", nargs="*")
+    parser.add_argument("--lora-modules", nargs="+")
+    parser.add_argument("--allowed-origins", type=json.loads)
+    parser.add_argument("--middleware", action="append")
     parser.add_argument("--enforce-eager", "--enable-log-requests", action="store_true")
     parser.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction)
     return parser._option_string_actions
@@ -53,6 +57,23 @@ def test_the_kinds_of_values(tmp_path):
     assert read_layers(["--config=" + path], {}).arguments(OPTIONS) == [
         "--api-key", "a", "b", "--no-enable-prefix-caching", "--compilation-config", '{"mode": 0}',
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("allowed-origins", '["https://a"]', ["--allowed-origins", '["https://a"]']),
+        ("allowed-origins", "[]", ["--allowed-origins", "[]"]),
+        ("middleware", "[a.A, b.B]", ["--middleware", "a.A", "--middleware", "b.B"]),
+        ("lora-modules", "[{name: a}, b=c]", ["--lora-modules", '{"name": "a"}', "b=c"]),
+        ("port", "[1, 2]", ["--port", "[1, 2]"]),  # refused, and 2 is not taken for the model
+    ],
+)
+def test_lists_by_what_their_option_takes(tmp_path, key, value, expected):
+    path = write(tmp_path, f"{key}: {value}\n")
+    assert read_layers(["--config", path], {}).arguments(OPTIONS) == expected
+    name = "MLA_SERVE_" + key.upper().replace("-", "_")
+    assert read_layers([], {name: value}).arguments(OPTIONS) == expected
 
 
 def test_the_positional_model_stays_first(tmp_path):

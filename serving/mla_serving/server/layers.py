@@ -134,7 +134,9 @@ def _typed(name: str, text: str, action: argparse.Action | None) -> Any:
 
 
 def _flatten(name: str, key: str, value: Any, options: Mapping[str, argparse.Action]) -> list[str]:
-    """As `vllm serve --config` does it: true is a flag, a list several values, a mapping JSON."""
+    """As `vllm serve --config` does it: true is a flag, a list several values, a mapping JSON. A
+    list for an option of one value, which vLLM would cut up, is JSON too (--allowed-origins), or
+    the option again and again (--middleware)."""
     key = key.replace("_", "-")  # as vLLM's parser does
     flag, negative = f"--{key}", f"--no-{key}"
     action = options.get(flag)
@@ -146,6 +148,12 @@ def _flatten(name: str, key: str, value: Any, options: Mapping[str, argparse.Act
         raise ValueError(f"{name}: expected {expected}, got {value}")
     if isinstance(value, bool):
         return [flag] if value else [negative] if negative in options else []
-    if isinstance(value, list):
-        return [flag, *map(str, value)] if value else []
-    return [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
+    if isinstance(value, list) and isinstance(action, argparse._AppendAction):
+        return [word for item in value for word in (flag, _word(item))]
+    if isinstance(value, list) and action.nargs is not None:
+        return [flag, *map(_word, value)] if value else []
+    return [flag, _word(value)]
+
+
+def _word(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, (dict, list)) else str(value)
