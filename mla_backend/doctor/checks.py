@@ -19,6 +19,7 @@ CHECKS: tuple[Callable[[Facts], Result], ...] = (
     plugins.vllm_plugins_filter,
     plugins.backend_registered,
     plugins.platform,
+    plugins.engine,
     plugins.settings,
     fp8.queries,
     fp8.indexer,

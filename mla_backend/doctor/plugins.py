@@ -82,6 +82,16 @@ def platform(facts: Facts) -> Result:
     return Result("platform", "ok", f"{active} (vLLM's own; this plugin does not touch it)")
 
 
+def engine(facts: Facts) -> Result:
+    """The rest of vLLM, which it imports only to start."""
+    if facts.seen.get("vllm") is None:
+        return Result("engine", "fail", "unknown: vLLM cannot be imported", "see backend above")
+    if error := facts.seen["engine_error"]:
+        mend = "mend that import; `pip check` names packages that are missing or do not fit"
+        return Result("engine", "fail", f"vLLM's engine cannot be imported: {error}", mend)
+    return Result("engine", "ok", "vLLM's engine can be imported")
+
+
 def settings(facts: Facts) -> Result:
     """Every MLA_BACKEND_* variable parses, and none is misspelt."""
     problems = envs.problems(facts.environ)

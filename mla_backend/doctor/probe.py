@@ -13,6 +13,9 @@ from typing import Any
 GROUPS = ("vllm.general_plugins", "vllm.platform_plugins")
 # Distributions whose PyPI builds break imports beside a torch that they were not built for.
 TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
+# What an engine and a server start with. vLLM's platform and plugins import far less: they load
+# without transformers, openai or fastapi.
+ENGINE_MODULES = ("vllm.engine.arg_utils", "vllm.v1.engine.async_llm")
 
 
 def error_text(error: BaseException) -> str:
@@ -79,6 +82,16 @@ def vllm_view() -> dict[str, str]:
     return {"platform": f"{platform.__module__}.{platform.__qualname__}", "custom": custom}
 
 
+def engine_error() -> str:
+    """Why vLLM's engine cannot be imported ("" if it can)."""
+    for name in ENGINE_MODULES:
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            return error_text(error)
+    return ""
+
+
 def main() -> None:
     seen: dict[str, Any] = {"errors": {}}
     for name, look in (
@@ -86,6 +99,7 @@ def main() -> None:
         ("import_errors", import_errors),
         ("gpus", gpus),
         ("vllm", vllm_view),
+        ("engine_error", engine_error),
     ):
         try:
             seen[name] = look()

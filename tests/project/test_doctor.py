@@ -52,6 +52,7 @@ HEALTHY = Facts(
         "import_errors": {},
         "gpus": [],
         "vllm": {"platform": plugin.CPU_PLATFORM_CLASS, "custom": plugin.BACKEND_CLASS},
+        "engine_error": "",
     },
 )
 
@@ -193,6 +194,8 @@ BROKEN = [
     ("libnuma", {"libnuma": False}, "fail", "apt install libnuma1"),
     ("compiler", {"compile_obstacle": "no C++ compiler (g++)"}, "warn", "TORCHDYNAMO_DISABLE=1"),
     ("compiler", {"compile_obstacle": "no g++", **seen(gpus=[GPU])}, "fail", "apt install g"),
+    ("engine", seen(engine_error="ImportError: no fastapi"), "fail", "imported: ImportError: no f"),
+    ("engine", no_vllm_import(), "fail", "see backend above"),
 ]
 
 
@@ -380,6 +383,15 @@ def test_real_faults_are_found(tmp_path):
     assert failed >= {"package kernels", "torch companions", "VLLM_PLUGINS", "settings"}
     assert "torchvision::nms" in checks["torch companions"]["found"]
     assert checks["platform"]["status"] == "warn"  # the filter leaves vLLM its own CPU platform
+
+
+def test_what_only_the_engine_imports_is_found(tmp_path):
+    (tmp_path / "transformers.py").write_text("raise ImportError('tokenizers is too old')")
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    checks = doctor_json(env=os.environ | {"PYTHONPATH": path})
+    assert checks["backend"]["status"] == checks["platform"]["status"] == "ok"
+    assert checks["engine"]["status"] == "fail"
+    assert "tokenizers is too old" in checks["engine"]["found"]
 
 
 def test_a_crashing_probe_is_reported(monkeypatch, tmp_path):
