@@ -147,6 +147,18 @@ def test_launches_begin_where_the_compiled_kernels_expect_it():
     assert torch.cat([tables for tables, _, _ in filled])[:, 0].tolist() == [0, 3, 3, 6, 6, 9]
 
 
+def test_every_launch_has_room_for_the_gap_behind_it():
+    new = np.array([1, 2] * 10)
+    rows = extends.ExtendRows(int(new.sum()), 1, torch.device("cpu"))
+    starts = torch.tensor([0, *new]).cumsum(0).int()
+    lengths = torch.arange(20, dtype=torch.int32) + 70
+    launches = extends.pieces(new, longest=8, taken=None)
+    assert len(launches) == 20
+    filled = rows.fill(starts, lengths, lengths[:, None], 0, launches)
+    for got in zip(*(launch[:2] for launch in filled), strict=True):
+        assert torch.cat([x.flatten() for x in got]).equal(lengths)
+
+
 def test_tables_that_are_wider_than_any_request():
     """vLLM counts in its own blocks, which may be larger: the launches keep their rows apart."""
     rows = extends.ExtendRows(40, 3, torch.device("cpu"))
@@ -210,17 +222,17 @@ def test_the_threshold_is_that_of_one_step(monkeypatch):
 
     def build(self, prefix, step, fast):
         seen.append(self.reorder_batch_threshold)
-        if step.max_query_len == 200:
+        if step.max_query_len == 61:
             raise RuntimeError
         return SimpleNamespace(prefill=None)
 
     monkeypatch.setattr(metadata.MLACommonMetadataBuilder, "build", build)
-    builder.build(0, common([1, 60], [50, 1000]))
-    builder.build(0, common([2, 1], [50, 1000]))
-    with pytest.raises(RuntimeError):
-        builder.build(0, common([1, 200], [50, 1000]))
+    for new in ([1, 60], [2, 1], [1, 200]):
+        builder.build(0, common(new, [50, 1000]))
         assert builder.reorder_batch_threshold == 2
-    assert seen == [128, 2, 2] and builder.reorder_batch_threshold == 2
+    with pytest.raises(RuntimeError):
+        builder.build(0, common([1, 61], [50, 1000]))
+    assert seen == [128, 2, 2, 128] and builder.reorder_batch_threshold == 2
 
 
 def test_one_token_each_is_known_of_one_step(monkeypatch):

@@ -63,6 +63,8 @@ FAULTS = [
     (put("slot_mapping", 103, -2), r"request 4 .*slot -2"),
     (put("slot_mapping", 50, 7), r"request 3 .*position 247 is written to slot 7, its block"),
     (put("slot_mapping", 50, -1), r"request 3 .*position 247 is written to slot -1"),
+    (put("slot_mapping", [1, 103], 0), r"request 4 .*slot 0 is written by request 1 too"),
+    (put("seq_lens", 3, 1), r"request 3 .*seq_len 1, 100 new tokens\): more new tokens"),
 ]
 
 
