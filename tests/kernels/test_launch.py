@@ -47,7 +47,7 @@ def kernel(monkeypatch):
     return Kernel()
 
 
-def call(kernel, x, n=7, scale=1.0, BLOCK=64, **options):
+def call(kernel, x, n=23, scale=1.0, BLOCK=64, **options):
     module.launch(kernel, (3,), x, n, scale, BLOCK=BLOCK, num_warps=4, **options)
 
 

@@ -142,6 +142,21 @@ def test_a_replay_is_the_call_at_other_addresses(form):
         assert compiled.direct[2][0] == (5, 1, 1)
 
 
+def test_a_view_that_is_gone_lends_its_id_to_nobody():
+    """Python gives the id of what is gone to the next tensor: here to a view of no operand."""
+    store, compiled = Recordings(), Compiled()
+    kernel = Kernel(compiled)
+    x, unknown = torch.zeros(64), torch.zeros(64)
+
+    def call():
+        gone = [x.view(8, 8) for _ in range(1000)]
+        gone.clear()
+        module.launch(kernel, (1,), unknown.view(8, 8), 2, 3)
+
+    store.record("key", [x], call)
+    assert store.find("key") is None
+
+
 def test_every_replay_has_temporaries_of_its_own(monkeypatch):
     store, compiled = Recordings(), Compiled()
     kernel = Kernel(compiled)
@@ -274,12 +289,14 @@ def test_not_on_another_device_nor_past_a_profiler(monkeypatch):
     x = torch.zeros(64)
     store.record("key", [x], lambda: module.launch(kernel, (1,), x, 2, 3))
     assert store.find("key") is not None
-    hooks = direct.knobs.runtime.launch_enter_hook
-    hooks.add(print)
-    try:
-        assert store.find("key") is None
-    finally:
-        hooks.remove(print)
+    runtime = direct.knobs.runtime
+    for hooks in (runtime.launch_enter_hook, runtime.launch_exit_hook):
+        hooks.add(print)
+        try:
+            assert store.find("key") is None
+        finally:
+            hooks.remove(print)
+        assert store.find("key") is not None
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert store.find("key") is None
 

@@ -61,6 +61,17 @@ def test_parts_that_tma_cannot_read_are_copied(start):
     assert latent.stride(1) == 576
 
 
+@pytest.mark.parametrize("unaligned", [0, 1])
+def test_one_part_that_tma_cannot_read_is_enough(unaligned):
+    q = torch.randn(2, 1, 16, 576).bfloat16()
+    parts = list(parts_of(q, by_head=False))
+    part = parts[unaligned]
+    parts[unaligned] = torch.nn.functional.pad(part, (1, 0))[..., 1:]
+    rows = row_parts(tuple(parts), 512)
+    assert torch.equal(torch.cat(rows, -1), q.flatten(1, 2))
+    assert not any(row.data_ptr() % 16 for row in rows)
+
+
 @pytest.mark.parametrize(
     ("parts", "message"),
     [

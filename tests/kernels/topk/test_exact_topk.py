@@ -200,7 +200,10 @@ def test_shared_rows_of_one_length(shared_rows, device):
     check(rows_of("normal", 2, n, torch.Generator().manual_seed(9)), 30, "triton", device)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="rows too long for the interpreter")
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a GPU: rows too long for the interpreter"
+)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("n", "k"), [(40000, 2048), (40001, 2048), (140000, 100), (300001, 2048)])
 @pytest.mark.parametrize("shared", [True, False])
