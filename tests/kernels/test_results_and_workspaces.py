@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results whose rows overlap are refused by name, as one of two rows at one place would be lost,
-and workspaces that kernels cannot see as words."""
+"""Dtypes of results; results whose rows overlap are refused by name, as one of two rows at one
+place would be lost, and workspaces that kernels cannot see as words."""
 
 import pytest
 import torch
@@ -65,6 +65,17 @@ def test_rows_of_the_indexer(less, impl):
         apart = overlapping((2, n), dtype, n + 3)
         call(apart)
         assert apart.any(1).all()
+
+
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_attention_in_fp64_too_returns_q_dtype_and_an_fp32_lse(impl, dtype):
+    case = decode_case([5, 70], dtype=dtype)
+    slots = torch.arange(K, dtype=torch.int32).expand(2, K).contiguous()
+    dense = mla_decode(*case.args, **case.options, impl=impl)
+    sparse = mla_sparse_attention(case.q[:, 0], case.kv_cache, slots, scale=1.0, impl=impl)
+    for out, lse in (dense, sparse):
+        assert (out.dtype, lse.dtype) == (dtype, torch.float32)
 
 
 @pytest.mark.parametrize("stride", [0, 100])

@@ -82,6 +82,7 @@ def test_few_heads_on_an_sm_90(gpu):
         assert choice.choose_sparse_impl(asked, GPU, **known).impl == asked
     assert choice.choose_sparse_impl("auto", GPU, kv_cache_dtype=torch.uint8).impl == "hopper"
     assert choice.choose_sparse_impl("auto", GPU, dims=MlaDims(128, 64), **known).impl == "torch"
+    assert choice.choose_sparse_impl("auto", GPU, dtype=torch.float32).impl == "torch"
 
 
 @pytest.mark.parametrize("sm", [80, 100])
