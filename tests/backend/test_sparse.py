@@ -232,6 +232,22 @@ def test_indexer_that_the_kernels_do_not_take(monkeypatch, changes, words):
         make_impl(monkeypatch, indexer=fake_indexer(**changes))
 
 
+def test_the_operator_and_the_function_of_newer_models_are_taken_over(monkeypatch):
+    from vllm.model_executor.models import deepseek_v2
+
+    from mla_backend import compat
+    from mla_backend.attention.sparse.indexer import run_indexer
+
+    routed = []
+    monkeypatch.setattr(deepseek_v2, "per_token_group_quant_fp8", None)  # put back afterwards
+    monkeypatch.setattr(compat, "route_fused_indexer", lambda *args: routed.append(args))
+    indexer = fake_indexer()
+    make_impl(monkeypatch, indexer=indexer)
+    assert indexer.indexer_op._forward_method is not None
+    ((run, is_ours),) = routed
+    assert run is run_indexer and is_ours(indexer.k_cache.prefix) and not is_ours("another's")
+
+
 def test_contexts_that_the_top_k_of_a_gpu_does_not_take(monkeypatch):
     from vllm.model_executor.models import deepseek_v2
 
@@ -248,7 +264,9 @@ def test_contexts_that_the_top_k_of_a_gpu_does_not_take(monkeypatch):
     def take(impl, device):
         kernel = SparseKernel("auto", impl, "pow2", False, fp8_products=device == gpu)
         take_over(fake_indexer(), kernel, IndexerBackend, config, device)
-        assert LAYERS["layers.0.indexer.k_cache"].fp8_products is kernel.fp8_products
+        layer = LAYERS["layers.0.indexer.k_cache"]
+        assert layer.fp8_products is kernel.fp8_products
+        assert (layer.workspace is not None) == (device == gpu and impl == "auto")
 
     with pytest.raises(
         ValueError, match=r"max_model_len 1048577 .* among 1048576 tokens .* Mend: lower --max-mod"
@@ -657,6 +675,7 @@ def test_tokens_that_may_choose_all_are_not_scored(monkeypatch, equal_runs):
     few = build_rows([3, 1], [k, 4])
     layer.run(q, None, weights, chosen, cache, few, None)
     assert chosen[:4].tolist() == [[*range(n), *[-1] * (k - n)] for n in few.lengths.tolist()]
+    layer.run(q, None, weights, chosen, cache, build_rows([2, 2], [k, 4]), None)
     assert scored == []
     many = build_rows([2, 2], [70, 80])
     layer.run(q, None, weights, chosen, cache, many, None)

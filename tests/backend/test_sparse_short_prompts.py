@@ -165,6 +165,14 @@ def test_which_requests_of_a_step(new, cached, most_s_q, first):
     assert tiles[0].slots[0] == common.block_table_tensor[first, 0] * 64
 
 
+@pytest.mark.parametrize("cached, expected", [(1280, True), (1281, False)])
+def test_expanding_pays_from_170_tokens_that_see_a_row(cached, expected):
+    """160 tokens read the cached rows and, on the average, 80 of their own."""
+    from mla_backend.attention.sparse.short_prompts import pays
+
+    assert pays(np.array([160]), np.array([cached])) is expected
+
+
 def test_a_gpu_gets_what_the_common_path_of_vllm_reads(monkeypatch):
     """On a CPU in fp32, where that path computes too, in contexts of two parts."""
     from vllm.v1.attention.backends.mla.prefill import registry
