@@ -3,10 +3,16 @@
 
 import importlib.metadata
 import importlib.util
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from mla_kernels import dispatch
+from mla_kernels.decode.choice import choose_decode_impl
+from mla_kernels.indexer.api import _choose as choose_indexer_impl
+from mla_kernels.query.api import join_query
+from mla_kernels.sparse.choice import choose_sparse_impl
 from mla_kernels.versions import no_triton
 
 
@@ -50,3 +56,38 @@ def test_others_are_not(installed, found):
 def test_none_at_all(installed):
     installed()
     assert no_triton() == "triton is not installed"
+
+
+def indexer(impl, device):
+    return choose_indexer_impl("indexer_scores", impl, SimpleNamespace(device=device), None, False)
+
+
+@pytest.mark.parametrize(
+    ("choose", "module"),
+    [
+        (choose_decode_impl, "decode.hopper.support"),
+        (choose_sparse_impl, "sparse.hopper.support"),
+        (indexer, "indexer.hopper.launcher"),
+    ],
+)
+@pytest.mark.parametrize("found", [{}, {"triton": "3.5.1"}])
+def test_a_gpu_without_it_has_torch(installed, monkeypatch, choose, module, found):
+    """What a Hopper kernel serves is not asked: that imports Triton."""
+    installed(**found)
+    monkeypatch.setitem(sys.modules, f"mla_kernels.{module}", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    device = torch.device("cuda", 0)
+    for impl in ("torch", "reference"):
+        assert choose(impl, device).impl == impl
+    chosen = choose("auto", device)
+    assert chosen.impl == "torch" and f"hopper: {no_triton()}" in chosen.reason
+    for impl in ("hopper", "triton"):
+        with pytest.raises(ValueError, match=f"impl='{impl}' of .* cannot run here: {no_triton()}"):
+            choose(impl, device)
+
+
+def test_query_parts_are_joined_without_it(installed, monkeypatch):
+    installed()
+    monkeypatch.setitem(sys.modules, "mla_kernels.query.triton.launcher", None)
+    latent, rope = torch.randn(3, 2, 8), torch.randn(3, 2, 4)
+    assert torch.equal(join_query(latent, rope), torch.cat((latent, rope), -1))

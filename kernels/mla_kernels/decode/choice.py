@@ -6,6 +6,7 @@ import torch
 from mla_kernels.decode.triton.support import check_supported
 from mla_kernels.dispatch import Choice, choose_impl
 from mla_kernels.layouts import BLOCK_SIZE, MlaDims
+from mla_kernels.versions import no_triton
 
 AVAILABLE = ("hopper", "triton", "torch", "reference")
 
@@ -33,7 +34,7 @@ def choose_decode_impl(
     # Up to 16 rows of fp8, H200: 84 us beside the portable kernel's 100 for 128 requests of 4096
     # tokens, 34 beside 37 for one of 131072 (benchmarks/VERSIONS.md).
     hopper_refusal = None
-    if device.type == "cuda":
+    if device.type == "cuda" and no_triton() is None:  # else that is what refuses it
         from mla_kernels.decode.hopper.support import refusal
 
         hopper_refusal = refusal(dims, dtype, kv_cache_dtype, block_size, rescale)

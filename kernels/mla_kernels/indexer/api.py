@@ -14,6 +14,7 @@ from mla_kernels.layouts import BLOCK_SIZE
 from mla_kernels.topk.api import MAX_K
 from mla_kernels.topk.reference import exact_topk_reference
 from mla_kernels.topk.torch_impl import exact_topk_torch
+from mla_kernels.versions import no_triton
 
 AVAILABLE = ("hopper", "triton", "torch", "reference")
 MAX_HEADS = 64
@@ -173,7 +174,7 @@ def _choose(
     op: str, impl: str, q: torch.Tensor, k_cache: torch.Tensor, fp8_products: bool
 ) -> Choice:
     hopper_refusal = None
-    if q.device.type == "cuda":
+    if q.device.type == "cuda" and no_triton() is None:  # else that is what refuses it
         from mla_kernels.indexer.hopper.launcher import refusal
 
         hopper_refusal = refusal(q, k_cache)

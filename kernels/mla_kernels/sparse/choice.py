@@ -7,6 +7,7 @@ from mla_kernels import checks
 from mla_kernels.decode.triton.support import DIMS
 from mla_kernels.dispatch import Choice, choose_impl
 from mla_kernels.layouts import MlaDims
+from mla_kernels.versions import no_triton
 
 AVAILABLE = ("hopper", "triton", "torch", "reference")
 RESCALES = ("pow2", "flash")
@@ -57,7 +58,7 @@ def choose_sparse_impl(
                 "is for torch on a CPU"
             )
         available = ("torch", "reference")
-    if device.type == "cuda":
+    if device.type == "cuda" and no_triton() is None:  # else that is what refuses it
         from mla_kernels.sparse.hopper.support import refusal
 
         hopper_refusal = refusal(dims, dtype, kv_cache_dtype, contiguous, aligned)
