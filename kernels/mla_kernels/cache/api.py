@@ -31,7 +31,8 @@ def write_kv_cache(
     k_pe          [T, rope dim], the same dtype, RoPE already applied
     kv_cache      [num_blocks, block_size, row] in any layout of layouts.py
     slot_mapping  [N] int32 or int64, N <= T: block * block_size + offset, negative = skip. Rows of
-                  kv_c past N (padding) are not read.
+                  kv_c past N (padding) are not read. In torch on a CPU a slot past the cache is an
+                  error; the kernel writes where it points
     kv_scale      float8_e4m3fn caches only: value = e4m3 * kv_scale; a number, or fp32 with one
                   element on the device
 
