@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Indexer scores and the fused top-k against the fp64 definition on the same quantised inputs."""
 
+import types
+
 import numpy as np
 import pytest
 import torch
@@ -264,6 +266,35 @@ def test_fused_in_turns_when_the_workspace_is_small(device, monkeypatch):
     assert torch.equal(indexer_topk(*case.args, 50, **case.rows, impl="triton"), want)
     with pytest.raises(ValueError, match=r"workspace of at least .* bytes"):
         indexer_topk(*case.args, 50, **case.rows, workspace=small[:100], impl="triton")
+
+
+@pytest.mark.parametrize("hopper", [False, True])
+@pytest.mark.parametrize("how", [{"s_q": 3}, {"chunks": [5, 9]}])
+def test_turns_take_the_tile_of_the_whole_call(how, hopper, device, monkeypatch):
+    """Of other tiles the sums over the heads have other bits."""
+    from mla_kernels import indexer_topk_workspace
+
+    case = make_indexer_case([200, 90], heads=8, device=device, **how)
+    rows = []
+
+    def noted(kernel, *args, ROWS, **constants):
+        rows.append(ROWS)
+        if not hopper:
+            launch(kernel, *args, ROWS=ROWS, **constants)
+
+    launch = launcher.launch
+    monkeypatch.setattr(launcher_hopper if hopper else launcher, "launch", noted)
+    if device == "cpu":
+        sms = types.SimpleNamespace(multi_processor_count=1)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: sms)
+    lengths = indexer_lengths(case.seq_lens, len(case.q), **case.rows)
+    one = indexer_topk_workspace(1, case.block_table.shape[1], torch.device(device))
+    for room in (None, torch.empty(4 * one.numel(), dtype=torch.uint8, device=device)):
+        fused_launcher.indexer_topk_triton(
+            case.q, case.k_cache, case.weights, case.block_table, lengths, 50,
+            request_ids=case.request_ids, workspace=room, hopper=hopper,
+        )  # fmt: skip
+    assert len(rows) > 2 and len(set(rows)) == 1 and rows[0] > 1
 
 
 @pytest.mark.parametrize("impl", [*IMPLS, "reference"])

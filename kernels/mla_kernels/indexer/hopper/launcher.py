@@ -56,8 +56,12 @@ def launch_hopper_scores(
     *,
     request_ids: torch.Tensor | None = None,
     fp8_products: bool = False,
+    tile: RowTile | None = None,
 ) -> None:
-    """scores [T, 64 * max_blocks], written up to the end of each row's last page."""
+    """scores [T, 64 * max_blocks], written up to the end of each row's last page.
+
+    `tile`: that of a whole call, of which these rows are a part.
+    """
     T, H, D = q.shape
     B, max_blocks = block_table.shape
     if T == 0 or max_blocks == 0 or k_cache.shape[0] == 0:
@@ -65,7 +69,7 @@ def launch_hopper_scores(
     ragged = request_ids is not None
     rows_per_request = 1 if ragged else T // B
     lines = k_cache.view(-1, D)
-    tile = row_tile(T, B, ragged=ragged, fp8_products=fp8_products)
+    tile = tile or row_tile(T, B, ragged=ragged, fp8_products=fp8_products)
     tiles = triton.cdiv(T, tile.rows) if ragged else B * triton.cdiv(rows_per_request, tile.rows)
     launch(
         hopper_scores_kernel,

@@ -3,7 +3,7 @@
 
 import torch
 
-from mla_kernels.indexer.triton.launcher import launch_scores
+from mla_kernels.indexer.triton.launcher import launch_scores, tiles_of_call
 from mla_kernels.indexer.values import write_values
 from mla_kernels.indexer.workspace import indexer_topk_workspace, row_words
 from mla_kernels.layouts import BLOCK_SIZE
@@ -51,6 +51,14 @@ def indexer_topk_triton(
     if step > 16:  # later rows as aligned as the first: no other specialisation
         step -= step % 16
     rows_per_request = T // max(block_table.shape[0], 1)
+    # All turns take the tile of the whole call: another adds the heads in another order.
+    requests, ragged = block_table.shape[0], request_ids is not None
+    if hopper:
+        from mla_kernels.indexer.hopper.launcher import launch_hopper_scores, row_tile
+
+        row = row_tile(T, requests, ragged=ragged, fp8_products=fp8_products)
+    else:
+        tiles = tiles_of_call(q, k_cache, requests, ragged=ragged)
     tables_in_turns = hopper and request_ids is None and rows_per_request == 1
     if step < T and request_ids is None and not tables_in_turns:  # one may end within a request
         request_ids = torch.arange(T, dtype=torch.int32, device=q.device) // rows_per_request
@@ -66,8 +74,6 @@ def indexer_topk_triton(
             prepare = levels > 0 and (b - a) * max_blocks <= MAX_PREPARED_PAGES
         views = level_views(room, b - a, width) if prepare else None
         if hopper:
-            from mla_kernels.indexer.hopper.launcher import launch_hopper_scores
-
             launch_hopper_scores(
                 q[a:b],
                 k_cache,
@@ -77,6 +83,7 @@ def indexer_topk_triton(
                 scores,
                 request_ids=None if request_ids is None else request_ids[a:b],
                 fp8_products=fp8_products,
+                tile=row,
             )
         else:
             launch_scores(
@@ -88,6 +95,7 @@ def indexer_topk_triton(
                 scores,
                 request_ids=None if request_ids is None else request_ids[a:b],
                 levels=views,
+                tiles=tiles,
             )
         exact_topk_triton(
             scores,

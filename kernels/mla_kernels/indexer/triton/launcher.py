@@ -76,6 +76,15 @@ def num_programs(device: torch.device) -> int:
     return PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def tiles_of_call(q: torch.Tensor, k_cache: torch.Tensor, B: int, *, ragged: bool) -> ScoreTiles:
+    """The tile for T rows q of B requests, on which the bits of a sum over the heads depend."""
+    T, H, D = q.shape
+    arch = INTERPRETED if INTERPRET else device_arch(q.device)
+    # Ragged rows are taken one by one unless there are clearly several of each request.
+    shared_rows = (4 if T > 4 * B else 1) if ragged else T // B
+    return score_tiles(arch, shared_rows, H, D, k_cache.element_size())
+
+
 def launch_scores(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -86,9 +95,11 @@ def launch_scores(
     *,
     request_ids: torch.Tensor | None = None,
     levels: tuple[torch.Tensor, torch.Tensor] | None = None,
+    tiles: ScoreTiles | None = None,
 ) -> None:
     """scores [T, 64 * max_blocks], written up to the end of each row's last page.
 
+    `tiles`: those of a whole call (`tiles_of_call`), of which these rows are a part.
     With `levels` (int32 [T, 8 * max_blocks] and [T, max_blocks]) also the upper levels of the
     top-k, up to the same point.
     """
@@ -101,9 +112,8 @@ def launch_scores(
     k_fp8 = k_cache.dtype == torch.uint8
     ragged = request_ids is not None
     rows_per_request = 1 if ragged else T // B
-    # Ragged rows are taken one by one unless there are clearly several of each request.
-    shared_rows = (4 if T > 4 * B else 1) if ragged else rows_per_request
-    tiles = score_tiles(arch, shared_rows, H, D, k_cache.element_size())
+    if tiles is None:
+        tiles = tiles_of_call(q, k_cache, B, ragged=ragged)
     num_tiles = triton.cdiv(T, tiles.rows) if ragged else B * triton.cdiv(T // B, tiles.rows)
     programs = num_programs(q.device) if num_tiles <= MAX_SPLIT_TILES else num_tiles
     level1, level2 = levels or (None, None)
