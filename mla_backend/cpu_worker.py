@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's CPU worker, mended in three places of its sampling.
+"""vLLM's CPU worker, mended in three places of its sampling and in one of its pipelines.
 
 A request with a seed under chunked prefill: the chunks of a prompt before its last one sample a
 token that is thrown away. vLLM then takes the request's random generator back by an offset; torch's
@@ -11,19 +11,23 @@ wrote, in all requests of the step.
 
 Steps without a draft in an engine that drafts, as that of a prompt is: from vLLM 0.32 on their no
 tokens are limited to the top-k of their requests, whose largest k it asks for, and the engine dies.
+
+Pipeline parallelism in eager mode: vLLM 0.27 and later leave out the dummy step in which stages
+behind the first make their buffers, and these die in the first real one.
 """
 
 import functools
 from typing import Any
 
 import torch
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.cpu_worker import CPUModelRunner, CPUWorker
 
 
 class MlaCpuWorker(CPUWorker):
-    """vLLM's, with all three mends."""
+    """vLLM's, with all four mends."""
 
     def init_device(self) -> None:
         super().init_device()
@@ -31,6 +35,19 @@ class MlaCpuWorker(CPUWorker):
         rejection_sampler.apply_top_k_top_p = limit_drafts
         if isinstance(self.model_runner, CPUModelRunner):  # the second runner has no generators
             keep_generators(self.model_runner)
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        if not get_pp_group().is_first_rank:
+            make_stage_buffers(self.model_runner)
+
+
+def make_stage_buffers(runner: Any) -> None:
+    """Make what a model `runner` of vLLM receives from the stage before, as its dummy step does."""
+    if runner.intermediate_tensors is None:
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+        )
 
 
 def expand_batch_to_tokens(

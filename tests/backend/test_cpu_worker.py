@@ -9,6 +9,7 @@ import torch
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from mla_backend import cpu_worker
 from mla_backend.cpu_worker import MlaCpuWorker, expand_batch_to_tokens, keep_generators
 
 
@@ -106,3 +107,24 @@ def test_a_step_with_top_k_may_be_without_drafts(monkeypatch, drafts):
     ends = torch.tensor([drafts], dtype=torch.int32)
     limited = rejection_sampler.apply_sampling_constraints(logits, ends, sampling)
     assert limited.tolist() == [[-torch.inf, -torch.inf, 2.0, 3.0]] * drafts
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_later_stages_have_buffers_once_the_model_is_loaded(monkeypatch, first):
+    """In eager mode vLLM leaves out the dummy step that would make them."""
+    monkeypatch.setattr(CPUWorker, "load_model", lambda self: None)
+    monkeypatch.setattr(
+        cpu_worker, "get_pp_group", lambda: SimpleNamespace(is_first_rank=first), raising=False
+    )
+    model = SimpleNamespace(make_empty_intermediate_tensors=lambda **sizes: sizes)
+    worker = MlaCpuWorker.__new__(MlaCpuWorker)
+    worker.model_runner = SimpleNamespace(
+        intermediate_tensors=None,
+        model=model,
+        max_num_tokens=256,
+        model_config=SimpleNamespace(dtype=torch.bfloat16),
+        device="cpu",
+    )
+    worker.load_model()
+    made = {"batch_size": 256, "dtype": torch.bfloat16, "device": "cpu"}
+    assert worker.model_runner.intermediate_tensors == (None if first else made)
