@@ -83,6 +83,16 @@ def test_a_name_without_end_is_cut():
     [
         (b'{"top_k": 18446744073709551616}', "top_k", "at most 18446744073709551615"),
         (b'{"a": {}, "top_k":\n1%s, "b": 1}' % (b"0" * 30), "top_k", "got 1000000"),
+        (b'{"top_k": "18446744073709551616"}', "top_k", "got 18446744073709551616"),
+        (b'{"top_k": " +1_8446744073709551616"}', "top_k", "got 18446744073709551616"),
+        *(
+            (
+                b'{"repetition_detection": {"%s": 18446744073709551616}}' % name,
+                f"repetition_detection.{name.decode()}",
+                "at most 18446744073709551615",
+            )
+            for name in (b"max_pattern_size", b"min_pattern_size", b"min_count")
+        ),
         (b'{"structured_outputs": "a"}', "structured_outputs", "JSON object"),
         (b'{"structured_outputs" :\t[{"regex": "a"}]}', "structured_outputs", "JSON object"),
         (b'{"structured_outputs":3}', "structured_outputs", "JSON object"),
@@ -103,6 +113,9 @@ def test_a_field_that_vllm_reads_unchecked(stand, openai_error, body, field, wor
         b'{"top_k": 18446744073709551615}',
         b'{"top_k": -18446744073709551616}',  # vLLM says what is allowed
         b'{"top_k": 184467440737095516160.5}',
+        b'{"top_k": "18446744073709551615"}',
+        b'{"top_k": "%s"}' % (b"1" * 5000),  # no integer to Python, nor to vLLM
+        b'{"top_k": "12345678901234567890x", "repetition_detection": 5}',
         b'{"seed": 18446744073709551616}',
         b'{"structured_outputs": null}',
         b'{"structured_outputs": {"regex": "a"}}',

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Refuse JSON with values that vLLM answers with 500, or with words on its own code: half of a
 surrogate pair, such as "\ud800", which is no Unicode text and can be neither tokenised nor sent on,
-and two fields whose values it reads before they are checked.
+integers that it cannot pass on to its engine, and a field that it reads before it is checked.
 """
 
 import json
@@ -19,8 +19,10 @@ from mla_serving.server.json_object import is_json
 # is not parsed here.
 _SUSPECT = re.compile(
     rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]|\x00"
-    rb'|"top_k"\s*:\s*\d{20}|"structured_outputs"\s*:\s*[^\s{n]'
+    rb'|"(?:top_k|max_pattern_size|min_pattern_size|min_count)"\s*:\s*"?[\s+\d_]{20}'
+    rb'|"structured_outputs"\s*:\s*[^\s{n]'
 )
+_REPETITION = ("max_pattern_size", "min_pattern_size", "min_count")
 _MOST = 2**64 - 1  # what vLLM can pass on to its engine
 _HALF = re.compile("[\ud800-\udfff]")
 _LONGEST_PATH = 200  # of the field's name in an answer
@@ -90,12 +92,24 @@ def _lone_surrogate(content: Any) -> tuple[str, str] | None:
 
 
 def _odd_field(content: dict[str, Any]) -> tuple[str, str] | None:
-    top_k, outputs = content.get("top_k"), content.get("structured_outputs")
-    if isinstance(top_k, int) and top_k > _MOST:
-        return "top_k", f"top_k must be at most {_MOST}, got {top_k}."
+    repetition, outputs = content.get("repetition_detection"), content.get("structured_outputs")
+    values = {"top_k": content.get("top_k")}
+    if isinstance(repetition, dict):
+        values |= {f"repetition_detection.{name}": repetition.get(name) for name in _REPETITION}
+    for field, value in values.items():
+        if (number := _integer(value)) > _MOST:
+            return field, f"{field} must be at most {_MOST}, got {number}."
     if not isinstance(outputs, dict | None):
         return "structured_outputs", "structured_outputs must be a JSON object."
     return None
+
+
+def _integer(value: Any) -> int:
+    """As vLLM reads it, from a string too; 0 for what is none."""
+    try:
+        return int(value) if isinstance(value, (int, str)) else 0
+    except ValueError:
+        return 0
 
 
 def _ascii(text: str) -> str:
