@@ -39,6 +39,7 @@ def segments(plan, lens):
     found = [[] for _ in lens]
     for first, tile, last, last_end, split, first_end, *_ in plan.parts.tolist():
         request = first
+        assert last < 0 or last_end > 0  # its part in the last one is not empty
         while request <= last:
             end = -(-int(lens[request]) // PLAN_TILE)
             if request == last:
@@ -197,6 +198,15 @@ def test_chunks_do_not_depend_on_the_room_for_longer_requests(device, tiles):
     chunks = [plan.requests[0, 1:3].tolist() for plan in plans]
     assert chunks[0] == chunks[1] == chunks[2]
     assert chunks[0][0] <= plans[0].acc.shape[0]
+
+
+@pytest.mark.parametrize("tiles", [64, 65, 127, 129, 131, 2000])
+def test_requests_longer_than_the_workspace_was_made_for_keep_to_their_room(device, tiles):
+    lens = torch.full((3,), tiles * PLAN_TILE, dtype=torch.int32, device=device)
+    options = {"num_heads": 1, "s_q": 1, "deterministic": True, "max_seq_len": 64 * PLAN_TILE}
+    plan = build_plan(lens, **options)
+    assert plan.acc.shape[0] == 6
+    assert plan.requests[:, :2].tolist() == [[0, 2], [2, 2], [4, 2]]
 
 
 def test_a_plan_is_updated_in_place(device):
