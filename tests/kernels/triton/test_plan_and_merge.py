@@ -11,7 +11,7 @@ from mla_kernels.decode.triton.merge import merge_kernel, merge_tile
 from mla_kernels.decode.triton.plan import SPARE, build_plan
 from mla_kernels.decode.triton.plan_kernel import PLAN_TILE
 from mla_kernels.dispatch import Choice
-from mla_kernels.numerics import LN2
+from mla_kernels.numerics import EXPONENT_FLOOR, LN2
 from mla_kernels.testing.cases import decode_case
 
 LENGTHS = {
@@ -22,6 +22,7 @@ LENGTHS = {
     "empty first and last": [0, 700, 0, 64, 65, 0],
     "many equal": [4096] * 96,
     "more requests than parts": list(range(0, 600, 2)),
+    "more requests than lanes": [i % 700 for i in range(1500)],
 }
 
 
@@ -272,6 +273,21 @@ def test_the_largest_reference_is_that_of_a_later_split(
     check_merge(plan)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_rows_that_some_splits_or_all_saw_nothing_of(device, deterministic):
+    seq_lens = torch.tensor([20000, *[60] * 6], dtype=torch.int32, device=device)
+    options = {"num_heads": 32, "s_q": 1, "kv_lora_rank": 256, "num_parts": 60}
+    plan = build_plan(seq_lens, **options, deterministic=deterministic, max_seq_len=20000)
+    random_partials(plan, torch.Generator().manual_seed(0))
+    slot, splits, *_ = plan.requests[0].tolist()
+    assert splits > merge_tile(plan).splits
+    for row, seen in ((0, 0), (1, splits - 1)):  # the first none, the second the last split
+        unseen = slice(slot, slot + splits - (seen > 0))
+        plan.acc[unseen, row], plan.sums[unseen, row, 0] = 0.0, 0.0
+        plan.sums[unseen, row, 1] = EXPONENT_FLOOR
+    check_merge(plan)
+
+
 def random_partials(plan, generator):
     acc, sums = plan.acc, plan.sums
     acc.copy_(torch.randn(acc.shape, generator=generator))
@@ -301,7 +317,8 @@ def check_merge(plan):
             weight = torch.exp2(k - top)
             total = (l * weight).sum(0)
             want = (plan.acc[slot : slot + splits].double() * weight[..., None]).sum(0)
-            torch.testing.assert_close(out[b].double(), want / total[:, None], rtol=0, atol=3e-5)
+            want /= total.where(total > 0, 1)[:, None]
+            torch.testing.assert_close(out[b].double(), want, rtol=0, atol=3e-5)
             torch.testing.assert_close(
                 lse[b].double(), (top + total.log2()) * LN2, rtol=1e-6, atol=1e-5
             )
