@@ -103,6 +103,15 @@ def test_a_signal_finishes_what_runs_and_takes_nothing_new(stand, openai_error, 
     asyncio.run(run())
 
 
+def test_a_server_that_nobody_asked_stops_at_once(stand):
+    async def run():
+        async with Running(stand, drain_timeout=60.0) as r:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert await asyncio.wait_for(r.task, 20) == 0
+
+    asyncio.run(run())
+
+
 def test_the_drain_is_bounded(stand):
     async def run():
         async with Running(stand, drain_timeout=0.3) as r:
