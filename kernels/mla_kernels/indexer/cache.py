@@ -24,7 +24,8 @@ def write_indexer_cache(
     k             [T, D] bf16, fp16 or fp32 (D = 128 in DeepSeek-V3.2), RoPE already applied
     k_cache       [num_blocks, 64, D + 4] uint8 pages (`IndexerLayout`): e4m3 codes, one fp32 scale
                   a token; or [num_blocks, 64, D] bf16, where keys are only rounded
-    slot_mapping  [N] int32 or int64, N <= T: block * 64 + offset, negative = skip
+    slot_mapping  [N] int32 or int64, N <= T: block * 64 + offset, negative = skip. In torch on a
+                  CPU a slot past the cache is an error; the kernel writes where it points
     scale_format  of the fp8 cache: scale = max(amax |k|, 1e-4) / 448, "ue8m0" rounds it up to a
                   power of two (as DeepSeek-V3.2 is served), "fp32" keeps it
 
