@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache layouts by the names that kernels know them by, and the scales of fp8 codes."""
+"""The cache layouts by the names that kernels know them by; caches, and the scales of fp8 codes, as
+kernels take them."""
 
 import torch
 
@@ -9,6 +10,20 @@ _FORMATS = {torch.uint8: "fp8_ds_mla", torch.float8_e4m3fn: "fp8"}
 def cache_format(dtype: torch.dtype) -> str:
     """The layout that a cache tensor of this dtype has."""
     return _FORMATS.get(dtype, "float")
+
+
+def byte_view(kv_cache: torch.Tensor) -> torch.Tensor:
+    """The cache as the kernels take it: an fp8 cache as bytes."""
+    return kv_cache.view(torch.uint8) if kv_cache.dtype == torch.float8_e4m3fn else kv_cache
+
+
+def cache_views(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`byte_view`, and the same memory in the dtypes of an fp8_ds_mla row's scales and of its rope
+    part. In other layouts, which have no such parts, a kernel reads neither."""
+    if cache_format(kv_cache.dtype) == "fp8_ds_mla":
+        return kv_cache, kv_cache.view(torch.float32), kv_cache.view(torch.bfloat16)
+    kv = byte_view(kv_cache)
+    return kv, kv, kv
 
 
 def scale_argument(scale: float | torch.Tensor | None) -> float | torch.Tensor:

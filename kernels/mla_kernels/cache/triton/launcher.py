@@ -10,7 +10,7 @@ import triton
 from mla_kernels.arch import device_arch
 from mla_kernels.cache.triton.kernel import write_kv_cache_kernel
 from mla_kernels.layouts import Fp8DsMlaLayout, MlaDims
-from mla_kernels.triton_common.formats import cache_format, scale_argument
+from mla_kernels.triton_common.formats import byte_view, cache_format, scale_argument
 from mla_kernels.triton_common.launch import launch
 from mla_kernels.triton_common.runtime import INTERPRET
 
@@ -51,11 +51,6 @@ def launch_write_kv_cache(
         HW_FP8=not INTERPRET and device_arch(kv_cache.device).e4m3_convert,
         num_warps=NUM_WARPS,
     )
-
-
-def byte_view(kv_cache: torch.Tensor) -> torch.Tensor:
-    """The cache as the kernels take it: an fp8 cache as bytes."""
-    return kv_cache.view(torch.uint8) if kv_cache.dtype == torch.float8_e4m3fn else kv_cache
 
 
 @cache

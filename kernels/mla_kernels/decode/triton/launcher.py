@@ -25,7 +25,7 @@ from mla_kernels.decode.triton.plan import arch_of, build_plan, parts_for
 from mla_kernels.decode.triton.tiles import Tile, choose_tile, tile_rows
 from mla_kernels.layouts import Fp8DsMlaLayout, MlaDims
 from mla_kernels.triton_common.alignment import row_alignment
-from mla_kernels.triton_common.formats import cache_format, scale_argument
+from mla_kernels.triton_common.formats import cache_format, cache_views, scale_argument
 from mla_kernels.triton_common.launch import launch
 from mla_kernels.triton_common.runtime import INTERPRET
 
@@ -96,17 +96,11 @@ def launch_decode(call: DecodeCall, tile: Tile, dims: MlaDims, arch: Arch) -> No
     """One program a row tile and part of the plan."""
     q, kv_cache = joined(call.q), call.kv_cache
     kv_format = cache_format(kv_cache.dtype)
-    kv = kv_cache.view(torch.uint8) if kv_format == "fp8" else kv_cache
-    scale_view, rope_view = kv, kv
-    if kv_format == "fp8_ds_mla":
-        scale_view, rope_view = kv_cache.view(torch.float32), kv_cache.view(torch.bfloat16)
     launch(
         mla_decode_kernel,
         (triton.cdiv(call.rows, tile.rows), call.plan.parts.shape[0]),
         q,
-        kv,
-        scale_view,
-        rope_view,
+        *cache_views(kv_cache),
         scale_argument(call.kv_scale),
         *call.tables(),
         *call.results(),

@@ -5,11 +5,11 @@ import torch
 import triton
 
 from mla_kernels.arch import device_arch
-from mla_kernels.cache.triton.launcher import byte_view, row_constants
+from mla_kernels.cache.triton.launcher import row_constants
 from mla_kernels.layer.buffers import MlaLayerBuffers
 from mla_kernels.layer.config import MlaLayerConfig
 from mla_kernels.layer.triton.kernel import rotate_and_append_kernel
-from mla_kernels.triton_common.formats import cache_format, scale_argument
+from mla_kernels.triton_common.formats import byte_view, cache_format, scale_argument
 from mla_kernels.triton_common.launch import launch
 from mla_kernels.triton_common.runtime import INTERPRET
 

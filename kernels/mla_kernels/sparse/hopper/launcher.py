@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launching the Hopper sparse kernel. Arguments are checked by `mla_kernels.sparse.api`."""
 
-import torch
 import triton
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -14,6 +13,7 @@ from mla_kernels.sparse.hopper.kernel import hopper_sparse_kernel
 from mla_kernels.sparse.hopper.support import FORMATS, choose_split
 from mla_kernels.sparse.triton.results import launch_merge
 from mla_kernels.sparse.triton.tiles import Split, fixed_split
+from mla_kernels.triton_common.formats import cache_views
 from mla_kernels.triton_common.launch import launch
 
 # Tiles of each ring: 210 KB of shared memory, 220 with codes. The query tile comes in the last slot
@@ -45,17 +45,12 @@ def launch_sparse(call: SparseCall, split: Split) -> None:
     kv_format, block = FORMATS[kv_cache.dtype], BLOCK.value
     latent, rope = token_parts(call.q, out.shape[2])
     acc, sums = call.partials(split)
-    scale_view, rope_view = kv_cache, kv_cache
-    if kv_format == "fp8_ds_mla":
-        scale_view, rope_view = kv_cache.view(torch.float32), kv_cache.view(torch.bfloat16)
     launch(
         hopper_sparse_kernel,
         (T * triton.cdiv(H, block), split.splits),
         TensorDescriptor.from_tensor(latent, [1, block, HALF.value], QUERY_TILE.value),
         TensorDescriptor.from_tensor(rope, [1, block, ROPE.value], QUERY_TILE.value),
-        kv_cache,
-        scale_view,
-        rope_view,
+        *cache_views(kv_cache),
         *call.inputs(),
         out,
         lse,

@@ -29,7 +29,7 @@ from mla_kernels.sparse.triton.tiles import (
     unaligned_tile,
 )
 from mla_kernels.triton_common.alignment import row_alignment
-from mla_kernels.triton_common.formats import cache_format, scale_argument
+from mla_kernels.triton_common.formats import cache_format, cache_views, scale_argument
 from mla_kernels.triton_common.launch import launch
 from mla_kernels.triton_common.runtime import INTERPRET
 
@@ -97,17 +97,11 @@ def launch_sparse(
     T, H, K = call.shape
     q, kv_cache = joined(call.q), call.kv_cache
     kv_format = cache_format(kv_cache.dtype)
-    kv = kv_cache.view(torch.uint8) if kv_format == "fp8" else kv_cache
-    scale_view, rope_view = kv, kv
-    if kv_format == "fp8_ds_mla":
-        scale_view, rope_view = kv_cache.view(torch.float32), kv_cache.view(torch.bfloat16)
     launch(
         mla_sparse_kernel,
         (T * triton.cdiv(H, tile.rows), split.splits),
         q,
-        kv,
-        scale_view,
-        rope_view,
+        *cache_views(kv_cache),
         scale_argument(call.kv_scale),
         *call.inputs(),
         call.out,
