@@ -108,7 +108,9 @@ def fake_config(topk_rows=64, dcp=1, drafts=0):
         model_config=types.SimpleNamespace(max_model_len=384),
         cache_config=types.SimpleNamespace(block_size=64),
         attention_config=types.SimpleNamespace(sparse_mla_force_mqa=False),
-        compilation_config=types.SimpleNamespace(splitting_ops=["vllm::sparse_attn_indexer"]),
+        compilation_config=types.SimpleNamespace(
+            splitting_ops=["vllm::sparse_attn_indexer"], static_forward_context={}
+        ),
     )
 
 
@@ -236,7 +238,7 @@ def test_the_operator_and_the_function_of_newer_models_are_taken_over(monkeypatc
     from vllm.model_executor.models import deepseek_v2
 
     from mla_backend import compat
-    from mla_backend.attention.sparse.indexer import run_indexer
+    from mla_backend.attention.sparse import indexer as module
 
     routed = []
     monkeypatch.setattr(deepseek_v2, "per_token_group_quant_fp8", None)  # put back afterwards
@@ -245,7 +247,48 @@ def test_the_operator_and_the_function_of_newer_models_are_taken_over(monkeypatc
     make_impl(monkeypatch, indexer=indexer)
     assert indexer.indexer_op._forward_method is not None
     ((run, is_ours),) = routed
-    assert run is run_indexer and is_ours(indexer.k_cache.prefix) and not is_ours("another's")
+    assert run is module.run_indexer
+    # Another engine of the process may have a layer of the same name, which is vLLM's.
+    name = indexer.k_cache.prefix
+    for cache, ours in ((indexer.k_cache, True), (fake_indexer().k_cache, False)):
+        context = types.SimpleNamespace(no_compile_layers={name: cache})
+        monkeypatch.setattr(module, "get_forward_context", lambda context=context: context)
+        assert is_ours(name) is ours and not is_ours("another's")
+
+
+def test_engines_of_one_process_have_their_own_indexers_and_workspaces(monkeypatch):
+    """Also those whose layers have the same names and ask for the same, one after the other too."""
+    import gc
+    import weakref
+
+    from vllm.model_executor.models import deepseek_v2
+
+    from mla_backend.attention.sparse import kernel
+    from mla_backend.attention.sparse.indexer_layer import attached
+
+    def make(*args, **kwargs):
+        return torch.zeros(8, dtype=torch.uint8)
+
+    monkeypatch.setattr(deepseek_v2, "per_token_group_quant_fp8", None)  # put back afterwards
+    monkeypatch.setattr(kernel, "mla_sparse_workspace", make)
+    monkeypatch.setattr(kernel, "indexer_topk_workspace", make)
+    formats, engines = ("ue8m0", None), [fake_config(), fake_config()]
+    indexers = [fake_indexer(scale_fmt=scale_fmt) for scale_fmt in formats]
+    gpu = torch.device("meta")
+
+    def layer(config, indexer):
+        impl = make_impl(monkeypatch, config=config, indexer=indexer)
+        return impl, kernel.topk_workspace(config, 64, 6, gpu, "auto")
+
+    first, second = (layer(*each) for each in zip(engines, indexers, strict=True))
+    assert [attached(i.k_cache).scale_format for i in indexers] == ["ue8m0", "fp32"]
+    again = layer(engines[0], fake_indexer())
+    assert again[0]._workspace is first[0]._workspace and again[1] is first[1]
+    assert second[0]._workspace is not first[0]._workspace and second[1] is not first[1]
+    held = [weakref.ref(first[0]._workspace), weakref.ref(first[1])]
+    del first, again, indexers
+    gc.collect()
+    assert [ref() for ref in held] == [None, None]
 
 
 def test_contexts_that_the_top_k_of_a_gpu_does_not_take(monkeypatch):
@@ -253,7 +296,7 @@ def test_contexts_that_the_top_k_of_a_gpu_does_not_take(monkeypatch):
 
     from mla_backend.attention.sparse.indexer import take_over
     from mla_backend.attention.sparse.indexer_backend import IndexerBackend
-    from mla_backend.attention.sparse.indexer_layer import LAYERS
+    from mla_backend.attention.sparse.indexer_layer import attached
     from mla_backend.attention.sparse.kernel import SparseKernel
 
     monkeypatch.setattr(deepseek_v2, "per_token_group_quant_fp8", None)  # put back afterwards
@@ -263,8 +306,9 @@ def test_contexts_that_the_top_k_of_a_gpu_does_not_take(monkeypatch):
 
     def take(impl, device):
         kernel = SparseKernel("auto", impl, "pow2", False, fp8_products=device == gpu)
-        take_over(fake_indexer(), kernel, IndexerBackend, config, device)
-        layer = LAYERS["layers.0.indexer.k_cache"]
+        indexer = fake_indexer()
+        take_over(indexer, kernel, IndexerBackend, config, device)
+        layer = attached(indexer.k_cache)
         assert layer.fp8_products is kernel.fp8_products
         assert (layer.workspace is not None) == (device == gpu and impl == "auto")
 
@@ -497,10 +541,10 @@ def test_indexer_is_taken_over_and_others_are_not(monkeypatch):
     position = torch.arange(130)
     slots = common.block_table_tensor[0][position // 64].long() * 64 + position % 64
     cache = torch.full((3, 64, 132), 0x7F, dtype=torch.uint8)
-    name = indexer.k_cache.prefix
+    name, indexer.k_cache.kv_cache = indexer.k_cache.prefix, cache
     context = types.SimpleNamespace(
         attn_metadata={name: IndexerMetadata(rows, slots)},
-        no_compile_layers={name: types.SimpleNamespace(kv_cache=cache)},
+        no_compile_layers={name: indexer.k_cache},
     )
     monkeypatch.setattr(module, "get_forward_context", lambda: context)
     g = torch.Generator().manual_seed(3)

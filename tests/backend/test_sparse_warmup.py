@@ -181,7 +181,6 @@ def test_no_step_attends_with_what_was_not_compiled(kind, keys, monkeypatch):
     from mla_kernels.sparse.hopper import launcher as hopper
     from mla_kernels.sparse.triton import launcher as portable
 
-    from mla_backend.attention.sparse import kernel as module
     from mla_backend.attention.sparse.rows import RowsBuilder
     from mla_backend.attention.sparse.warmup import warm_up_attention
 
@@ -190,7 +189,6 @@ def test_no_step_attends_with_what_was_not_compiled(kind, keys, monkeypatch):
     few = kind == "few rows"
     monkeypatch.setattr(portable, "INTERPRET", not few)  # which has no Gluon
     buffer = torch.full((MAX_TOKENS, TOPK), -1, dtype=torch.int32)
-    module.attention_workspace.cache_clear()
     impl = test_sparse.make_impl(
         monkeypatch,
         "fp8_ds_mla" if few else "auto",

@@ -17,7 +17,7 @@ from mla_backend.attention.impl import lay_out_absorbed_weights
 from mla_backend.attention.kernel import cache_dtype
 from mla_backend.attention.sparse.indexer import take_over
 from mla_backend.attention.sparse.indexer_backend import IndexerBackend
-from mla_backend.attention.sparse.indexer_layer import LAYERS
+from mla_backend.attention.sparse.indexer_layer import attached
 from mla_backend.attention.sparse.kernel import SparseKernel, attention_workspace
 from mla_backend.attention.sparse.metadata import SparseMetadata
 from mla_backend.attention.sparse.rows import max_tokens
@@ -96,6 +96,7 @@ class SparseMlaImpl(ExpandedPrompts):
             device, dims, self.dtype, self.kv_cache_element, num_heads
         )
         self._workspace = attention_workspace(
+            vllm_config,
             max_tokens(vllm_config),
             num_heads,
             buffer.shape[1],
@@ -126,7 +127,7 @@ class SparseMlaImpl(ExpandedPrompts):
         """Where the tokens of such prompts attend in expanded form, the layer's indexer need not
         choose for them; `layer_name` is this layer's, whose metadata says so."""
         if self._indexer is not None:
-            LAYERS[self._indexer.k_cache.prefix].attention = layer_name
+            attached(self._indexer.k_cache).attention = layer_name
 
     def prepare_for_batch(self, attn_metadata: Any) -> None:
         """vLLM 0.30 and later on a GPU ask before each batch; nothing needs to be prepared."""

@@ -16,7 +16,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 
 from mla_backend import compat
 from mla_backend.attention import support
-from mla_backend.attention.sparse.indexer_layer import LAYERS, IndexerLayer
+from mla_backend.attention.sparse.indexer_layer import IndexerLayer, attach, attached, is_attached
 from mla_backend.attention.sparse.kernel import SparseKernel, topk_workspace
 from mla_backend.attention.sparse.metadata import IndexerMetadata, SparseMetadata
 from mla_backend.attention.sparse.rows import max_tokens
@@ -60,16 +60,17 @@ def take_over(
             f"indexer's kernels choose among {MAX_WIDTH} tokens of a request at most. Mend: lower "
             "--max-model-len"
         )
-    LAYERS[name] = IndexerLayer(
+    layer = IndexerLayer(
         heads=indexer.n_head,
         dtype=torch.get_default_dtype(),  # the model's, while vLLM builds it
         scale_format="fp32" if indexer.scale_fmt is None else indexer.scale_fmt,
         impl=impl,
-        workspace=topk_workspace(max_tokens(vllm_config), max_blocks, device, impl),
+        workspace=topk_workspace(vllm_config, max_tokens(vllm_config), max_blocks, device, impl),
         topk_indices=indexer.topk_indices_buffer,
         fp8_products=kernel.fp8_products,
         expanded_bytes=expanded_bytes,
     )
+    attach(indexer.k_cache, layer)
 
     def forward(
         hidden_states: torch.Tensor, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor
@@ -80,7 +81,12 @@ def take_over(
 
     compat.replace_indexer(indexer, forward, backend, quantise_queries)
     compat.split_graph_at(vllm_config, f"vllm::{OP_NAME}")
-    compat.route_fused_indexer(run_indexer, LAYERS.__contains__)
+    compat.route_fused_indexer(run_indexer, is_ours)
+
+
+def is_ours(layer_name: str) -> bool:
+    """Whether the engine whose step runs computes the indexer of this cache with our kernels."""
+    return is_attached(get_forward_context().no_compile_layers.get(layer_name))
 
 
 def run_indexer(
@@ -98,19 +104,20 @@ def run_indexer(
     layer_name  of the indexer's cache
     """
     context = get_forward_context()
+    cache = context.no_compile_layers[layer_name]
+    layer = attached(cache)
     if not isinstance(context.attn_metadata, dict):  # profiling: there is no cache yet
-        LAYERS[layer_name].profile(q.shape[0])
+        layer.profile(q.shape[0])
         return
     metadata: IndexerMetadata = context.attn_metadata[layer_name]
-    k_cache = context.no_compile_layers[layer_name].kv_cache
-    layer, rows = LAYERS[layer_name], metadata.rows
+    rows = metadata.rows
     if layer.attention is not None:
         step: SparseMetadata = context.attn_metadata[layer.attention]
         if step.prefill is not None:
             rows = rows.first(step.num_decodes, step.num_decode_tokens)
     STATS.indexer_calls += 1
     STATS.indexer_tokens += rows.lengths.shape[0]
-    layer.run(q, k, weights, topk_indices, k_cache, rows, metadata.slot_mapping)
+    layer.run(q, k, weights, topk_indices, cache.kv_cache, rows, metadata.slot_mapping)
 
 
 def _op(

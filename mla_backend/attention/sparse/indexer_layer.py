@@ -2,6 +2,7 @@
 """What one layer's Lightning Indexer launches: the write of new keys, the scores, the top-k."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from mla_kernels import indexer_topk, write_indexer_cache
@@ -112,5 +113,21 @@ class IndexerLayer:
             chosen[scored] = own
 
 
-# By the name of the indexer's cache, which is how an op and a metadata builder find their layer.
-LAYERS: dict[str, IndexerLayer] = {}
+# Of the layer of vLLM that is the indexer's cache. Engines of one process have layers of the same
+# names, so no table by name would do.
+_ATTRIBUTE = "mla_backend_indexer"
+
+
+def attach(k_cache: Any, layer: IndexerLayer) -> None:
+    """Let `k_cache`, vLLM's layer, hold the `layer` that writes and reads it."""
+    setattr(k_cache, _ATTRIBUTE, layer)
+
+
+def is_attached(k_cache: Any) -> bool:
+    return hasattr(k_cache, _ATTRIBUTE)
+
+
+def attached(k_cache: Any) -> IndexerLayer:
+    """What `k_cache` holds. AttributeError if it is not an indexer's cache of ours."""
+    layer: IndexerLayer = getattr(k_cache, _ATTRIBUTE)
+    return layer

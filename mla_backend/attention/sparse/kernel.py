@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which sparse kernels an engine uses, and the scratch that its layers share."""
 
-import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from mla_kernels import indexer_topk_workspace, mla_sparse_workspace
@@ -76,10 +78,26 @@ class SparseKernel:
         return cls(choice.impl, indexer, rescale, deterministic, fp8)
 
 
-# Made while the model is built, so that vLLM counts them when it sizes the KV cache; every layer
-# that asks for the same gets the same one.
-@functools.cache
+# By engine, and by what was asked for. Made while the model is built, so that vLLM counts them when
+# it sizes the KV cache; all layers of an engine, a draft's too, share them. The layers alone keep
+# them: they go with their engine, and no other engine of the process gets memory that this one's
+# sleep may take away.
+_WORKSPACES: WeakValueDictionary[tuple[Any, ...], torch.Tensor] = WeakValueDictionary()
+
+
+def _shared(
+    vllm_config: Any, asked: tuple[Any, ...], make: Callable[[], torch.Tensor]
+) -> torch.Tensor:
+    """What `make` makes, once for all layers of an engine that ask for the same."""
+    key = (id(vllm_config.compilation_config.static_forward_context), *asked)
+    workspace = _WORKSPACES.get(key)
+    if workspace is None:
+        workspace = _WORKSPACES[key] = make()
+    return workspace
+
+
 def attention_workspace(
+    vllm_config: Any,
     tokens: int,
     heads: int,
     topk: int,
@@ -88,21 +106,21 @@ def attention_workspace(
     impl: str,
 ) -> torch.Tensor:
     """See `mla_kernels.mla_sparse_workspace`."""
-    return mla_sparse_workspace(
-        tokens,
-        heads,
-        topk,
-        device=device,
-        kv_lora_rank=kv_lora_rank,
-        impl=impl,
-    )
+
+    def make() -> torch.Tensor:
+        return mla_sparse_workspace(
+            tokens, heads, topk, device=device, kv_lora_rank=kv_lora_rank, impl=impl
+        )
+
+    asked = ("attention", tokens, heads, topk, kv_lora_rank, device, impl)
+    return _shared(vllm_config, asked, make)
 
 
-@functools.cache
 def topk_workspace(
-    rows: int, max_blocks: int, device: torch.device, impl: str
+    vllm_config: Any, rows: int, max_blocks: int, device: torch.device, impl: str
 ) -> torch.Tensor | None:
     """See `mla_kernels.indexer_topk_workspace`; None where the implementation takes none."""
     if device.type == "cpu" or impl in ("torch", "reference"):
         return None
-    return indexer_topk_workspace(rows, max_blocks, device)
+    asked = ("topk", rows, max_blocks, device)
+    return _shared(vllm_config, asked, lambda: indexer_topk_workspace(rows, max_blocks, device))

@@ -15,7 +15,7 @@ from vllm.v1.attention.backend import (
 from mla_backend import compat, envs
 from mla_backend.attention import support
 from mla_backend.attention.prefill import PrefillTile
-from mla_backend.attention.sparse.indexer_layer import LAYERS
+from mla_backend.attention.sparse.indexer_layer import attached
 from mla_backend.attention.sparse.rows import RowsBuilder, TokenRows, max_tokens
 from mla_backend.attention.sparse.short_prompts import ShortPrompts
 from mla_backend.attention.sparse.warmup import warm_up_attention, warm_up_indexer
@@ -155,7 +155,8 @@ class IndexerMetadataBuilder(_Builder, AttentionMetadataBuilder[IndexerMetadata]
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         limits = self._make_rows_builder(vllm_config, device)
-        indexer = LAYERS[layer_names[0]]
+        layers = vllm_config.compilation_config.static_forward_context
+        indexer = attached(layers[layer_names[0]])
         if device.type != "cpu" and indexer.impl not in support.SLOW_IMPLS:
             warm_up_indexer(indexer, *limits)
 
