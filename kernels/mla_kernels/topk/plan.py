@@ -95,26 +95,31 @@ def level_views(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Levels 1 and 2 of `rows` rows in a workspace. ValueError if it is too small."""
     widths = level_widths(width)
-    needed = rows * sum(widths)
-    if workspace.dtype != torch.int32 or workspace.numel() < needed:
-        raise ValueError(
-            f"Expected a workspace of {needed} int32, got {workspace.numel()} {workspace.dtype}"
-        )
-    level1, level2 = workspace.flatten()[:needed].split([rows * w for w in widths])
+    words = leading_words(workspace, rows * sum(widths))
+    level1, level2 = words.split([rows * w for w in widths])
     return level1.view(rows, widths[0]), level2.view(rows, widths[1])
 
 
 def list_views(workspace: torch.Tensor, rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     """List and bitmap of `rows` rows in a workspace. ValueError if it is too small."""
-    needed = rows * (LIST_ROOM + bitmap_words(width))
+    sizes = LIST_ROOM, bitmap_words(width)
+    words = leading_words(workspace, rows * sum(sizes))
+    lists, bitmaps = words.split([rows * size for size in sizes])
+    return lists.view(rows, sizes[0]), bitmaps.view(rows, sizes[1])
+
+
+def state_view(workspace: torch.Tensor, rows: int) -> torch.Tensor:
+    """What the programs of each of `rows` rows share. ValueError if the workspace is too small."""
+    return leading_words(workspace, rows * SPREAD_WORDS).view(rows, SPREAD_WORDS)
+
+
+def leading_words(workspace: torch.Tensor, needed: int) -> torch.Tensor:
+    """The first `needed` words of a workspace. ValueError if it has fewer, or is not int32."""
     if workspace.dtype != torch.int32 or workspace.numel() < needed:
         raise ValueError(
             f"Expected a workspace of {needed} int32, got {workspace.numel()} {workspace.dtype}"
         )
-    lists, bitmaps = workspace.flatten()[:needed].split(
-        [rows * LIST_ROOM, needed - rows * LIST_ROOM]
-    )
-    return lists.view(rows, LIST_ROOM), bitmaps.view(rows, bitmap_words(width))
+    return workspace.flatten()[:needed]
 
 
 def cdiv(a: int, b: int) -> int:

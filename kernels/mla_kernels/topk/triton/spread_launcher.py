@@ -12,6 +12,7 @@ from mla_kernels.topk.plan import (
     cdiv,
     next_power_of_2,
     spread_chunk,
+    state_view,
     topk_tiles,
 )
 from mla_kernels.topk.triton.spread import OUTPUT, clear_state_kernel, spread_topk_kernel
@@ -92,16 +93,6 @@ def clear_state(state: torch.Tensor, *, pdl: bool) -> None:
         num_warps=CLEAR_WARPS,
         launch_pdl=pdl,
     )
-
-
-def state_view(workspace: torch.Tensor, rows: int) -> torch.Tensor:
-    """The state of `rows` rows in a workspace. ValueError if it is too small."""
-    needed = rows * SPREAD_WORDS
-    if workspace.dtype != torch.int32 or workspace.numel() < needed:
-        raise ValueError(
-            f"Expected a workspace of {needed} int32, got {workspace.numel()} {workspace.dtype}"
-        )
-    return workspace.flatten()[:needed].view(rows, SPREAD_WORDS)
 
 
 def spread_constants(
