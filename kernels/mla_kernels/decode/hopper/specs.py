@@ -18,8 +18,7 @@ POINTERS = {
     "part_acc": "*fp32",
     "part_sums": "*fp32",
 }
-
-
+SCALARS = ("table_stride", "num_rows", "num_heads", "s_q")
 # If FULL, what TMA writes.
 RESULTS = {
     "out": f"tensordesc<bf16[64, 256],{layouts.TILE.value!r}>",
@@ -30,9 +29,7 @@ RESULTS = {
 def specialisations(arch: Arch) -> list[KernelSpec]:
     if arch.sm != 90:
         return []
-    scalars = {"scale_log2": "fp32"} | dict.fromkeys(
-        ("table_stride", "num_rows", "num_heads", "s_q"), "i32"
-    )
+    scalars = {"scale_log2": "fp32"} | dict.fromkeys(SCALARS, "i32")
     return [
         KernelSpec(
             name=f"decode/hopper/bf16_{rescale}{'_causal' if causal else ''}"

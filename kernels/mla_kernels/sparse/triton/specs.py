@@ -8,7 +8,12 @@ import torch
 
 from mla_kernels.arch import Arch
 from mla_kernels.decode.triton.launcher import kernel_constants
-from mla_kernels.decode.triton.specs import ALIGNMENTS, aligned_arguments, row_stride
+from mla_kernels.decode.triton.specs import (
+    ALIGNMENTS,
+    CACHE_POINTER,
+    aligned_arguments,
+    row_stride,
+)
 from mla_kernels.decode.triton.support import DIMS
 from mla_kernels.layouts import BLOCK_SIZE, MlaDims
 from mla_kernels.offline.spec import KernelSpec
@@ -20,7 +25,6 @@ from mla_kernels.sparse.triton.tiles import Tile, choose_tile, unaligned_tile
 HEADS = (16, 32, 64)
 SCALARS = ("num_slots", "K", "num_heads", "span")
 STRIDES = ("q_stride_t", "q_stride_h", "page_stride", "slots_stride")
-CACHE_POINTER = {"float": "bf16", "fp8": "u8", "fp8_ds_mla": "u8"}
 
 
 def specialisations(arch: Arch) -> list[KernelSpec]:

@@ -7,10 +7,8 @@ from mla_kernels.decode.hopper.fp8.kernel import hopper_fp8_kernel
 from mla_kernels.decode.hopper.fp8.operands import rows_of
 from mla_kernels.decode.hopper.fp8.query import query_box
 from mla_kernels.decode.hopper.layouts import QUERY_TILE, SCALES
-from mla_kernels.decode.hopper.specs import POINTERS
+from mla_kernels.decode.hopper.specs import POINTERS, SCALARS
 from mla_kernels.offline.spec import KernelSpec
-
-SCALARS = ("table_stride", "num_rows", "num_heads", "s_q")
 
 
 def specialisations(arch: Arch) -> list[KernelSpec]:

@@ -5,25 +5,15 @@ from mla_kernels.arch import Arch
 from mla_kernels.decode.hopper.fp8_query import operands
 from mla_kernels.decode.hopper.fp8_query.kernel import hopper_fp8_query_kernel
 from mla_kernels.decode.hopper.fp8_query.launcher import CONFIG
+from mla_kernels.decode.hopper.specs import POINTERS, SCALARS
 from mla_kernels.offline.spec import KernelSpec
 
-POINTERS = {
-    "table": "*i32",
-    "seq_lens": "*i32",
-    "parts": "*i32",
-    "requests": "*i32",
-    "out": "*bf16",
-    "lse": "*fp32",
-    "part_acc": "*fp32",
-    "part_sums": "*fp32",
-}
 DESCRIPTORS = {
     "q_desc": f"tensordesc<bf16[1, 64, 256],{operands.QUERY_LATENT.value!r}>",
     "q_rope_desc": f"tensordesc<bf16[1, 64, 32],{operands.QUERY_ROPE.value!r}>",
     "kv_desc": f"tensordesc<bf16[64, 128],{operands.LATENT_UNITS.value!r}>",
     "rope_desc": f"tensordesc<bf16[64, 32],{operands.ROPE_UNITS.value!r}>",
 }
-SCALARS = ("table_stride", "num_rows", "num_heads", "s_q")
 
 
 def specialisations(arch: Arch) -> list[KernelSpec]:

@@ -2,7 +2,7 @@
 """The specialisations of the many-rows kernel that are compiled offline."""
 
 from mla_kernels.arch import Arch
-from mla_kernels.decode.hopper.specs import POINTERS, descriptors
+from mla_kernels.decode.hopper.specs import POINTERS, SCALARS, descriptors
 from mla_kernels.decode.triton.hopper.kernel import many_rows_kernel
 from mla_kernels.decode.triton.hopper.launcher import LOADER_REGS
 from mla_kernels.offline.spec import KernelSpec
@@ -11,9 +11,7 @@ from mla_kernels.offline.spec import KernelSpec
 def specialisations(arch: Arch) -> list[KernelSpec]:
     if arch.sm != 90:
         return []
-    scalars = {"scale_log2": "fp32"} | dict.fromkeys(
-        ("table_stride", "num_rows", "num_heads", "s_q"), "i32"
-    )
+    scalars = {"scale_log2": "fp32"} | dict.fromkeys(SCALARS, "i32")
     return [
         KernelSpec(
             name=f"decode_many_rows/{dtype}/pow2{'_causal' if causal else ''}"

@@ -3,7 +3,7 @@
 
 from mla_kernels.arch import Arch
 from mla_kernels.decode.hopper.fp8.operands import rows_of
-from mla_kernels.decode.hopper.specs import POINTERS
+from mla_kernels.decode.hopper.specs import POINTERS, SCALARS
 from mla_kernels.decode.triton.few_rows.hopper.kernel import few_rows_fp8_kernel
 from mla_kernels.decode.triton.few_rows.hopper.launcher import CONFIGS, OPTIONS
 from mla_kernels.decode.triton.few_rows.specs import STRIDES
@@ -20,7 +20,7 @@ def specialisations(arch: Arch) -> list[KernelSpec]:
         "kv_scale": "*fp32",
         **POINTERS,
         "scale_log2": "fp32",
-        **dict.fromkeys((*STRIDES, "table_stride", "num_rows", "num_heads", "s_q"), "i32"),
+        **dict.fromkeys((*STRIDES, *SCALARS), "i32"),
     }
     return [
         KernelSpec(
