@@ -31,12 +31,13 @@ def choose_decode_impl(
     "torch" or "reference" is named, and for fp8 queries on a GPU whose Hopper kernel cannot:
     nothing else that is fast multiplies in fp8, so nothing stands in for it.
     """
-    # Up to 16 rows of fp8, H200: 84 us beside the portable kernel's 100 for 128 requests of 4096
-    # tokens, 34 beside 37 for one of 131072 (benchmarks/VERSIONS.md).
     hopper_refusal = None
     if device.type == "cuda" and no_triton() is None:  # else that is what refuses it
         from mla_kernels.decode.hopper.support import refusal
 
+        # Not by the number of rows: with up to 16 and an fp8 cache, too, it is faster than the
+        # portable kernel. H200: 84 us to 100 for 128 requests of 4096 tokens, 34 to 37 for one of
+        # 131072 (benchmarks/VERSIONS.md).
         hopper_refusal = refusal(dims, dtype, kv_cache_dtype, block_size, rescale)
         if hopper_refusal is None and not contiguous:
             tensors = (
