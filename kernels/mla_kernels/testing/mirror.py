@@ -13,8 +13,9 @@ from mla_kernels.numerics import GRID_OFFSET, LN2
 from mla_kernels.testing.cases import DecodeCase
 
 
-def mirror(case: DecodeCase, *, causal: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out [B, s_q, H, kv_lora_rank] fp64, lse [B, s_q, H] fp64), not rounded to q's dtype."""
+def mirror(case: DecodeCase) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out [B, s_q, H, kv_lora_rank] fp64, lse [B, s_q, H] fp64) of a causal decode, not rounded to
+    q's dtype."""
     B, s_q, H, Dk = case.q.shape
     rank = case.options["kv_lora_rank"]
     scale_log2 = scale_to_log2(case.options["scale"])
@@ -27,7 +28,7 @@ def mirror(case: DecodeCase, *, causal: bool = True) -> tuple[torch.Tensor, torc
         rows = case.kv_cache[pages].flatten(0, 1)[:length]
         k = rows_as_float(rows, case.q.dtype, rank, Dk, case.options["kv_scale"]).double()
         for j in range(s_q):
-            limit = max(length - s_q + 1 + j, 0) if causal else length
+            limit = max(length - s_q + 1 + j, 0)
             if limit == 0:
                 continue
             # The product is fp32 in the kernels; the grid then hides in which order it was added.

@@ -23,7 +23,7 @@ from argparse import Namespace
 from typing import Any
 
 import vllm
-from vllm import SamplingParams, envs, logger
+from vllm import envs, logger
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.reasoning import ReasoningParserManager
@@ -70,7 +70,6 @@ __all__ = [
     "VLLM_VERSION",
     "FlexibleArgumentParser",
     "SSLCertRefresher",
-    "SamplingParams",
     "api_keys",
     "ask_workers",
     "build_app",

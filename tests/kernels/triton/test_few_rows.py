@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from mla_kernels import mla_decode
+from mla_kernels import checks, mla_decode
 from mla_kernels.arch import ARCHS, KB, device_arch
 from mla_kernels.decode.triton import launcher, tiles
 from mla_kernels.decode.triton import plan as device_plans
-from mla_kernels.decode.triton.few_rows.launcher import fits
 from mla_kernels.decode.triton.few_rows.tiles import choose_few_rows, few_rows_tile
 from mla_kernels.decode.triton.tiles import ctas_per_sm, tile_rows
 from mla_kernels.layouts import Fp8DsMlaLayout, MlaDims
@@ -77,20 +76,19 @@ def test_rings_and_registers_fit(sm):
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype", "start", "fit"),
+    ("shape", "dtype", "start", "aligned"),
     [
         ((4, 64, 576), torch.float8_e4m3fn, 0, True),
         ((4, 64, 576), torch.float8_e4m3fn, 8, False),
         ((4, 64, 656), torch.uint8, 0, True),
         ((4, 64, 328), torch.uint8, 0, False),
         ((4, 64, 576), torch.bfloat16, 8, True),
-        ((4, 8, 576), torch.bfloat16, 0, False),
     ],
 )
-def test_which_caches_fit(shape, dtype, start, fit):
+def test_which_caches_have_aligned_rows(shape, dtype, start, aligned):
     count = shape[0] * shape[1] * shape[2]
     cache = torch.empty(start + count, dtype=dtype)[start:].view(shape)
-    assert fits(cache) is fit
+    assert checks.rows_aligned(cache) is aligned
 
 
 def test_gpus_with_less_shared_memory_have_tiles_of_32_tokens():

@@ -16,7 +16,7 @@ from mla_kernels.decode.triton.few_rows.hopper.launcher import (
     launch_few_rows_fp8,
     takes_few_rows_fp8,
 )
-from mla_kernels.decode.triton.few_rows.launcher import fits, launch_few_rows
+from mla_kernels.decode.triton.few_rows.launcher import launch_few_rows
 from mla_kernels.decode.triton.few_rows.tiles import choose_few_rows
 from mla_kernels.decode.triton.hopper.launcher import launch_many_rows, takes_many_rows
 from mla_kernels.decode.triton.kernel import mla_decode_kernel
@@ -64,7 +64,7 @@ def mla_decode_triton(
     arch = arch_of(q.device)
     kv_format = cache_format(kv_cache.dtype)
     few_rows = None
-    if not INTERPRET and fits(kv_cache) and are_near(q):  # Gluon has no interpreter
+    if not INTERPRET and checks.rows_aligned(kv_cache) and are_near(q):  # Gluon has no interpreter
         few_rows = choose_few_rows(
             tile_rows(s_q * H, arch), dims, kv_format, arch, rescale, kv_cache.shape[1], q.dtype
         )

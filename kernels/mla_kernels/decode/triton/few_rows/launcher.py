@@ -7,7 +7,6 @@ import torch
 import triton
 
 from mla_kernels.arch import Arch
-from mla_kernels.checks import rows_aligned
 from mla_kernels.decode.call import DecodeCall
 from mla_kernels.decode.query import joined
 from mla_kernels.decode.rescale import scale_to_log2
@@ -18,13 +17,9 @@ from mla_kernels.triton_common.formats import cache_format, scale_argument
 from mla_kernels.triton_common.launch import launch
 
 
-def fits(kv_cache: torch.Tensor) -> bool:
-    """Whether rows and pages start at multiples of 16 bytes, as asynchronous copies want."""
-    return rows_aligned(kv_cache) and kv_cache.shape[1] in (16, 32, 64, 128)
-
-
 def launch_few_rows(call: DecodeCall, tile: FewRowsTile, dims: MlaDims, arch: Arch) -> None:
-    """One program a row tile and part of the plan. The cache must fit (`fits`)."""
+    """One program a row tile and part of the plan. Cache rows start at multiples of 16 bytes, as
+    asynchronous copies want."""
     q, kv_cache = joined(call.q), call.kv_cache
     kv_format = cache_format(kv_cache.dtype)
     units = kv_cache.view(torch.bfloat16 if kv_format == "fp8_ds_mla" else q.dtype)

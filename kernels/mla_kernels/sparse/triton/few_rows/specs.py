@@ -2,7 +2,7 @@
 """The specialisations of the few-rows sparse kernel that are compiled offline."""
 
 from mla_kernels.arch import Arch
-from mla_kernels.layouts import BLOCK_SIZE, Fp8DsMlaLayout, MlaDims
+from mla_kernels.layouts import BLOCK_SIZE, Fp8DsMlaLayout
 from mla_kernels.offline.spec import KernelSpec
 from mla_kernels.sparse.triton.few_rows.kernel import few_rows_sparse_kernel
 from mla_kernels.sparse.triton.few_rows.launcher import tile_constants
@@ -26,14 +26,10 @@ POINTERS = {
 
 
 def specialisations(arch: Arch) -> list[KernelSpec]:
-    return [spec for split in (False, True) for spec in _specs(arch, split)]
-
-
-def _specs(arch: Arch, split: bool, page: int = BLOCK_SIZE) -> list[KernelSpec]:
     tile = few_rows_tile(arch)
     if tile is None:
         return []
-    constants = tile_constants(tile, page, Fp8DsMlaLayout(MlaDims()).row_bytes // 2)
+    constants = tile_constants(tile, BLOCK_SIZE, Fp8DsMlaLayout().row_bytes // 2)
     return [
         KernelSpec(
             name=f"sparse_few_rows/fp8_ds_mla/m{tile.rows}/{'split' if split else 'whole'}",
@@ -55,4 +51,5 @@ def _specs(arch: Arch, split: bool, page: int = BLOCK_SIZE) -> list[KernelSpec]:
             tensor_core="any",
             quick=split,
         )
+        for split in (False, True)
     ]
