@@ -47,8 +47,8 @@ def test_dense_decode(causal):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("s_q", [9, 19])
-def test_more_new_tokens_than_a_kernel_takes(causal, s_q):
+@pytest.mark.parametrize("s_q", [8, 9, 19])
+def test_as_many_new_tokens_as_a_kernel_takes_and_more(causal, s_q):
     """vLLM sends up to 128 in one call. Each token is as it would be alone. The second request has
     12 tokens in all, so that the first of 19 new ones see none."""
     case = decode_case([130, 12, 0, 64], num_heads=4)
@@ -127,6 +127,21 @@ def test_sparse_decode_of_any_block_size(block_size, fp8, monkeypatch):
         out, lse = run(other)
         assert torch.equal(out, want) and torch.equal(lse, want_lse)
         assert seen[-1] == rows.data_ptr()
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_sparse_decode_of_blocks_that_are_adjacent_whatever_their_strides(many):
+    """A single block has no next one, and blocks of one row no next row."""
+    g = torch.Generator().manual_seed(0)
+    q, cache = torch.randn(2, 1, 4, 576, generator=g), torch.randn(2, 96, 1, 576, generator=g)
+    q, cache = q.bfloat16(), cache.bfloat16()
+    blocks = cache[0, ::2, None] if many else cache[:1, :48]  # [48, 1, 1, 576] or [1, 48, 1, 576]
+    indices = torch.randint(0, 48, (2, 1, 40), generator=g, dtype=torch.int32)
+    args = (None, None, 512)
+    out, _ = flash_mla.flash_mla_with_kvcache(q, blocks, *args, metadata()[0], indices=indices)
+    plain = blocks.reshape(3, 16, 1, 576).clone()
+    want, _ = flash_mla.flash_mla_with_kvcache(q, plain, *args, metadata()[0], indices=indices)
+    assert torch.equal(out, want)
 
 
 def test_topk_length_is_per_request_and_sink_scales_the_output():
@@ -261,6 +276,7 @@ def nothing_runs(monkeypatch):
         ({"cache_seqlens": torch.zeros(3, device="meta").int()}, "cache_seqlens on cpu.*got meta"),
         ({"block_table": torch.zeros(3, 4)}, "block_table.dtype in .*got torch.float32"),
         ({"block_table": torch.full((3, 4), 77).int()}, r"got 77 .*\(cache_seqlens\[0\] = 130\)"),
+        ({"q": torch.zeros(3, 4, 576).bfloat16()}, r"q of shape \[B, s_q, H, Dk\], got"),
         ({"q": torch.zeros(3, 1, 4, 576).to(torch.float8_e4m3fn)}, "q.dtype in .*got .*e4m3fn"),
         (
             {"q": torch.zeros(3, 1, 129, 576).bfloat16()},
@@ -272,6 +288,8 @@ def nothing_runs(monkeypatch):
         ({"k_cache": torch.zeros(4, 64, 576).bfloat16()}, r"k_cache of shape .* 1, 576\], got"),
         ({"k_cache": torch.zeros(4, 64, 1, 576)}, "k_cache.dtype in .*bfloat16.*got torch.float32"),
         ({"k_cache": torch.zeros(4, 64, 1, 1152).bfloat16()[..., ::2]}, "k_cache with a contig"),
+        ({"k_cache": torch.zeros(4, 64, 1, 576, device="meta").bfloat16()}, "k_cache on cpu.*meta"),
+        ({"out": [0.0]}, "out to be a tensor, got list"),
         ({"out": torch.zeros(3, 1, 4, 500).bfloat16()}, r"out of shape \[3, 1, 4, 512\]"),
         ({"out": torch.zeros(3, 1, 512, 4).bfloat16().mT}, "contiguous out, got strides"),
         ({"out": torch.zeros(3, 1, 4, 512)}, "out.dtype in .*bfloat16.*got torch.float32"),

@@ -100,6 +100,9 @@ def test_all_slots_skipped_and_padding_rows():
     assert (cache == 0).all()
     write_kv_cache(kv_c, k_pe, cache, torch.tensor([70], dtype=torch.int32))
     assert torch.equal(cache[1, 6, :512], kv_c[0]) and int((cache != 0).any(-1).sum()) == 1
+    for tokens in (TOKENS, 0):  # a step without tokens of its own
+        write_kv_cache(kv_c[:tokens], k_pe[:tokens], cache, torch.zeros(0).int())
+    assert int((cache != 0).any(-1).sum()) == 1
 
 
 def test_reading_back():

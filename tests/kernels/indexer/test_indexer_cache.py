@@ -95,6 +95,7 @@ def test_only_padding_writes_nothing(impl, device):
         ({"k_cache": torch.zeros(2, 64, 132)}, "k_cache.dtype"),
         ({"slot_mapping": torch.zeros(4, dtype=torch.int64)}, "slot_mapping in 0..3, got 4"),
         ({"slot_mapping": torch.zeros(3)}, "slot_mapping.dtype"),
+        ({"slot_mapping": torch.zeros(3, 1).long()}, r"slot_mapping of shape \[N\], got \[3, 1\]"),
         ({"scale_format": "e8m0"}, r"scale_format in \['ue8m0', 'fp32'\], got 'e8m0'"),
     ],
 )
@@ -128,6 +129,8 @@ def test_positions_to_slots(impl, device):
     assert named == [[64, 127, 0, -1], uniform[1], [-1] * 4, [192, 448, 449, -1]]
     small = positions_to_slots(positions[:2, :2], table, block_size=100, impl=impl)
     assert small.tolist() == [[700, 763], [91, 28]]
+    least = positions_to_slots(positions[:1], table[:1, :1], block_size=1, impl=impl)
+    assert least.tolist() == [[7, -1, -1, -1]]
 
 
 def test_positions_to_slots_refusals():
@@ -136,6 +139,13 @@ def test_positions_to_slots_refusals():
         positions_to_slots(torch.zeros(3, 4, dtype=torch.int32), table)
     with pytest.raises(ValueError, match=r"positions\.dtype"):
         positions_to_slots(torch.zeros(2, 4), table)
+    positions = torch.zeros(2, 4, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"block_table of shape .*got \[2, 3, 1\]"):
+        positions_to_slots(positions, table[..., None])
+    with pytest.raises(ValueError, match=r"request_ids of shape \[2\], got \[1\]"):
+        positions_to_slots(positions, table, request_ids=positions[0, :1])
+    with pytest.raises(ValueError, match=r"block_size in 1\.\..*got 0"):
+        positions_to_slots(positions, table, block_size=0)
 
 
 def test_nothing_is_recorded_for_gradients():

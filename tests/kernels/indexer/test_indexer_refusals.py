@@ -11,6 +11,7 @@ from mla_kernels import (
     positions_to_slots,
     write_indexer_cache,
 )
+from mla_kernels.indexer import workspace
 
 LENGTHS = torch.tensor([5, 70], dtype=torch.int32)
 TABLE = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
@@ -59,6 +60,8 @@ def test_lengths(change, message):
         ({"block_table": [[0, 1]]}, "block_table to be a tensor, got list"),
         ({"positions": ints(0, 1), "lengths": ints(1, 2)}, "positions or lengths, got both"),
         ({"k_cache": pages_at(1)}, r"k_cache at an address .*multiples of 4 bytes, got 0x"),
+        ({"seq_lens": LENGTHS.to("meta")}, "seq_lens on cpu.*got meta"),
+        ({"lengths": LENGTHS.to("meta")}, "lengths on cpu.*got meta"),
         ({"seq_lens": ints(5, 0, 70)[::2]}, r"seq_lens with a contiguous.*\(2,\)"),
         ({"positions": ints(0, 0, 1)[::2]}, r"positions with a contiguous.*\(2,\)"),
         ({"lengths": ints(0, 0, 1)[::2]}, r"lengths with a contiguous.*\(2,\)"),
@@ -102,9 +105,15 @@ def test_k(k):
         )
 
 
-def test_workspaces():
+def test_workspaces(monkeypatch):
     cpu = torch.device("cpu")
     assert indexer_topk_workspace(0, 2, cpu).numel() == 0
+    row = indexer_topk_workspace(1, 2, cpu).numel()
+    assert row > 4 * 2 * 64  # the scores, and more
+    assert indexer_topk_workspace(3, 2, cpu).numel() == 3 * row
+    for most, rows in ((1, 1), (2 * row, 2), (3 * row - 1, 2)):
+        monkeypatch.setattr(workspace, "MAX_WORKSPACE_BYTES", most)
+        assert indexer_topk_workspace(3, 2, cpu).numel() == rows * row
     for rows, max_blocks, name in ((-1, 2, "rows"), (2, -1, "max_blocks")):
         with pytest.raises(ValueError, match=f"{name} in 0.*got -1"):
             indexer_topk_workspace(rows, max_blocks, cpu)

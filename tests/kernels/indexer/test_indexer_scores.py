@@ -139,12 +139,13 @@ def test_rows_of_a_request_need_not_be_neighbours(split, device, monkeypatch):
         assert_scores(indexer_scores(*args, **rows, impl=impl), want[order])
 
 
-def test_positions_inside_a_uniform_batch(device):
-    case = make_indexer_case([130, 70], s_q=2, heads=8, device=device)
-    positions = torch.tensor([5, 200, -1, 69], dtype=torch.int32, device=device)
-    want, lengths = expected(case)
-    for t, n in enumerate((6, 130, 0, 70)):
-        lengths[t] = n
+@pytest.mark.parametrize(
+    ("s_q", "positions", "seen"), [(1, [5, 200], [6, 70]), (2, [5, 200, -1, 69], [6, 130, 0, 70])]
+)
+def test_positions_inside_a_uniform_batch(s_q, positions, seen, device):
+    case = make_indexer_case([130, 70], s_q=s_q, heads=8, device=device)
+    positions = torch.tensor(positions, dtype=torch.int32, device=device)
+    lengths = torch.tensor(seen, dtype=torch.int32, device=device)
     args = (case.q, case.k_cache, case.weights, case.block_table)
     want = indexer_scores_reference(*args, lengths)
     for impl in IMPLS:
