@@ -108,6 +108,24 @@ def test_requests_of_one_length_share_a_call():
         assert len(list(torch_sdpa.calls([280] * requests, 0))) == number
 
 
+def test_what_a_request_may_be_shorter_in_a_call(monkeypatch):
+    monkeypatch.setattr(torch_sdpa.torch, "get_num_threads", lambda: 1)
+    for shorter, number in ((torch_sdpa.MOST_PADDING, 1), (torch_sdpa.MOST_PADDING + 1, 2)):
+        lengths = [300, 300 - shorter]
+        assert len(list(torch_sdpa.calls(lengths, 0))) == number
+        assert (torch_sdpa.one_call(lengths, 0) is None) == (number == 2)
+
+
+def test_requests_are_cut_for_threads_that_would_be_idle(monkeypatch):
+    monkeypatch.setattr(torch_sdpa.torch, "get_num_threads", lambda: 8)
+    cases = [(1, 1, 32), (1, 1, 33), (1, 2, 32), (2, 1, 32), (3, 1, 32)]
+    parts = [torch_sdpa.parts_of(torch.Size([*case, 576]), 2**14) for case in cases]
+    assert parts == [8, 4, 4, 4, 1]
+    least = torch_sdpa.LEAST_PARTS * torch_sdpa.LEAST_PART
+    parts = [torch_sdpa.parts_of(torch.Size([1, 1, 16, 576]), least + n) for n in (-1, 0)]
+    assert parts == [1, torch_sdpa.LEAST_PARTS]
+
+
 @pytest.mark.parametrize("lengths", [[3, 300, 290, 0, 301], [280] * 3, [64], [0], [900, 3, 900]])
 def test_one_call_needs_no_order(lengths):
     for hidden in (0, 2):
@@ -152,7 +170,8 @@ def test_the_default_dtype_does_not_matter(default):
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
 
 
-def test_many_groups_of_long_requests_take_turns(monkeypatch):
+@pytest.mark.parametrize("lengths", [[300, 70], [700]])
+def test_many_groups_of_long_requests_take_turns(monkeypatch, lengths):
     taken, attend = [], torch_sdpa._attend
 
     def counted(q, *args):
@@ -161,7 +180,7 @@ def test_many_groups_of_long_requests_take_turns(monkeypatch):
 
     monkeypatch.setattr(torch_sdpa, "_attend", counted)
     monkeypatch.setattr(torch_sdpa, "MOST_ROWS", 512)
-    case = decode_case([300, 70], num_heads=40, s_q=3)
+    case = decode_case(lengths, num_heads=40, s_q=3)
     assert_decoded(case, *decode(case))
     assert 1 in taken
 
