@@ -49,6 +49,8 @@ def plan(model, kv_cache_dtype):
         (NVFP4, 4.5),
         ({"quant_method": "modelopt", "quantization": {"quant_algo": "nvfp4"}}, 4.5),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, 8),
+        ({"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, 8),
+        (NVFP4 | {"quant_algo": "W4A16_NVFP4"}, 4.5),
         ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, 8 + 32 / 128**2),
         ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, 8.25),
         (AWQ, 4 + 20 / 128),
@@ -68,6 +70,11 @@ def plan(model, kv_cache_dtype):
 def test_bits_of_a_weight(quantisation, bits):
     assert model(quantisation).scheme.bits == bits
     assert model(quantisation, 6.5).scheme.bits == 6.5
+
+
+def test_blocks_of_a_modelopt_release():
+    assert model({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}).scheme.sides == (128, 128)
+    assert model(NVFP4).scheme.sides == ()
 
 
 @pytest.mark.parametrize(
@@ -167,6 +174,7 @@ def test_what_the_config_does_not_tell_is_asked_for(quantisation, said):
     [
         (AWQ | {"group_size": "128"}, "group_size of 1 to 65536 .*, got '128'"),
         (AWQ | {"bits": 10**400}, "bits of 1 to 65536"),
+        ({"quant_method": "fp8", "weight_block_size": [1, 65537]}, r"1 to 65536, got \[1, 65537\]"),
         (AWQ | {"modules_to_not_convert": "lm_head"}, "a list of layers .*, got 'lm_head'"),
         (packed(INT4 | {"targets": 5}), "a list of layers .*, got 5"),
         (packed(INT4, ignore=["re:("]), "in a pattern of quantization_config"),
