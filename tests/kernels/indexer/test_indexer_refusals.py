@@ -51,6 +51,10 @@ def test_lengths(change, message):
     ("change", "message"),
     [
         ({"q": None}, "q to be a tensor, got NoneType"),
+        ({"q": torch.zeros(2, 4, 256).bfloat16()[..., ::2]}, "q with a contiguous last"),
+        ({"weights": torch.zeros(2, 8)[:, ::2]}, "weights with a contiguous last"),
+        ({"weights": torch.zeros(2, 4, device="meta")}, "weights on cpu.*got meta"),
+        ({"k_cache": pages_at(0).to("meta")}, "k_cache on cpu.*got meta"),
         ({"q": torch.zeros(2, 0, 128).bfloat16()}, r"heads .* in 1\.\.64, got 0"),
         ({"block_table": TABLE[:, :1]}, "seq_lens up to 64, .*got 70"),
         ({"block_table": TABLE + 1}, r"block_table entries in 0\.\.3, got 4"),
