@@ -266,6 +266,11 @@ def test_weights_of_a_wrong_shape_or_dtype_are_refused():
         MlaLayerWeights.from_projections(c, **(good | {"q_up": good["q_up"].bfloat16()}))
 
 
+def test_buffers_of_no_batch():
+    with pytest.raises(ValueError, match=r"batch_size in 0\.\..*got -1"):
+        MlaLayerBuffers.allocate(CONFIG, -1, dtype=torch.float32, device="cpu")
+
+
 def test_an_empty_batch():
     arguments = good_arguments()
     for name in ("x", "block_table", "seq_lens"):

@@ -412,6 +412,20 @@ def test_rates_are_those_of_the_committed_results(gpu):
         )
 
 
+def test_the_rate_of_a_case_is_that_of_our_faster_kernel():
+    fp8, plain = "b4_h16_q1_k4096_fp8", "b4_h16_q1_k4096"
+    timed = [(fp8, "hopper", 9), (fp8, "triton", 7), (fp8, "flashmla", 1), (plain, "triton", 8)]
+    rows = [
+        {"case": case, "impl": f"mla_kernels/{impl}/pow2", "us": us, "floor_us": 5}
+        for case, impl, us in timed
+    ]
+    rows.append({"case": plain, "impl": "mla_kernels/hopper/pow2"})  # refused: without a time
+    machine = {"gpu": "NVIDIA H200", "read_gbps": 4000, "bf16_gemm_tflops": 500}
+    for order in (rows, rows[::-1]):
+        cases = rates.table({"machine": machine, "rows": order})["h200"]["cases"]
+        assert {case["cache"]: case["us"] for case in cases} == {"fp8": 7, "16 bit": 8}
+
+
 def test_memory_is_what_nvidia_smi_says():
     assert rates.MEMORY_MIB == {
         "a100-40": 40_960, "a100": 81_920, "h20": 97_871, "h100": 81_559, "h200": 143_771,
