@@ -1,5 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computed once per step, shared by all layers: the decode plan and the prefill tiles."""
+"""Computed once per step, shared by all layers: the decode plan and the prefill tiles.
+
+A step, in order:
+
+1. vLLM's runner puts decode requests first, those of up to `reorder_batch_threshold` new tokens. It
+   reads that between steps, where it is 1 and the drafts.
+2. `build` may raise the threshold for this one step: ends of prompts that are cheaper in absorbed
+   form (extends.py) are then counted among the decodes.
+3. vLLM's `build` splits the step at the threshold, and calls `_build_decode` for the first part.
+   The rest are prompts, in expanded form by vLLM (on a CPU by our tiles).
+4. `_build_decode`: requests of as many new tokens each are one launch. Others are cut into pieces,
+   and each run of equal pieces is a launch: a chain of `MlaDecodeMetadata` by `rest`.
+5. StepPlans updates a plan for each launch, on the device.
+"""
 
 import itertools
 from dataclasses import dataclass
