@@ -398,18 +398,14 @@ def test_the_report_says_of_which_stage_its_weights_are():
 
 @pytest.mark.parametrize("gpu", ["h200", "h100"])
 def test_rates_are_those_of_the_committed_results(gpu):
-    """Up to a quarter: the plan need not follow every new measurement, but a faster kernel."""
+    """As the plan names that file as its source, to the digit."""
     results = json.loads((ROOT / f"benchmarks/results/{gpu}/dense_decode.json").read_text())
-    theirs = rates.table(results)[gpu]
-    ours = rates.load(gpu)
-    assert ours.source == theirs["source"] and (ROOT / ours.source).exists()
-    assert ours.read_gbps == pytest.approx(theirs["read_gbps"], rel=0.1)
-    assert ours.gemm_tflops == pytest.approx(theirs["gemm_tflops"], rel=0.1)
-    measured = {case["name"]: case["us"] for case in theirs["cases"]}
-    for case in ours.cases:
-        assert case.us == pytest.approx(measured[case.name], rel=0.25), (
-            f"{case.name}: run python -m mla_serving.plan.rates {ours.source}"
-        )
+    shipped = json.loads((ROOT / "serving/mla_serving/plan/rates.json").read_text())
+    assert shipped[gpu] == rates.table(results)[gpu], (
+        "run python -m mla_serving.plan.rates benchmarks/results/{h200,h100}/dense_decode.json"
+        " > rates.json and put that beside rates.py"
+    )
+    assert (ROOT / rates.load(gpu).source).exists()
 
 
 def test_the_rate_of_a_case_is_that_of_our_faster_kernel():
