@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from arguments import count
+from machine import commit
 from mla_kernels.decode import rescale
 from mla_kernels.decode.rescale import STEPS, State, Step
 from outputs import claim, write, write_json
@@ -146,6 +147,7 @@ def machine() -> dict[str, Any]:
         "capability": torch.backends.cpu.get_cpu_capability(),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "commit": commit(),
     }
 
 
@@ -155,7 +157,8 @@ def markdown(result: dict[str, Any]) -> str:
     lines = [
         "# Accuracy against the AMLA paper's Tables 3 and 4",
         "",
-        f"`{result['command']}`, {m['cpu']}, {m['cores']} cores, torch {m['torch']}.",
+        f"`{result['command']}`, {m['cpu']}, {m['cores']} cores, torch {m['torch']}"
+        f"{', commit ' + m['commit'] if 'commit' in m else ''}.",
         "",
         "Relative Frobenius error x 1e3 of the bf16 output against fp64: 128 heads, head dim 576,",
         f"8K keys, scale 1/24, V = K[:, :512], KV blocks of {result['kv_block']}, mean of "
@@ -200,8 +203,11 @@ def findings(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    import matplotlib
-
+    try:
+        import matplotlib
+    except ImportError:
+        print("matplotlib is not installed: no plot")
+        return
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

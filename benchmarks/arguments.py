@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Types of arguments, so that a bad one is said before anything is measured."""
 
+import math
 import re
 from argparse import ArgumentTypeError
 
@@ -18,6 +19,14 @@ def length(text: str) -> int:
     value = int(text)
     if value < 0:
         raise ArgumentTypeError(f"expected 0 or more, got {value}")
+    return value
+
+
+def rate(text: str) -> float:
+    """Of something a second."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise ArgumentTypeError(f"expected a number above 0, got {text}")
     return value
 
 

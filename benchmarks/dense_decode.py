@@ -26,11 +26,12 @@ from dense_cases import LATENT, SCALE, SHAPES, Batch, Shape, golden, make_batch
 from dense_modes import MODES, sustained_roofs
 from dense_peers import PEERS, Run
 from dense_report import write_report
+from ending import need_rows
 from gpu import Timer, describe_gpu, need_gpu
 from mla_kernels import mla_decode, plan_mla_decode
 from mla_kernels.decode.choice import choose_decode_impl
 from mla_kernels.testing.metrics import SHORT_BAR, Bar, measure
-from outputs import claim
+from outputs import claim, command
 
 CHECKED = 6  # requests compared with the definition, spread over the batch
 OURS = {
@@ -159,8 +160,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--results", type=Path, default=results)
     parser.set_defaults(mode="cold")
     args = parser.parse_args(argv)
-    args.options = [] if args.mode == "cold" else [f"--{args.mode}"]
-    args.options += [f"--{k} '{v.pattern}'" for k in ("cases", "impls") if (v := getattr(args, k))]
     mode = MODES[args.mode]
     args.cases = args.cases or re.compile(mode.cases)
     args.impls = args.impls or re.compile(mode.impls)
@@ -188,8 +187,9 @@ def main(argv: list[str] | None = None) -> int:
         shown = [f"{r['impl']} {r.get('us', r.get('failed'))}" for r in found]
         print(f"{shape.name} floor {floor}: {' | '.join(shown)}", flush=True)
         torch.cuda.empty_cache()
-    command = " ".join(["python benchmarks/dense_decode.py", *args.options])
-    write_report({**report, "command": command, "rows": rows}, args.results)
+    need_rows(rows, args)
+    report |= {"command": command("dense_decode", argv), "rows": rows}
+    write_report(report, args.results)
     return 1 if any("failed" in row for row in rows) else 0
 
 

@@ -2,6 +2,7 @@
 """How a benchmark ends: with which code, and when it is told to, with everything it started."""
 
 import signal
+from argparse import Namespace
 from types import FrameType
 from typing import Any
 
@@ -16,6 +17,14 @@ def exit_code(rows: list[dict[str, Any]]) -> int:
             for row in rows
         )
     )
+
+
+def need_rows(rows: list[dict[str, Any]], args: Namespace) -> None:
+    """SystemExit where nothing was chosen to be measured: results that are there stay."""
+    if not rows:
+        given = {name: vars(args)[name].pattern for name in ("cases", "impls") if name in args}
+        asked = [f"--{name} {pattern}" for name, pattern in given.items() if pattern]
+        raise SystemExit(f"nothing matches {' and '.join(asked)}; expected regular expressions")
 
 
 def exit_on_signals() -> None:

@@ -23,6 +23,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from arguments import count, rate
 from ending import exit_code, exit_on_signals
 from outputs import claim, command
 from serve_cases import (
@@ -61,11 +62,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--compile", action="store_true", help="with torch.compile (slower start); else graphs only"
     )
-    parser.add_argument("--heads", nargs="+", type=int, help="serve: the first")
+    parser.add_argument("--heads", nargs="+", type=count, help="serve: the first")
     parser.add_argument(
         "--layers",
         nargs="+",
-        type=int,
+        type=count,
         help="dense, of DeepSeek-V3's width (default: by heads, DEPTHS in serve_cases.py); serve: "
         "the most; steps: of several the most that a case's cache has room for",
     )
@@ -80,21 +81,21 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--report", type=Report.path, help="render this JSON again, measure nothing"
     )
     steps = parser.add_argument_group("--mode steps")
-    steps.add_argument("--batches", nargs="+", type=int)
-    steps.add_argument("--contexts", nargs="+", type=int)
-    steps.add_argument("--steps", type=int, default=100, help="of a round; each case has six")
+    steps.add_argument("--batches", nargs="+", type=count)
+    steps.add_argument("--contexts", nargs="+", type=count)
+    steps.add_argument("--steps", type=count, default=100, help="of a round; each case has six")
     steps.add_argument("--case-seconds", type=float, default=10, help="at most, of a round")
     serve = parser.add_argument_group("--mode serve")
     serve.add_argument(
         "--reduced", action="store_true", help="few telling loads (serve_cases.py), for short runs"
     )
     serve.add_argument("--shapes", nargs="+", type=Shape.parse, default=list(SHAPES))
-    serve.add_argument("--concurrency", nargs="+", type=int, default=list(CONCURRENCY))
-    serve.add_argument("--rounds", type=int, default=3, help="requests per client")
+    serve.add_argument("--concurrency", nargs="+", type=count, default=list(CONCURRENCY))
+    serve.add_argument("--rounds", type=count, default=3, help="requests per client")
     serve.add_argument(
-        "--rates", nargs="*", type=float, help="requests a second (default: 0.5 and 0.8 of ours)"
+        "--rates", nargs="*", type=rate, help="requests a second (default: 0.5 and 0.8 of ours)"
     )
-    serve.add_argument("--open-requests", type=int, default=100, help="of each open loop")
+    serve.add_argument("--open-requests", type=count, default=100, help="of each open loop")
     serve.add_argument("--slo", default="ttft:2000 tpot:50", help="milliseconds, for goodput")
     serve.add_argument(
         "--together",

@@ -29,6 +29,7 @@ from outputs import claim, command, write, write_json
 from servers import BACKENDS, Server
 
 NAME = "demo"
+DTYPES = ("float32", "bfloat16", "float16")
 MAX_MODEL_LEN = 4096
 GATE_PROMPTS = (5, 64, 65, 200, 700)  # tokens
 GATE_TOKENS = 32
@@ -157,7 +158,7 @@ def markdown(report: Row) -> str:
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--family", choices=sorted(FAMILIES), default="v3")
-    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["float32", "bfloat16"])
     parser.add_argument("--concurrency", nargs="+", type=count, default=[8, 32])
     parser.add_argument("--input-len", type=count, default=256)
     parser.add_argument("--output-len", type=count, help="default: 128, quick 32")
@@ -182,6 +183,14 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     rows: list[Row] = []
     gates: list[Row] = []
+    report: Row = {
+        "command": command("serve_cpu", argv),
+        "machine": describe_machine(),
+        "settings": {k: v for k, v in vars(args).items() if k != "results"},
+        "gates": gates,
+        "summary": [],
+        "rows": rows,
+    }
     with tempfile.TemporaryDirectory() as logs:
         for dtype in dict.fromkeys(["float32", *args.dtype]):
             measured, gate = measure(dtype, args, Path(logs))
@@ -190,17 +199,10 @@ def main(argv: list[str] | None = None) -> int:
             if red(gate):
                 print("The backends disagree in fp32: no speed is reported.", file=sys.stderr)
                 return 1
-    settings = {k: v for k, v in vars(args).items() if k != "results"}
-    report = {
-        "command": command("serve_cpu", argv),
-        "machine": describe_machine(),
-        "settings": settings,
-        "gates": gates,
-        "summary": summary(rows),
-        "rows": rows,
-    }
-    write_json(args.results / "serving.json", report)
-    write(args.results / "serving.md", markdown(report))
+            if measured:  # what is there stays if a server of the next dtype dies
+                report["summary"] = summary(rows)
+                write_json(args.results / "serving.json", report)
+                write(args.results / "serving.md", markdown(report))
     print(markdown(report))
     return 0
 

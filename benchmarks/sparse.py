@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from arguments import pattern
 from dense_cases import LATENT, SCALE
+from ending import need_rows
 from gpu import Timer, describe_gpu, need_gpu
 from mla_kernels import mla_sparse_attention, mla_sparse_workspace
 from mla_kernels.flash_mla import flash_mla_sparse_fwd
@@ -142,6 +143,7 @@ def main(argv: list[str] | None = None) -> int:
         shown = [f"{r['impl']} {r.get('us', r.get('failed'))}" for r in found]
         print(f"{shape.name} floor {floor}: {' | '.join(shown)}", flush=True)
         torch.cuda.empty_cache()
+    need_rows(rows, args)
     report = {"machine": machine, "command": command("sparse", argv), "rows": rows}
     write_report(report, args.results)
     return 1 if any("failed" in row for row in rows) else 0

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from arguments import pattern
+from ending import need_rows
 from gpu import DEVICE, Timer, describe_gpu, need_gpu
 from indexer_cases import SHAPES, Batch, Shape, golden, make_batch, score_error, sorted_topk
 from indexer_peers import Run, deepgemm_logits, topk_peers
@@ -145,6 +146,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.cases.search(shape.name):
             rows += bench(timer, shape)
             torch.cuda.empty_cache()
+    need_rows(rows, args)
     report = {"machine": machine, "command": command("sparse_indexer", argv), "rows": rows}
     write_json(args.results / "sparse_indexer.json", report)
     write_page(args.results)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import psutil
 import pytest
@@ -105,6 +106,10 @@ def test_a_file_is_whole_or_as_it_was(tmp_path, monkeypatch):
         ("decode_cpu", "--repetitions 0", "expected 1 or more, got 0"),
         ("sparse_cpu", "--threads 0", "expected 1 or more, got 0"),
         ("serve_cpu", "--repetitions 0", "expected 1 or more, got 0"),
+        ("serve_cpu", "--dtype float32 bf16", "invalid choice: 'bf16'"),
+        ("serve", "--concurrency 8 0", "expected 1 or more, got 0"),
+        ("serve", "--rates 0", "expected a number above 0, got 0"),
+        ("serve", "--rates inf", "expected a number above 0, got inf"),
         ("soak", "--blocks 0", "expected 1 or more, got 0"),
         ("extends", "--contexts -1", "expected 0 or more, got -1"),
         ("extends", "--sparse --contexts 1500", "prompts of up to 2048 tokens, got 2500"),
@@ -117,6 +122,39 @@ def test_bad_arguments_are_refused(name, words, says, tmp_path, capsys):
     with pytest.raises(SystemExit):
         importlib.import_module(name).main([*words.split(), "--results", str(tmp_path)])
     assert says in capsys.readouterr().err
+
+
+GPU = {"gpu": "G", "read_gbps": 1.0, "bf16_gemm_tflops": 1.0}
+
+
+@pytest.fixture
+def no_gpu_needed(monkeypatch):
+    for name in ("dense_decode", "sparse", "sparse_indexer"):
+        module = importlib.import_module(name)
+        for part in ("need_gpu", "Timer"):
+            monkeypatch.setattr(module, part, MagicMock())
+        monkeypatch.setattr(module, "describe_gpu", lambda: dict(GPU))
+
+
+@pytest.mark.parametrize("name", ["dense_decode", "sparse", "sparse_indexer"])
+def test_results_stay_where_no_case_matches(name, no_gpu_needed, tmp_path):
+    (tmp_path / f"{name}.json").write_text("old")
+    with pytest.raises(SystemExit, match="nothing matches --cases b9999; expected"):
+        importlib.import_module(name).main(["--cases", "b9999", "--results", str(tmp_path)])
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
+
+
+def test_a_dense_result_names_all_of_its_command(no_gpu_needed, monkeypatch, tmp_path):
+    import dense_decode
+
+    written = []
+    monkeypatch.setattr(dense_decode, "bench", lambda *_: [{"case": "c", "impl": "i", "us": 1.0}])
+    monkeypatch.setattr(dense_decode, "sustained_roofs", lambda seconds: {})
+    monkeypatch.setattr(dense_decode, "write_report", lambda report, _: written.append(report))
+    words = ["--sustained", "--seconds", "9", "--cases", "^b1_"]
+    assert dense_decode.main([*words, "--results", str(tmp_path)]) == 0
+    said = "python benchmarks/dense_decode.py --sustained --seconds 9 --cases '^b1_'"
+    assert [report["command"] for report in written] == [said]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -190,6 +228,7 @@ def test_a_benchmark_that_is_told_to_end_takes_its_server_along(tmp_path):
     program = f"""
 import sys, time
 from pathlib import Path
+from unittest.mock import MagicMock
 sys.path.insert(0, {str(BENCHMARKS)!r})
 import servers
 from ending import exit_on_signals

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmarks without a GPU: what is wrong is not timed."""
 
+import sys
 from functools import partial
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -149,6 +150,18 @@ def test_accuracy_is_that_of_the_definition(monkeypatch):
     assert accuracy.relative_error(fewer, want) > 0.01
 
 
+def test_accuracy_names_its_commit_and_does_without_a_plot(monkeypatch, tmp_path):
+    import accuracy
+
+    methods = dict.fromkeys(accuracy.METHODS, 1.0)
+    row = {"distribution": "N(0,4)", "paper": {"Base": 1.0, "AMLA": 1.0}, "mean": methods}
+    monkeypatch.setattr(accuracy, "measure", lambda seeds, kv_block: [row])
+    monkeypatch.setattr(accuracy, "commit", lambda: "1234567")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert accuracy.main(["--results", str(tmp_path)]) == 0
+    assert ", commit 1234567." in (tmp_path / "accuracy.md").read_text()
+
+
 class Servers:
     """In the place of servers.Server; `said` are the greedy tokens by backend and dtype, `loads`
     what was timed."""
@@ -212,6 +225,25 @@ def test_a_speed_of_bf16_stands_on_the_gate_of_fp32(monkeypatch, tmp_path):
     times = "5.0 | 5.0 | - | - | 5.0 | 5.0 | - | - | 5.0 | 5.0 | 5.0 | 5.0"
     assert f"| bfloat16 | 2 | ours | 30 (30-30) | {times} |" in page
     assert "| float32 |" not in page
+
+
+def test_speeds_stay_if_the_servers_of_the_next_dtype_die(monkeypatch, tmp_path):
+    import serve_cpu
+
+    servers, start = Servers(monkeypatch, {}), serve_cpu.Server
+
+    def dying(*args):
+        server = start(*args)
+        if "bfloat16" in server.url:
+            server.wait_ready.side_effect = RuntimeError("stock did not start")
+        return server
+
+    monkeypatch.setattr(serve_cpu, "Server", dying)
+    with pytest.raises(RuntimeError, match="did not start"):
+        serve_cpu.main([*WORDS, "--results", str(tmp_path)])
+    assert set(servers.loads) == {"ours float32", "stock float32"}
+    page = (tmp_path / "serving.md").read_text()
+    assert "| float32 | 2 | 1.50 | 2.00 |" in page and "bfloat16 |" not in page
 
 
 def test_answers_of_one_token_have_no_time_between_tokens(monkeypatch, tmp_path):
