@@ -141,3 +141,49 @@ def test_what_a_newer_triton_costs_is_what_was_measured(version, old, new, cases
     )
     (bounds,) = re.findall(said, readme)
     assert bounds[0] <= means[0] <= bounds[1] and means[1] <= bounds[2] and means[2] <= bounds[3]
+
+
+def test_what_the_indexer_takes_beside_deepgemm_is_what_was_measured():
+    results = json.loads((ROOT / "benchmarks/results/h200/sparse_indexer.json").read_text())
+    us = {(r["case"], r["impl"]): r["us"] for r in results["rows"] if r["op"] == "scores"}
+    exact, fp8 = "mla_kernels/hopper", "mla_kernels/hopper/fp8_products"
+    beside = [case for case, impl in us if impl == "deepgemm"]
+    one = [case for case in beside if re.fullmatch(r"b\d+x\d+", case)]
+    more = [case for case in beside if case not in one]
+
+    def span(cases, impl, other):
+        ratios = [us[case, impl] / us[case, other] for case in cases]
+        return f"{min(ratios):.2f} to {max(ratios):.2f}"
+
+    of_one, of_more = span(one, exact, "deepgemm"), span(more, exact, "deepgemm")
+    of_fp8 = span(beside, fp8, "deepgemm")
+    readme, versions, plugin = (
+        " ".join((ROOT / page).read_text().split())
+        for page in ("README.md", "benchmarks/VERSIONS.md", "docs/plugin.md")
+    )
+    assert f"scores take {of_one} times DeepGEMM's time with one new token" in readme
+    assert f"and {of_more} times [with several or in prompts]" in readme
+    assert f"`MLA_BACKEND_FP8_INDEXER=1` it is {of_fp8} times for all" in readme
+    assert f"one new token a request take {of_one} times" in versions
+    assert f"in prompts, {of_more} times" in versions
+    assert f"`fp8_products` takes {of_fp8} times" in versions
+    both = {(r["case"], r["impl"]): r["us"] for r in results["rows"] if r["op"] == "scores+topk"}
+    gains = [
+        us / both[case, "mla_kernels/fused"] for (case, impl), us in both.items() if "two" in impl
+    ]
+    gain = f"{min(gains):.2f} to {max(gains):.2f}"
+    assert f"The fused form is {gain} times as fast as the two steps" in versions
+    assert f"take the time, in {span(more, fp8, exact)} of it" in plugin
+
+
+def test_what_a_cache_of_one_scale_costs_sparse_attention_is_what_was_measured():
+    results = json.loads((ROOT / "benchmarks/results/h200/sparse.json").read_text())
+    us = {(r["case"], r["impl"]): r.get("us") for r in results["rows"]}
+    few, many = (
+        us[f"b128_h{heads}_q1_32k_fp8", "mla_kernels/triton"]
+        / us[f"b128_h{heads}_q1_32k_fp8_ds_mla", f"mla_kernels/{impl}"]
+        for heads, impl in ((16, "triton"), (128, "hopper"))
+    )
+    plugin = " ".join((ROOT / "docs/plugin.md").read_text().split())
+    said = f"takes {few:.1f} times as long as fp8_ds_mla with 16 heads, {many:.1f} with 128"
+    assert said in plugin
