@@ -33,7 +33,7 @@ from outputs import claim, command
 from prometheus_client.parser import text_string_to_metric_families
 from servers import Server
 from soak_ledger import End, Ledger, verdict
-from soak_load import FIRST_TOKEN, NAME, PATH, Client, Scope
+from soak_load import FIRST_TOKEN, LONG_PROBE, NAME, PATH, PROBE_TOKENS, Client, Scope
 from soak_report import Report
 
 BLOCK = 64
@@ -73,6 +73,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     default = Path(__file__).parent / "results" / ("h200" if gpu else "cpu")
     parser.add_argument("--results", type=Path, default=default)
     args = parser.parse_args(argv)
+    if args.max_model_len < (least := LONG_PROBE + PROBE_TOKENS):
+        parser.error(
+            f"expected --max-model-len of {least} or more, what a probe takes, got "
+            f"{args.max_model_len}"
+        )
     if args.tolerance is None:  # 0 is bit for bit
         args.tolerance = TOLERANCE[args.dtype]
     args.blocks = args.blocks or 1 + -(-args.max_model_len * 11 // (10 * BLOCK))  # 1 is padding

@@ -17,6 +17,7 @@ PATH = "/v1/completions"
 REQUEST_SECONDS = 300.0  # a request that takes longer hangs
 ALTERNATIVES = 5  # of each token of a probe
 PROBE_TOKENS = 32
+LONG_PROBE = 700  # tokens, whatever the context
 FIRST_TOKEN = 10  # below are special tokens
 MOST_FAULTS = 100  # the soak is over
 KINDS = {"whole": 30, "stream": 30, "leave": 20, "cut": 8, "bad": 6, "probe": 6}
@@ -130,7 +131,7 @@ def bad_requests(scope: Scope) -> list[dict[str, Any]]:
 
 def probe_prompts(scope: Scope) -> list[list[int]]:
     """Prompts that are asked again and again: one token, the edge of a block, half the context."""
-    lengths = (1, 7, 64, 65, 700, scope.context // 2)
+    lengths = (1, 7, 64, 65, LONG_PROBE, scope.context // 2)
     rngs = [random.Random(length) for length in lengths]
     return [
         [rng.randrange(FIRST_TOKEN, scope.vocabulary) for _ in range(length)]

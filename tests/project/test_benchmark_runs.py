@@ -111,6 +111,7 @@ def test_a_file_is_whole_or_as_it_was(tmp_path, monkeypatch):
         ("serve", "--rates 0", "expected a number above 0, got 0"),
         ("serve", "--rates inf", "expected a number above 0, got inf"),
         ("soak", "--blocks 0", "expected 1 or more, got 0"),
+        ("soak", "--max-model-len 731", "expected --max-model-len of 732 or more"),
         ("extends", "--contexts -1", "expected 0 or more, got -1"),
         ("extends", "--sparse --contexts 1500", "prompts of up to 2048 tokens, got 2500"),
         ("dense_decode", "--cases (", "'(' is no regular expression"),
