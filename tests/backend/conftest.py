@@ -107,7 +107,8 @@ def scenarios():
 
 @pytest.fixture(scope="session")
 def oracle():
-    """`oracle(checkpoint, outputs)`: transformers' fp32 logprobs of generated tokens.
+    """`oracle(checkpoint, outputs, model=None)`: transformers' fp32 logprobs of generated tokens,
+    or those of `model`.
 
     Returns (agreed, differences): tokens that are transformers' own argmax given what came
     before, and |logprob - transformers' logprob| of every token.
@@ -118,13 +119,14 @@ def oracle():
     def load(checkpoint):
         return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
 
-    def compare(checkpoint, outputs):
+    def compare(checkpoint, outputs, model=None):
+        model = model or load(checkpoint)
         agreed, differences = 0, []
         for output in outputs:
             start = len(output["prompt"])
             with torch.no_grad():
                 sequence = torch.tensor([output["prompt"] + output["tokens"]])
-                logprobs = load(checkpoint)(sequence).logits[0].log_softmax(-1)
+                logprobs = model(sequence).logits[0].log_softmax(-1)
             generated = torch.tensor(output["tokens"])
             rows = logprobs[start - 1 : start - 1 + len(generated)]
             agreed += int((rows.argmax(-1) == generated).sum())
