@@ -4,7 +4,7 @@
 A step, in order:
 
 1. vLLM's runner puts decode requests first, those of up to `reorder_batch_threshold` new tokens. It
-   reads that between steps, where it is 1 and the drafts.
+   reads it between steps, when it is 1 plus the number of drafts.
 2. `build` may raise the threshold for this one step: ends of prompts that are cheaper in absorbed
    form (extends.py) are then counted among the decodes.
 3. vLLM's `build` splits the step at the threshold, and calls `_build_decode` for the first part.
