@@ -29,12 +29,12 @@ from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonMetadataBuilder,
     QueryLenSupport,
 )
-from vllm.v1.attention.backend import AttentionCGSupport
 
-from mla_backend import compat, envs
+from mla_backend import compat
 from mla_backend.attention import extends, fp8_query, support
+from mla_backend.attention.builder import StepBuilder, most_requests
+from mla_backend.attention.kernel import DecodeKernel
 from mla_backend.attention.prefill import PrefillTile, plan_prefill
-from mla_backend.attention.step_check import StepCheck
 from mla_backend.attention.step_plans import StepPlans
 from mla_backend.attention.warmup import warm_up
 from mla_backend.stats import STATS
@@ -72,11 +72,9 @@ def microbatched_graphs(vllm_config: Any) -> list[int]:
     return [size for size in sizes if size >= parallel.dbo_decode_token_threshold]
 
 
-class MlaMetadataBuilder(MLACommonMetadataBuilder[MlaMetadata]):
+class MlaMetadataBuilder(StepBuilder, MLACommonMetadataBuilder[MlaMetadata]):
     """Builds `MlaMetadata`, once per step."""
 
-    # Whole steps in one graph where all requests have as many new tokens.
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.UNIFORM
     reorder_batch_threshold: int
     _drafts = False
@@ -95,67 +93,26 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MlaMetadata]):
         # The layers' own: those of a draft model may be others than the model's, which vLLM 0.26
         # counts here. Under DCP the ranks of a group gather their heads.
         heads = layer.impl.num_heads * self.dcp_world_size
-        speculative = vllm_config.speculative_config
-        drafts = speculative.num_speculative_tokens if speculative is not None else 0
-        self._drafts, self._most_s_q = drafts > 0, self.reorder_batch_threshold
-        support.refuse_step_shape(heads, self._most_s_q, dcp=self.dcp_world_size, drafts=drafts)
-        support.refuse_microbatches(
-            1 + drafts,  # of a graph; parallel drafting raises the threshold further
-            vllm_config.parallel_config.num_ubatches,
-            microbatched_graphs(vllm_config),
-        )
         self._on_cpu = self.device.type == "cpu"
         if self._on_cpu:
             compat.skip_chunked_context_metadata()
-        kernel = layer.impl.decode_kernel
-        self._step_check: StepCheck | None = None
-        if envs.get("MLA_BACKEND_CHECK"):
-            self._step_check = StepCheck(
-                layer, kv_cache_spec.block_size, self.dcp_world_size, speculative is not None
-            )
-        max_requests = max(
-            vllm_config.scheduler_config.max_num_seqs,
-            vllm_config.compilation_config.max_cudagraph_capture_size or 0,
-        )
+        self._most_s_q = self.reorder_batch_threshold
+        self._refuse_steps(vllm_config, heads)
+        self._check_steps_of(layer, vllm_config, self.dcp_world_size)
+        kernel, requests = layer.impl.decode_kernel, most_requests(vllm_config)
         max_blocks = compat.block_table_width(vllm_config, support.BLOCK_SIZE)
-        self._extend_tokens, self._longest_piece = 0, self._most_s_q
-        if self.dcp_world_size == 1:
-            self._extend_tokens = extends.longest_extend(kernel, heads)
-        absorbs = self._extend_tokens > self._most_s_q
-        if absorbs:
-            self._longest_piece = extends.longest_piece(kernel, heads)
-        max_rows = 0
-        if absorbs or self._most_s_q > 1:
-            # Requests that are drafted for must never be split off as prompts, whose contexts vLLM
-            # takes from the host: there they count the drafts that were rejected.
-            self.query_len_support = QueryLenSupport.VARLEN  # type: ignore[misc]
-            max_rows = extends.most_rows(max_requests, self._most_s_q, absorbs)
-            self._rows = extends.ExtendRows(max_rows, max_blocks, self.device)
         self._plans = StepPlans(
             kernel,
             heads,
-            max_requests,
+            requests,
             vllm_config.model_config.max_model_len,
             self.device,
-            max_rows,
+            self._make_extend_rows(kernel, heads, requests, max_blocks),
         )
         most_s_q = max(self._most_s_q, self._longest_piece)
         self._plans.reserve(most_s_q)
         if kernel.impl in support.GPU_IMPLS:
-            dtypes = kernel.kv_cache_dtype, kernel.query_dtype
-            cache_dtype, query_dtype = (str(dtype).removeprefix("torch.") for dtype in dtypes)
-            logger.info_once(
-                "mla-backend decodes with %s (queries: %s), up to %d requests of 1 to %d new "
-                "tokens, %d MiB of workspace.",
-                kernel.impl,
-                query_dtype,
-                max_requests,
-                most_s_q,
-                self._plans.workspace_bytes >> 20,
-            )
-            rows = heads * self._most_s_q
-            if hint := fp8_query.hint(kernel.impl, cache_dtype, query_dtype, rows):
-                logger.info_once(hint)
+            self._say_what_decodes(kernel, heads, requests, most_s_q)
             warm_up(
                 layer,
                 self._plans,
@@ -164,12 +121,55 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MlaMetadata]):
                 max_blocks=max_blocks,
             )
 
-    @classmethod
-    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """None where torch computes on a GPU: it reads lengths on the host."""
-        if envs.get("MLA_BACKEND_IMPL") in support.SLOW_IMPLS:
-            return AttentionCGSupport.NEVER
-        return cls._cudagraph_support
+    def _refuse_steps(self, vllm_config: Any, heads: int) -> None:
+        """ValueError, now and not in a step, for shapes of steps that no kernel serves."""
+        speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
+        drafts = speculative.num_speculative_tokens if speculative is not None else 0
+        self._drafts = drafts > 0
+        support.refuse_step_shape(heads, self._most_s_q, dcp=self.dcp_world_size, drafts=drafts)
+        support.refuse_microbatches(
+            1 + drafts,  # of a graph; parallel drafting raises the threshold further
+            parallel.num_ubatches,
+            microbatched_graphs(vllm_config),
+        )
+
+    def _make_extend_rows(
+        self, kernel: DecodeKernel, heads: int, requests: int, max_blocks: int
+    ) -> int:
+        """Decide which ends of prompts are decoded, and make the buffers for requests that are cut
+        into pieces. Returns how many pieces those have room for."""
+        self._extend_tokens, self._longest_piece = 0, self._most_s_q
+        if self.dcp_world_size == 1:
+            self._extend_tokens = extends.longest_extend(kernel, heads)
+        absorbs = self._extend_tokens > self._most_s_q
+        if absorbs:
+            self._longest_piece = extends.longest_piece(kernel, heads)
+        elif self._most_s_q == 1:
+            return 0
+        # Requests that are drafted for must never be split off as prompts, whose contexts vLLM
+        # takes from the host: there they count the drafts that were rejected.
+        self.query_len_support = QueryLenSupport.VARLEN  # type: ignore[misc]
+        rows = extends.most_rows(requests, self._most_s_q, absorbs)
+        self._rows = extends.ExtendRows(rows, max_blocks, self.device)
+        return rows
+
+    def _say_what_decodes(
+        self, kernel: DecodeKernel, heads: int, requests: int, most_s_q: int
+    ) -> None:
+        dtypes = kernel.kv_cache_dtype, kernel.query_dtype
+        cache_dtype, query_dtype = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+        logger.info_once(
+            "mla-backend decodes with %s (queries: %s), up to %d requests of 1 to %d new "
+            "tokens, %d MiB of workspace.",
+            kernel.impl,
+            query_dtype,
+            requests,
+            most_s_q,
+            self._plans.workspace_bytes >> 20,
+        )
+        rows = heads * self._most_s_q
+        if hint := fp8_query.hint(kernel.impl, cache_dtype, query_dtype, rows):
+            logger.info_once(hint)
 
     def _build_decode(
         self,
@@ -224,9 +224,7 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MlaMetadata]):
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> MlaMetadata:
         common = common_attn_metadata
-        if self._step_check is not None:
-            self._step_check(common)
-            STATS.checked_steps += 1
+        self._check(common)
         self._one_token_each = common.max_query_len == 1
         if self._drafts and common.max_query_len > self._most_s_q:
             common = compat.bound_lengths(common)
@@ -261,11 +259,3 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MlaMetadata]):
         if extends.pays(*lengths, self._most_s_q, self._extend_tokens):
             return self._extend_tokens
         return self._most_s_q
-
-    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> MlaMetadata:
-        """A step that is made up to capture a graph with: not checked."""
-        check, self._step_check = self._step_check, None
-        try:
-            return super().build_for_cudagraph_capture(common_attn_metadata)
-        finally:
-            self._step_check = check

@@ -2,24 +2,20 @@
 """Computed once per step: the rows of the tokens, for the attention and for the indexer."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from vllm.model_executor.models.utils import extract_layer_index
-from vllm.v1.attention.backend import (
-    AttentionCGSupport,
-    AttentionMetadata,
-    AttentionMetadataBuilder,
-)
+from vllm.v1.attention.backend import AttentionMetadata
 
-from mla_backend import compat, envs
+from mla_backend import compat
 from mla_backend.attention import support
+from mla_backend.attention.builder import StepBuilder, most_requests
 from mla_backend.attention.prefill import PrefillTile
 from mla_backend.attention.sparse.indexer_layer import attached
 from mla_backend.attention.sparse.rows import RowsBuilder, TokenRows, max_tokens
 from mla_backend.attention.sparse.short_prompts import ShortPrompts
 from mla_backend.attention.sparse.warmup import warm_up_attention, warm_up_indexer
-from mla_backend.attention.step_check import StepCheck
 from mla_backend.stats import STATS
 
 
@@ -53,32 +49,18 @@ class IndexerMetadata(AttentionMetadata):
     slot_mapping: torch.Tensor
 
 
-class _Builder:
+class _TokensBuilder(StepBuilder):
     """Shared by both builders."""
-
-    # Nothing in `build` waits for the device and every tensor keeps its address.
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
-
-    @classmethod
-    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """None where torch computes on a GPU: it copies lists to the device."""
-        if envs.get("MLA_BACKEND_IMPL") in support.SLOW_IMPLS:
-            return AttentionCGSupport.NEVER
-        return cls._cudagraph_support
 
     def _make_rows_builder(self, vllm_config: Any, device: torch.device) -> tuple[int, int, int]:
         """Returns the most tokens, requests and blocks of a request in a step."""
         tokens = max_tokens(vllm_config)
         self._rows = RowsBuilder(tokens, device)
-        requests = max(
-            vllm_config.scheduler_config.max_num_seqs,
-            vllm_config.compilation_config.max_cudagraph_capture_size or 0,
-        )
         width = compat.block_table_width(vllm_config, support.BLOCK_SIZE)
-        return tokens, requests, width
+        return tokens, most_requests(vllm_config), width
 
 
-class SparseMetadataBuilder(_Builder, AttentionMetadataBuilder[SparseMetadata]):
+class SparseMetadataBuilder(_TokensBuilder):
     """Builds `SparseMetadata`, once per step."""
 
     _short_prompts: ShortPrompts | None = None
@@ -93,10 +75,7 @@ class SparseMetadataBuilder(_Builder, AttentionMetadataBuilder[SparseMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         limits = self._make_rows_builder(vllm_config, device)
         layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
-        self._step_check: StepCheck | None = None
-        if envs.get("MLA_BACKEND_CHECK"):
-            drafts = vllm_config.speculative_config is not None
-            self._step_check = StepCheck(layer, kv_cache_spec.block_size, drafts=drafts)
+        self._check_steps_of(layer, vllm_config)
         if layer.impl.kernel.attention in support.GPU_IMPLS:
             warm_up_attention(layer, *limits)
         if layer.impl.supports_dense_mha_prefill:
@@ -120,9 +99,7 @@ class SparseMetadataBuilder(_Builder, AttentionMetadataBuilder[SparseMetadata]):
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> SparseMetadata:
         common = common_attn_metadata
-        if self._step_check is not None:
-            self._step_check(common)
-            STATS.checked_steps += 1
+        self._check(common)
         STATS.sparse_steps += 1
         T, B, rows = common.num_actual_tokens, common.num_reqs, self._rows.build(common)
         first = None if self._short_prompts is None else self._short_prompts.find(common)
@@ -134,16 +111,8 @@ class SparseMetadataBuilder(_Builder, AttentionMetadataBuilder[SparseMetadata]):
         prefill, tiles = self._short_prompts.describe(common, first)
         return SparseMetadata(T, first, tokens, rows, B - first, prefill, tiles)
 
-    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> SparseMetadata:
-        """A step that is made up to capture a graph with: not checked."""
-        check, self._step_check = self._step_check, None
-        try:
-            return super().build_for_cudagraph_capture(common_attn_metadata)
-        finally:
-            self._step_check = check
 
-
-class IndexerMetadataBuilder(_Builder, AttentionMetadataBuilder[IndexerMetadata]):
+class IndexerMetadataBuilder(_TokensBuilder):
     """Builds `IndexerMetadata`, once per step."""
 
     def __init__(

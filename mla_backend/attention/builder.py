@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the metadata builders of dense and of sparse layers have in common."""
+
+from typing import Any, ClassVar
+
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
+
+from mla_backend import envs
+from mla_backend.attention import support
+from mla_backend.attention.step_check import StepCheck
+from mla_backend.stats import STATS
+
+
+class StepBuilder(AttentionMetadataBuilder[Any]):
+    """CUDA graphs of whole steps, and the check of each step if MLA_BACKEND_CHECK asks for it."""
+
+    # Of requests that have as many new tokens each: nothing in `build` waits for the device then,
+    # and every tensor keeps its address.
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    _step_check: StepCheck | None = None
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """None where torch computes on a GPU: it reads lengths on the host."""
+        if envs.get("MLA_BACKEND_IMPL") in support.SLOW_IMPLS:
+            return AttentionCGSupport.NEVER
+        return cls._cudagraph_support
+
+    def _check_steps_of(self, layer: Any, vllm_config: Any, dcp: int = 1) -> None:
+        """Have `_check` check steps against the cache of `layer`, which `dcp` ranks share."""
+        if envs.get("MLA_BACKEND_CHECK"):
+            drafts = vllm_config.speculative_config is not None
+            self._step_check = StepCheck(layer, self.kv_cache_spec.block_size, dcp, drafts)
+
+    def _check(self, common: Any) -> None:
+        """ValueError for a fault in a step, vLLM's CommonAttentionMetadata."""
+        if self._step_check is not None:
+            self._step_check(common)
+            STATS.checked_steps += 1
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
+        """A step that is made up to capture a graph with: not checked."""
+        check, self._step_check = self._step_check, None
+        try:
+            return super().build_for_cudagraph_capture(common_attn_metadata)
+        finally:
+            self._step_check = check
+
+
+def most_requests(vllm_config: Any) -> int:
+    """Most requests of a step, those that pad a CUDA graph included."""
+    captured = vllm_config.compilation_config.max_cudagraph_capture_size or 0
+    return int(max(vllm_config.scheduler_config.max_num_seqs, captured))
