@@ -9,7 +9,7 @@ timed. Times are medians of CUDA-graph replays with a cold L2; with --paused the
 each; with --sustained replays run for seconds, with the energy of a step. Peers (FlashMLA,
 FlashAttention-3 and Triton MLA as vLLM ships them) are left out where vLLM is not installed. Writes
 dense_decode.json, .md and .png, or dense_paused or dense_sustained .json and .md, to results/h200
-beside this file.
+beside this file; of --cases or --impls, and while it runs, the same with _partial in their names.
 """
 
 import argparse
@@ -25,13 +25,13 @@ from arguments import pattern
 from dense_cases import LATENT, SCALE, SHAPES, Batch, Shape, golden, make_batch
 from dense_modes import MODES, sustained_roofs
 from dense_peers import PEERS, Run
-from dense_report import write_report
-from ending import need_rows
+from dense_report import stem, write_report
 from gpu import Timer, describe_gpu, need_gpu
 from mla_kernels import mla_decode, plan_mla_decode
 from mla_kernels.decode.choice import choose_decode_impl
 from mla_kernels.testing.metrics import SHORT_BAR, Bar, measure
 from outputs import claim, command
+from partial import gather
 
 CHECKED = 6  # requests compared with the definition, spread over the batch
 OURS = {
@@ -177,19 +177,21 @@ def main(argv: list[str] | None = None) -> int:
         report["roofs"] = sustained_roofs(args.seconds)
         print(json.dumps(report["roofs"]), flush=True)
     roofs = {**report["machine"], **report.get("roofs", {})}
-    timer, rows = Timer(), []
-    for shape in SHAPES:
-        if not args.cases.search(shape.name):
-            continue
+    report["command"] = command("dense_decode", argv)
+    timer = Timer()
+
+    def measure_case(shape: Shape) -> list[dict[str, Any]]:
         found = bench(shape, timer, args.impls, args.mode, args.seconds)
         floor = round(shape.floor_us(roofs), 1)
-        rows += [{**row, "floor_us": floor} for row in found]
         shown = [f"{r['impl']} {r.get('us', r.get('failed'))}" for r in found]
         print(f"{shape.name} floor {floor}: {' | '.join(shown)}", flush=True)
         torch.cuda.empty_cache()
-    need_rows(rows, args)
-    report |= {"command": command("dense_decode", argv), "rows": rows}
-    write_report(report, args.results)
+        return [{**row, "floor_us": floor} for row in found]
+
+    mode = MODES[args.mode]
+    some = (args.cases.pattern, args.impls.pattern) != (mode.cases, mode.impls)
+    cases = [shape for shape in SHAPES if args.cases.search(shape.name)]
+    rows = gather(stem(args.mode), report, cases, measure_case, write_report, args, some=some)
     return 1 if any("failed" in row for row in rows) else 0
 
 

@@ -26,14 +26,19 @@ FAST_PEERS = ("peer/flashmla", "peer/fa3")
 FP8 = ("mla_kernels/hopper/fp8_query", "peer/flashmla_fp8")
 
 
-def write_report(report: dict[str, Any], folder: Path) -> None:
-    """dense_decode.json, .md and .png in `folder`; of another mode than cold, dense_<mode> and no
-    picture."""
-    stem = "dense_decode" if report["mode"] == "cold" else f"dense_{report['mode']}"
-    write_json(folder / f"{stem}.json", report)
-    write(folder / f"{stem}.md", markdown(report))
-    if report["mode"] == "cold":
-        plot(report, folder / f"{stem}.png")
+def stem(mode: str) -> str:
+    """The name of a mode's files."""
+    return "dense_decode" if mode == "cold" else f"dense_{mode}"
+
+
+def write_report(report: dict[str, Any], folder: Path, ending: str = "") -> None:
+    """dense_decode.json, .md and .png in `folder`; of another mode than cold dense_<mode>, with an
+    ending `ending` behind the name, and then no picture."""
+    name = f"{stem(report['mode'])}{ending}"
+    write_json(folder / f"{name}.json", report)
+    write(folder / f"{name}.md", markdown(report))
+    if name == stem("cold"):
+        plot(report, folder / f"{name}.png")
 
 
 def by_case(report: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:

@@ -136,3 +136,22 @@ def sorted_topk(scores: torch.Tensor, lengths: torch.Tensor, k: int) -> torch.Te
     found = torch.sort(scores, dim=1, descending=True, stable=True)
     chosen = found.indices.masked_fill_(found.values == -torch.inf, n)[:, :k].sort(dim=1).values
     return chosen.masked_fill_(chosen == n, -1).int()
+
+
+def chooses_as_well(
+    found: torch.Tensor, want: torch.Tensor, scores: torch.Tensor, lengths: torch.Tensor
+) -> bool:
+    """Whether each row of `found` [T, k] names keys with the scores of those of `want`, which is
+    `sorted_topk`'s, none twice: in any order, and any of equal scores. What fills a row that has
+    fewer than k keys may also be keys that it does not see: torch.topk knows no -1."""
+    found, seen = found.long(), lengths[:, None]
+    if ((found < -1) | (found >= scores.shape[1])).any():
+        return False
+
+    def chosen(keys: torch.Tensor) -> torch.Tensor:
+        picked = scores.gather(1, keys.clamp(min=0))
+        return picked.masked_fill((keys < 0) | (keys >= seen), -torch.inf).sort(dim=1).values
+
+    keys = found.masked_fill(found >= seen, -1).sort(dim=1).values
+    twice = (keys[:, 1:] == keys[:, :-1]) & (keys[:, 1:] >= 0)
+    return torch.equal(chosen(found), chosen(want.long())) and not bool(twice.any())

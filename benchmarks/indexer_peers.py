@@ -69,7 +69,8 @@ def topk_peers(
         import vllm._custom_ops  # noqa: F401  (registers torch.ops._C)
     except ImportError:
         return found
-    outs = [torch.empty(T, k, dtype=torch.int32, device=scores.device) for _ in range(3)]
+    # No key has the index -2: what a kernel does not write is seen.
+    outs = [torch.full((T, k), -2, dtype=torch.int32, device=scores.device) for _ in range(3)]
     workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=scores.device)
     ops = torch.ops._C
 

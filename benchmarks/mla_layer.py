@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """One decode step of a whole MLA layer (the AMD developer challenge's case) beside plain PyTorch.
 
-    python benchmarks/mla_layer.py
+    python benchmarks/mla_layer.py [--batch B] [--prefill L ...] [--impl NAME ...] [--results DIR]
 
 Each case is checked against a naive fp32 layer first; a case that fails is reported and not timed.
-Writes results/h200/mla_layer.json and .md beside this file; other GPUs: --results DIR. Times are
-medians of CUDA-graph replays with a cold L2; those of the naive layer of eager calls.
+Writes results/h200/mla_layer.json and .md beside this file; other GPUs: --results DIR. Of other
+cases or implementations than all, and while it runs, it is mla_layer_partial. Times are medians of
+CUDA-graph replays with a cold L2; those of the naive layer of eager calls.
 """
 
 import argparse
@@ -25,9 +26,10 @@ from mla_kernels.layer import MlaLayerBuffers, MlaLayerConfig, MlaLayerWeights, 
 from mla_kernels.layer.rope import rotate
 from mla_kernels.testing.naive_layer import NaiveMlaLayer
 from outputs import claim, command, write, write_json
+from partial import gather
 
 PAGE = 64
-PREFILLS = (512, 2048, 4096, 6144)
+BATCH, PREFILLS, IMPLS = 128, (512, 2048, 4096, 6144), ("hopper", "triton")
 CHECKED_REQUESTS = (0, 1, 77, 127)
 NAIVE = "torch/naive"
 OUT_OF_MEMORY = "out of memory"
@@ -205,6 +207,7 @@ def markdown(result: dict[str, Any]) -> str:
         "",
         f"`{result['command']}`, microseconds.",
         "",
+        *([result["note"], ""] if "note" in result else []),
         "| case | floor (us) | " + " | ".join(impls) + " |",
         "|---" * (2 + len(impls)) + "|",
     ]
@@ -216,12 +219,18 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def write_report(result: dict[str, Any], folder: Path, ending: str) -> None:
+    """mla_layer.json and .md in `folder`, with `ending` behind their names."""
+    write_json(folder / f"mla_layer{ending}.json", result)
+    write(folder / f"mla_layer{ending}.md", markdown(result))
+
+
 def main() -> int:
     here = Path(__file__).parent
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=BATCH)
     parser.add_argument("--prefill", type=int, nargs="+", default=list(PREFILLS))
-    parser.add_argument("--impl", nargs="+", default=["hopper", "triton"])
+    parser.add_argument("--impl", nargs="+", default=list(IMPLS))
     parser.add_argument("--results", type=Path, default=here / "results" / "h200")
     args = parser.parse_args()
     claim(args.results)
@@ -230,12 +239,15 @@ def main() -> int:
     machine = describe_gpu()
     naive = make_naive(MlaLayerConfig())
     weights = naive.absorbed_weights()
-    rows = []
-    for prefill in args.prefill:
-        rows += run_case(make_case(naive, weights, args.batch, prefill), args.impl, machine)
-    result = {"machine": machine, "command": command("mla_layer"), "rows": rows}
-    write_json(args.results / "mla_layer.json", result)
-    write(args.results / "mla_layer.md", markdown(result))
+
+    def measure_case(prefill: int) -> list[dict[str, object]]:
+        return run_case(make_case(naive, weights, args.batch, prefill), args.impl, machine)
+
+    result = {"machine": machine, "command": command("mla_layer")}
+    chosen = (args.batch, tuple(args.prefill), tuple(args.impl))
+    some = chosen != (BATCH, PREFILLS, IMPLS)
+    cases = args.prefill
+    rows = gather("mla_layer", result, cases, measure_case, write_report, args, some=some)
     # Keys of all requests may not fit: of the naive layer alone that is no fault.
     forgiven = (NAIVE, OUT_OF_MEMORY)
     return int(any(r["note"] and (r["impl"], r["note"]) != forgiven for r in rows))

@@ -6,7 +6,8 @@
 Every implementation is checked against the definition first; one that fails is reported and not
 timed. Times are medians of CUDA-graph replays with a cold L2. FlashMLA is left out where vLLM is
 not installed. Writes sparse.json and sparse.md to results/h200 beside this file; sparse.md also
-shows the indexer and top-k rows of sparse_indexer.json if that lies there.
+shows the indexer and top-k rows of sparse_indexer.json if that lies there. Of --cases or --impls,
+and while it runs, all these names end with _partial.
 """
 
 import argparse
@@ -22,12 +23,12 @@ from typing import Any
 import torch
 from arguments import pattern
 from dense_cases import LATENT, SCALE
-from ending import need_rows
 from gpu import Timer, describe_gpu, need_gpu
 from mla_kernels import mla_sparse_attention, mla_sparse_workspace
 from mla_kernels.flash_mla import flash_mla_sparse_fwd
 from mla_kernels.testing.metrics import SHORT_BAR, measure
 from outputs import claim, command
+from partial import gather
 from sparse_cases import SHAPES, Batch, Shape, golden, make_batch
 from sparse_peers import PEERS, Run
 from sparse_report import write_report
@@ -133,19 +134,20 @@ def main(argv: list[str] | None = None) -> int:
     torch.backends.cuda.matmul.allow_tf32 = False
     machine = describe_gpu()
     print(json.dumps(machine), flush=True)
-    timer, rows = Timer(), []
-    for shape in SHAPES:
-        if not args.cases.search(shape.name):
-            continue
+    timer = Timer()
+
+    def measure_case(shape: Shape) -> list[dict[str, Any]]:
         found = bench(shape, timer, args.impls)
         floor = round(shape.floor_us(machine), 1)
-        rows += [{**row, "floor_us": floor} for row in found]
         shown = [f"{r['impl']} {r.get('us', r.get('failed'))}" for r in found]
         print(f"{shape.name} floor {floor}: {' | '.join(shown)}", flush=True)
         torch.cuda.empty_cache()
-    need_rows(rows, args)
-    report = {"machine": machine, "command": command("sparse", argv), "rows": rows}
-    write_report(report, args.results)
+        return [{**row, "floor_us": floor} for row in found]
+
+    report = {"machine": machine, "command": command("sparse", argv)}
+    some = bool(args.cases.pattern or args.impls.pattern)
+    cases = [shape for shape in SHAPES if args.cases.search(shape.name)]
+    rows = gather("sparse", report, cases, measure_case, write_report, args, some=some)
     return 1 if any("failed" in row for row in rows) else 0
 
 

@@ -3,10 +3,11 @@
 
     python benchmarks/sparse_indexer.py [--cases REGEX] [--results DIR]
 
-Each of ours is checked first: scores against fp64 on sampled rows, top-k against a stable sort, the
-fused form against the two steps. What fails is reported and not timed. Times are medians of
-CUDA-graph replays with a cold L2. Peers need vLLM. Writes sparse_indexer.json to results/h200
-beside this file, and its rows to the page of sparse.py if that has run.
+Each is checked first: scores against fp64 on sampled rows, top-k against a stable sort, ours by its
+indices and a peer's by their scores, the fused form against the two steps. What fails is reported
+and not timed. Times are medians of CUDA-graph replays with a cold L2. Peers need vLLM. Writes
+sparse_indexer.json to results/h200 beside this file, and its rows to the page of sparse.py if that
+has run; of --cases, and while it runs, with _partial at the end of both names.
 """
 
 import argparse
@@ -17,14 +18,23 @@ from typing import Any
 
 import torch
 from arguments import pattern
-from ending import need_rows
 from gpu import DEVICE, Timer, describe_gpu, need_gpu
-from indexer_cases import SHAPES, Batch, Shape, golden, make_batch, score_error, sorted_topk
+from indexer_cases import (
+    SHAPES,
+    Batch,
+    Shape,
+    chooses_as_well,
+    golden,
+    make_batch,
+    score_error,
+    sorted_topk,
+)
 from indexer_peers import Run, deepgemm_logits, topk_peers
 from mla_kernels import exact_topk, indexer_scores, indexer_topk
 from mla_kernels.indexer.hopper.launcher import refusal
-from outputs import claim, command, write_json
-from sparse_report import write_page
+from outputs import claim, command
+from partial import gather
+from sparse_report import write_indexer_report
 
 K = 2048
 # Relative error of scores: of exact products, and of those in fp8, which Hopper adds with 14 bits.
@@ -76,13 +86,23 @@ def wrong(case: str, op: str, impl: str, why: str) -> dict[str, Any]:
 def bench_topk(timer: Timer, batch: Batch, scores: torch.Tensor) -> list[dict[str, Any]]:
     name, lengths = batch.shape.name, batch.lengths
     out = torch.empty(len(scores), K, dtype=torch.int32, device=DEVICE)
+    want = sorted_topk(scores, lengths, K)
     runs: dict[str, Run] = {}
     rows = []
-    if torch.equal(exact_topk(scores, K, lengths=lengths), sorted_topk(scores, lengths, K)):
+    if torch.equal(exact_topk(scores, K, lengths=lengths), want):
         runs["mla_kernels/triton"] = lambda: exact_topk(scores, K, lengths=lengths, out=out)
     else:
         rows.append(wrong(name, "topk", "mla_kernels/triton", "not the tokens of a stable sort"))
-    runs |= topk_peers(scores, lengths, K, prefill=batch.shape.prefill)
+    for peer, run in topk_peers(scores, lengths, K, prefill=batch.shape.prefill).items():
+        try:
+            right = chooses_as_well(run(), want, scores, lengths)
+        except Exception as problem:
+            rows.append(wrong(name, "topk", peer, str(problem)[:200]))
+            continue
+        if right:
+            runs[peer] = run
+        else:
+            rows.append(wrong(name, "topk", peer, "not the scores of a stable sort"))
     return rows + rows_of(timer, name, "topk", runs, 4 * int(lengths.sum()))
 
 
@@ -107,8 +127,13 @@ def bench(timer: Timer, shape: Shape) -> list[dict[str, Any]]:
             rows.append(wrong(name, "scores", f"mla_kernels/{impl}", why))
     try:
         if peer := deepgemm_logits(batch):
-            extra["deepgemm"] = {"rel_err": score_error(peer(), *right)}
-            runs["deepgemm"] = peer
+            error = score_error(peer(), *right)
+            extra["deepgemm"] = {"rel_err": error}
+            if error < FP8_BAR:
+                runs["deepgemm"] = peer
+            else:
+                why = f"relative error {error:.1e}, above {FP8_BAR:.0e}"
+                rows.append(wrong(name, "scores", "deepgemm", why))
     except Exception as problem:
         print(f"{name} DeepGEMM: {problem}", flush=True)  # not installed, or refuses the case
     rows += rows_of(timer, name, "scores", runs, shape.bytes, shape.flops, extra)
@@ -122,11 +147,19 @@ def bench(timer: Timer, shape: Shape) -> list[dict[str, Any]]:
     def fused() -> torch.Tensor:
         return indexer_topk(*batch.args, K, **batch.options)
 
-    both: dict[str, Run] = {"mla_kernels/two steps": two_steps}
-    if torch.equal(fused(), two_steps()):
-        both["mla_kernels/fused"] = fused
-    else:
-        rows.append(wrong(name, "scores+topk", "mla_kernels/fused", "not the two steps' tokens"))
+    both: dict[str, Run] = {}
+    tokens = two_steps()
+    sound = score_error(scores, *right) < BAR
+    sound = sound and torch.equal(tokens, sorted_topk(scores, batch.lengths, K))
+    for impl, run, same in (
+        ("mla_kernels/two steps", two_steps, True),
+        ("mla_kernels/fused", fused, torch.equal(fused(), tokens)),
+    ):
+        if sound and same:
+            both[impl] = run
+        else:
+            why = "not the two steps' tokens" if sound else "the two steps are wrong"
+            rows.append(wrong(name, "scores+topk", impl, why))
     return rows + rows_of(timer, name, "scores+topk", both, shape.bytes, shape.flops)
 
 
@@ -141,15 +174,18 @@ def main(argv: list[str] | None = None) -> int:
     torch.backends.cuda.matmul.allow_tf32 = False
     machine = describe_gpu()
     print(json.dumps(machine), flush=True)
-    timer, rows = Timer(), []
-    for shape in SHAPES:
-        if args.cases.search(shape.name):
-            rows += bench(timer, shape)
-            torch.cuda.empty_cache()
-    need_rows(rows, args)
-    report = {"machine": machine, "command": command("sparse_indexer", argv), "rows": rows}
-    write_json(args.results / "sparse_indexer.json", report)
-    write_page(args.results)
+    timer = Timer()
+
+    def measure_case(shape: Shape) -> list[dict[str, Any]]:
+        rows = bench(timer, shape)
+        torch.cuda.empty_cache()
+        return rows
+
+    report = {"machine": machine, "command": command("sparse_indexer", argv)}
+    some = bool(args.cases.pattern)
+    cases = [shape for shape in SHAPES if args.cases.search(shape.name)]
+    write = write_indexer_report
+    rows = gather("sparse_indexer", report, cases, measure_case, write, args, some=some)
     return 1 if any("failed" in row for row in rows) else 0
 
 

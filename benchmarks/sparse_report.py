@@ -22,18 +22,24 @@ AGAIN = ("_ascending", "_runs")  # cases that the mean has in random order alrea
 Cases = dict[str, dict[str, dict[str, Any]]]
 
 
-def write_report(report: dict[str, Any], folder: Path) -> None:
-    """sparse.json and sparse.md in `folder`."""
-    write_json(folder / "sparse.json", report)
-    write_page(folder)
+def write_report(report: dict[str, Any], folder: Path, ending: str = "") -> None:
+    """sparse.json and sparse.md in `folder`, with `ending` behind their names."""
+    write_json(folder / f"sparse{ending}.json", report)
+    _write_page(folder, ending)
 
 
-def write_page(folder: Path) -> None:
+def write_indexer_report(report: dict[str, Any], folder: Path, ending: str = "") -> None:
+    """sparse_indexer.json in `folder`, and sparse.md anew, with `ending` behind their names."""
+    write_json(folder / f"sparse_indexer{ending}.json", report)
+    _write_page(folder, ending)
+
+
+def _write_page(folder: Path, ending: str) -> None:
     """sparse.md, of sparse.json and sparse_indexer.json: of the first alone, but not without it."""
-    attention, indexer = (folder / name for name in ("sparse.json", "sparse_indexer.json"))
+    attention, indexer = (folder / f"{stem}{ending}.json" for stem in ("sparse", "sparse_indexer"))
     if attention.exists():
         also = json.loads(indexer.read_text()) if indexer.exists() else None
-        write(folder / "sparse.md", markdown(json.loads(attention.read_text()), also))
+        write(folder / f"sparse{ending}.md", markdown(json.loads(attention.read_text()), also))
 
 
 def by_case(rows: list[dict[str, Any]], op: str) -> Cases:
@@ -50,7 +56,6 @@ def markdown(report: dict[str, Any], indexer: dict[str, Any] | None) -> str:
         "# Sparse MLA on a GPU",
         "",
         *source(report),
-        *([report["note"], ""] if "note" in report else []),
         "Microseconds: medians of CUDA-graph replays, cold L2. `floor`: the larger of FLOP over",
         "the GEMM rate and bytes over the read rate, both of this run. 2048 slots a token, in",
         "random order; with `ascending` sorted, with `runs` in runs of 16 neighbours. FlashMLA",
@@ -67,20 +72,25 @@ def markdown(report: dict[str, Any], indexer: dict[str, Any] | None) -> str:
         if cases:
             lines += ["", f"## {title}", "", *attention_table(cases)]
     lines += padding_section(by_case(report["rows"], "decode"))
-    failed = [row for row in report["rows"] if "failed" in row]
-    if failed:
-        lines += ["", "Not timed:", ""]
-        lines += [f"* {row['case']} {row['impl']}: {row['failed']}" for row in failed]
+    lines += not_timed(report["rows"])
     if indexer:
         lines += ["", "## Indexer scores and exact top-k", "", *source(indexer)]
         for op in dict.fromkeys(row["op"] for row in indexer["rows"]):
             lines += ["", f"### {op}", "", *plain_table(by_case(indexer["rows"], op))]
+            lines += not_timed([row for row in indexer["rows"] if row["op"] == op])
     return "\n".join(lines) + "\n"
+
+
+def not_timed(rows: list[dict[str, Any]]) -> list[str]:
+    failed = [row for row in rows if "failed" in row]
+    listed = [f"* {row['case']} {row['impl']}: {row['failed']}" for row in failed]
+    return ["", "Not timed:", "", *listed] if failed else []
 
 
 def source(report: dict[str, Any]) -> list[str]:
     machine = ", ".join(f"{k} {v}" for k, v in report["machine"].items())
-    return [f"{machine}.", "", f"`{report['command']}`", ""]
+    note = [report["note"], ""] if "note" in report else []
+    return [f"{machine}.", "", f"`{report['command']}`", "", *note]
 
 
 def taken(case: str) -> str:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import psutil
@@ -145,17 +146,130 @@ def test_results_stay_where_no_case_matches(name, no_gpu_needed, tmp_path):
     assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
 
 
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture
+def three_cases(no_gpu_needed, monkeypatch):
+    """`three_cases(name)`: the benchmark with cases a1, a2 and b, and a stand-in for measuring one,
+    whose side effect a test may set."""
+
+    def prepare(name):
+        module = importlib.import_module(name)
+        shapes = [SimpleNamespace(name=case, floor_us=lambda roofs: 1.0) for case in CASES]
+        row = {"op": "decode", "impl": "i", "us": 1.0, "floor_us": 1.0}
+        measure = MagicMock(
+            side_effect=lambda *args: [
+                {**row, "case": next(a.name for a in args if isinstance(a, SimpleNamespace))}
+            ]
+        )
+        monkeypatch.setattr(module, "SHAPES", shapes)
+        monkeypatch.setattr(module, "bench", measure)
+        return module, measure
+
+    monkeypatch.setattr(importlib.import_module("dense_report"), "plot", lambda *_: None)
+    monkeypatch.setattr(importlib.import_module("sparse_report"), "taken", lambda case: "")
+    return prepare
+
+
+CASES = ("a1", "a2", "b")
+
+
+def files_of(name, ending=""):
+    """Of a run in an empty folder: the indexer has no page of its own."""
+    pages = [f"{name}{ending}.md"] if name != "sparse_indexer" else []
+    return sorted([f"{name}{ending}.json", *pages])
+
+
+BENCHES = ["dense_decode", "sparse", "sparse_indexer"]
+
+
+def cases_in(path):
+    return [row["case"] for row in json.loads(path.read_text())["rows"]]
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_some_cases_do_not_replace_the_results_of_all(name, three_cases, tmp_path):
+    module, _ = three_cases(name)
+    assert module.main(["--results", str(tmp_path)]) == 0
+    assert names_in(tmp_path) == files_of(name)
+    assert cases_in(tmp_path / f"{name}.json") == list(CASES)
+    assert module.main(["--cases", "^a", "--results", str(tmp_path)]) == 0
+    assert names_in(tmp_path) == sorted(files_of(name) + files_of(name, "_partial"))
+    assert cases_in(tmp_path / f"{name}.json") == list(CASES)
+    assert cases_in(tmp_path / f"{name}_partial.json") == ["a1", "a2"]
+    assert "Not whole" not in (tmp_path / f"{name}_partial.json").read_text()
+    assert module.main(["--results", str(tmp_path)]) == 0
+    assert names_in(tmp_path) == files_of(name)
+
+
+@pytest.mark.parametrize("name", ["dense_decode", "sparse"])
+def test_some_implementations_do_not_replace_the_results_of_all(name, three_cases, tmp_path):
+    module, _ = three_cases(name)
+    assert module.main(["--impls", "hopper", "--results", str(tmp_path)]) == 0
+    assert names_in(tmp_path) == files_of(name, "_partial")
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_a_run_that_is_cut_off_leaves_its_rows_and_says_so(name, three_cases, tmp_path):
+    module, measure = three_cases(name)
+    assert module.main(["--results", str(tmp_path)]) == 0
+    whole, rows = [path.read_bytes() for path in sorted(tmp_path.iterdir())], measure.side_effect
+
+    def cut(*args):
+        if measure.call_count == len(CASES) + 3:
+            raise KeyboardInterrupt
+        return rows(*args)
+
+    measure.side_effect = cut
+    with pytest.raises(KeyboardInterrupt):
+        module.main(["--results", str(tmp_path)])
+    assert cases_in(tmp_path / f"{name}_partial.json") == ["a1", "a2"]
+    for file in files_of(name, "_partial"):
+        text = (tmp_path / file).read_text()
+        assert "Not whole: 2 of 3 cases, then the run was cut off." in text
+    assert [(tmp_path / file).read_bytes() for file in files_of(name)] == whole
+
+
+def test_a_layer_of_other_lengths_does_not_replace_all(no_gpu_needed, monkeypatch, tmp_path):
+    import mla_layer
+
+    for part in ("need_gpu", "make_naive", "make_case"):
+        monkeypatch.setattr(mla_layer, part, MagicMock())
+    monkeypatch.setattr(mla_layer, "describe_gpu", lambda: {"gpu": "G", "commit": "c"})
+    row = {"case": "c", "impl": "i", "floor_us": 1.0, "roof": "memory", "us": 2.0, "note": ""}
+    monkeypatch.setattr(mla_layer, "run_case", lambda *_: [dict(row)])
+    files = ["mla_layer.json", "mla_layer.md"]
+    for words in ("--prefill 512", "--batch 8", "--impl triton"):
+        folder = tmp_path / words
+        argv = ["mla_layer.py", *words.split(), "--results", str(folder)]
+        monkeypatch.setattr(sys, "argv", argv)
+        assert mla_layer.main() == 0
+        assert names_in(folder) == ["mla_layer_partial.json", "mla_layer_partial.md"]
+    monkeypatch.setattr(sys, "argv", ["mla_layer.py", "--results", str(folder)])
+    assert mla_layer.main() == 0
+    assert names_in(folder) == files
+    calls = iter([[dict(row)], [dict(row)]])
+    monkeypatch.setattr(mla_layer, "run_case", lambda *_: next(calls))
+    with pytest.raises(StopIteration):
+        mla_layer.main()
+    said = "Not whole: 2 of 4 cases, then the run was cut off."
+    assert said in (folder / "mla_layer_partial.md").read_text()
+    assert len(json.loads((folder / "mla_layer.json").read_text())["rows"]) == 4
+
+
 def test_a_dense_result_names_all_of_its_command(no_gpu_needed, monkeypatch, tmp_path):
     import dense_decode
 
     written = []
     monkeypatch.setattr(dense_decode, "bench", lambda *_: [{"case": "c", "impl": "i", "us": 1.0}])
     monkeypatch.setattr(dense_decode, "sustained_roofs", lambda seconds: {})
-    monkeypatch.setattr(dense_decode, "write_report", lambda report, _: written.append(report))
+    monkeypatch.setattr(dense_decode, "write_report", lambda report, *_: written.append(report))
     words = ["--sustained", "--seconds", "9", "--cases", "^b1_"]
     assert dense_decode.main([*words, "--results", str(tmp_path)]) == 0
     said = "python benchmarks/dense_decode.py --sustained --seconds 9 --cases '^b1_'"
-    assert [report["command"] for report in written] == [said]
+    assert {report["command"] for report in written} == {said}
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

@@ -97,12 +97,87 @@ def test_a_wrong_result_is_not_timed(monkeypatch):
         ("exact_topk", {"topk", "scores+topk"}),
         ("indexer_topk", {"scores+topk"}),
     ):
+        two_steps_are_sound = name == "indexer_topk"
         with monkeypatch.context() as patch:
             patch.setattr(sparse_indexer, name, shifted(getattr(sparse_indexer, name)))
             rows = sparse_indexer.bench(Timer(), shapes()[1])
         found = {row["op"] for row in rows if "failed" in row}
         assert found >= failing, name
+        (steps,) = (row for row in rows if row["impl"] == "mla_kernels/two steps")
+        assert ("us" in steps) == two_steps_are_sound, name
         assert not [row for row in rows if "failed" in row and "us" in row]
+
+
+def test_a_peer_that_chooses_wrongly_is_not_timed(monkeypatch):
+    """In any order, of equal scores any, and what it likes behind the keys of a short row."""
+    import sparse_indexer
+    from sparse_report import markdown
+
+    def peers(scores, lengths, k, *, prefill):
+        def best():
+            unseen = torch.arange(scores.shape[1]) >= lengths[:, None]
+            return torch.topk(scores.masked_fill(unseen, -torch.inf), k, dim=1).indices
+
+        def changed(column, key):
+            found = best().int()
+            found[-1, column] = key if key is not None else found[-1, 1]
+            return found
+
+        def raises():
+            raise RuntimeError("no kernel image")
+
+        return {
+            "sound": best,
+            "reversed": lambda: best().flip(1).int(),
+            "worse": lambda: changed(0, int(scores[-1].argmin())),
+            "twice": lambda: changed(0, None),
+            "none": lambda: changed(0, -1),
+            "outside": lambda: changed(0, scores.shape[1]),
+            "unwritten": lambda: changed(0, -2),
+            "raises": raises,
+        }
+
+    monkeypatch.setattr(sparse_indexer, "topk_peers", peers)
+    for i in (0, 4):  # decode rows; rows of which some have fewer than K keys
+        rows = [row for row in sparse_indexer.bench(Timer(), shapes()[i]) if row["op"] == "topk"]
+        timed = {row["impl"] for row in rows if "us" in row}
+        assert timed == {"mla_kernels/triton", "sound", "reversed"}
+        failed = {row["impl"]: row["failed"] for row in rows if "failed" in row}
+        assert set(failed) == {"worse", "twice", "none", "outside", "unwritten", "raises"}
+        assert failed["raises"] == "no kernel image"
+    attention = {"machine": {}, "command": "x", "rows": []}
+    page = markdown(attention, {**attention, "rows": rows})
+    assert f"* {NAMES[4]} raises: no kernel image" in page
+
+
+def test_of_equal_scores_any_may_be_chosen():
+    from indexer_cases import chooses_as_well, sorted_topk
+
+    scores, lengths = torch.tensor([[2.0, 3.0, 2.0, 9.0]]), torch.tensor([3])
+    want = sorted_topk(scores, lengths, 2)
+    assert want.tolist() == [[0, 1]]
+    for found, well in (([2, 1], True), ([0, 2], False), ([1, 3], False), ([1, 1], False)):
+        assert chooses_as_well(torch.tensor([found]), want, scores, lengths) == well
+    want = sorted_topk(scores, lengths, 4)
+    for found, well in (([2, 1, 0, -1], True), ([3, 2, 1, 0], True), ([2, 1, 0, 0], False)):
+        assert chooses_as_well(torch.tensor([found]), want, scores, lengths) == well
+
+
+def test_logits_of_deepgemm_that_are_wrong_are_not_timed(monkeypatch):
+    import sparse_indexer
+    from indexer_cases import golden
+
+    def logits(batch, off):
+        scores = torch.zeros(batch.shape.rows, KEYS)
+        rows, want = golden(batch)
+        scores[rows] = want.float() * off
+        return lambda: scores
+
+    for off, timed in ((1.0, True), (1.01, False), (float("nan"), False)):
+        monkeypatch.setattr(sparse_indexer, "deepgemm_logits", lambda b, off=off: logits(b, off))
+        rows = sparse_indexer.bench(Timer(), shapes()[0])
+        (row,) = (row for row in rows if row["impl"] == "deepgemm")
+        assert ("us" in row) == timed and ("failed" in row) != timed
 
 
 def test_the_sort_leaves_out_what_is_not_seen():
@@ -177,10 +252,14 @@ def test_a_run_writes_its_rows_and_the_page_of_both(tmp_path, monkeypatch):
     monkeypatch.setattr(sparse_indexer, "SHAPES", shapes())
     words = ["--cases", "_q2|prefill192", "--results", str(tmp_path)]
     assert sparse_indexer.main(words) == 0
-    rows = json.loads((tmp_path / "sparse_indexer.json").read_text())["rows"]
+    rows = json.loads((tmp_path / "sparse_indexer_partial.json").read_text())["rows"]
     assert {row["case"] for row in rows} == {"b2x192_q2", "prefill192x192"}
-    assert not (tmp_path / "sparse.md").exists()  # the page is that of the attention
+    assert not (tmp_path / "sparse_partial.md").exists()  # the page is that of the attention
     attention = {"machine": {}, "command": "x", "rows": []}
-    (tmp_path / "sparse.json").write_text(json.dumps(attention))
+    for ending in ("", "_partial"):
+        (tmp_path / f"sparse{ending}.json").write_text(json.dumps(attention))
     assert sparse_indexer.main(words) == 0
+    assert "| prefill192x192 | 50.0 |" in (tmp_path / "sparse_partial.md").read_text()
+    assert not (tmp_path / "sparse.md").exists()
+    assert sparse_indexer.main(words[2:]) == 0
     assert "| prefill192x192 | 50.0 |" in (tmp_path / "sparse.md").read_text()
