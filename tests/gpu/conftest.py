@@ -28,6 +28,7 @@ STACKS = {"PYTHONFAULTHANDLER": "1"}  # each process says at SIGABRT where it st
 AT_ONCE = 8
 SECONDS = 300
 STACK_SECONDS = 10
+LOG_LINES = 15  # of an engine that failed, said at once
 KIND = re.compile(r"\b[A-Z]+\d+")  # the H200 of "NVIDIA H200", the H100 of "NVIDIA H100 80GB HBM3"
 # Process groups of engines; the lock is held while one starts.
 RUNNING: set[int] = set()
@@ -87,7 +88,8 @@ def run_engine(folder, spec, env):
             )
             RUNNING.add(process.pid)
         try:
-            failed = process.wait(timeout=SECONDS)
+            status = process.wait(timeout=SECONDS)
+            failed = f"exit status {status}" if status else ""
         except subprocess.TimeoutExpired:
             failed = "timeout"
             kill(process.pid, signal.SIGABRT)
@@ -95,10 +97,33 @@ def run_engine(folder, spec, env):
         finally:
             kill(process.pid)
             RUNNING.discard(process.pid)
-    assert failed == 0, f"{failed}\n{(folder / 'log').read_text()[-6000:]}"
+    text = (folder / "log").read_text(errors="replace")
+    assert not failed, f"{failed}\n{text[-6000:]}"
     result = json.loads((folder / "result.json").read_text())
-    late = re.findall(r"JIT compilation during inference: (\w+)", (folder / "log").read_text())
+    late = re.findall(r"JIT compilation during inference: (\w+)", text)
     return result | {"compiled_late": sorted(set(late))}
+
+
+def run_and_tell(terminal, name, folder, spec, env):
+    """run_engine, and what failed is said on `terminal` at once: pytest says it when it ends, which
+    a machine that is lent for minutes may not see."""
+    begin = time.monotonic()
+    try:
+        return run_engine(folder, spec, env)
+    except Exception as error:
+        reason, seconds = (str(error) or repr(error)).splitlines()[0], time.monotonic() - begin
+        log = folder / "log"
+        end = log.read_text(errors="replace").splitlines()[-LOG_LINES:] if log.exists() else []
+        said = [f"\nengine {name!r}: {reason} after {seconds:.0f} s; {log} ends with", *end]
+        os.write(terminal, ("\n    ".join(said) + "\n").encode())
+        raise
+
+
+def behind_capture(config):
+    """A descriptor of stderr that pytest does not capture, for other threads too."""
+    capture = config.pluginmanager.get_plugin("capturemanager")
+    with capture.global_and_fixture_disabled():
+        return os.dup(2)
 
 
 @pytest.fixture(scope="session")
@@ -124,6 +149,7 @@ def engines(request, tmp_path_factory, checkpoint):
     folder.mkdir(parents=True, exist_ok=True)
     only = (request.config.getoption("--engines", default=None) or "").split(",")
     futures, gpus = {}, itertools.cycle(each_gpu())
+    terminal = behind_capture(request.config)
     with ThreadPoolExecutor(AT_ONCE) as pool:
         for name, (heads, engine, env, scenarios) in all_engines().items():
             if not any(part in name for part in only):
@@ -137,7 +163,7 @@ def engines(request, tmp_path_factory, checkpoint):
             place = folder / name.replace(" ", "-").replace(",", "")
             if "tensor_parallel_size" not in engine:
                 env = env | {"CUDA_VISIBLE_DEVICES": next(gpus)}
-            futures[name] = pool.submit(run_engine, place, spec, env)
+            futures[name] = pool.submit(run_and_tell, terminal, name, place, spec, env)
 
         def result(name):
             if name not in futures:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What tests/gpu/conftest.py does about its engines' processes, which needs no GPU."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -30,6 +31,38 @@ sys.path.insert(0, {tests!r})
 import conftest
 conftest.ENGINE_RUN, conftest.SECONDS, conftest.STACK_SECONDS = pathlib.Path({engine!r}), 2, 1
 conftest.run_engine(pathlib.Path({folder!r}), {{}}, {{}})
+"""
+
+# A run of pytest whose only test waits for an engine and passes, whatever became of it.
+SESSION = """
+import pathlib, sys, types
+import pytest
+sys.path.insert(0, {tests!r})
+import conftest
+from conftest import engines
+conftest.ENGINE_RUN, conftest.SECONDS, conftest.STACK_SECONDS = pathlib.Path({engine!r}), 2, 1
+conftest.each_gpu = lambda: ["0"]
+some = {{name: (1, {{}}, {{}}, []) for name in ("mtp graphs", "mtp eager")}}
+sys.modules["engines"] = types.SimpleNamespace(all_engines=lambda: some)
+
+@pytest.fixture(scope="session")
+def checkpoint():
+    return str
+
+def test_both(engines):
+    for name in some:
+        with pytest.raises(AssertionError):
+            engines(name)
+    sys.stderr.write("said in the test")
+"""
+# It says more than is told of a failure.
+FAILS = r"""
+import sys, time
+print(*(f"line {i}." for i in range(40)), sep="\n", flush=True)
+if "eager" in sys.argv[1]:
+    time.sleep(300)
+sys.stdout.buffer.write(b"no memory \xff\n")
+sys.exit(3)
 """
 
 
@@ -68,3 +101,22 @@ def test_an_engine_that_hangs_says_where(tmp_path):
         [sys.executable, "-c", HANG.format(**names)], capture_output=True, text=True, timeout=60
     )
     assert "AssertionError: timeout" in run.stderr and "in stands_still" in run.stderr
+
+
+def test_what_fails_is_said_at_once_with_the_end_of_its_log(tmp_path):
+    """Past pytest's capture, which shows nothing of a test that passed."""
+    engine, session = tmp_path / "engine.py", tmp_path / "test_session.py"
+    engine.write_text(FAILS)
+    session.write_text(SESSION.format(tests=str(GPU_TESTS), engine=str(engine)))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(session)]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stdout
+    assert "said in the test" not in run.stderr
+    graphs, eager = (
+        re.search(rf"^engine '{name}': (.*) after (\d+) s; (\S+) ends with$", run.stderr, re.M)
+        for name in ("mtp graphs", "mtp eager")
+    )
+    assert graphs[1] == "exit status 3" and eager[1] == "timeout" and 2 <= int(eager[2]) < 60
+    told = run.stderr[graphs.end() :].splitlines()[1:16]
+    assert told == [*(f"    line {i}." for i in range(26, 40)), "    no memory \ufffd"]
+    assert "in <module>" in run.stderr[eager.end() :]  # where it stood
