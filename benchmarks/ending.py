@@ -6,6 +6,7 @@ from argparse import Namespace
 from types import FrameType
 from typing import Any
 
+CUT_OFF = "Not whole: the run was cut off."  # the note of results until they are all there
 NO_TIME = "no time was left"  # of a row that was not run, and the only reason that is no fault
 
 

@@ -22,11 +22,12 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from arguments import count, length
-from ending import NO_TIME, exit_code, exit_on_signals
+from ending import CUT_OFF, NO_TIME, exit_code, exit_on_signals
 from machine import describe_machine, nvidia_smi
 from outputs import claim, command, write, write_json
 from serve_cases import MODEL, SPARSE_MODEL, dense_overrides
@@ -140,9 +141,8 @@ def in_turns(engines: dict[str, Engine], ask: Row) -> dict[str, Row]:
     return found
 
 
-def measure(args: argparse.Namespace, heads: int, deadline: float) -> list[Row]:
-    """Rows {heads, context, new, ms of each engine} or {..., not_run}."""
-    rows: list[Row] = []
+def measure(args: argparse.Namespace, heads: int, deadline: float) -> Iterator[Row]:
+    """Rows {heads, context, new, ms of each engine} or {..., not_run}, as they come."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         engines = {}
         for name, (backend, env) in args.engines.items():
@@ -161,7 +161,7 @@ def measure(args: argparse.Namespace, heads: int, deadline: float) -> list[Row]:
             for new in args.new:
                 row: Row = {"heads": heads, "context": context, "new": new}
                 if time.monotonic() > deadline:
-                    rows.append(row | {"not_run": NO_TIME})
+                    yield row | {"not_run": NO_TIME}
                     continue
                 found = in_turns(engines, {"context": context, "new": new, "repeats": args.repeats})
                 errors = [f"{n}: {said['error']}" for n, said in found.items() if "error" in said]
@@ -169,9 +169,8 @@ def measure(args: argparse.Namespace, heads: int, deadline: float) -> list[Row]:
                     row["not_run"] = "; ".join(wrong)
                 else:
                     row["ms"] = {n: min(said["ms"]) for n, said in found.items()}
-                rows.append(row)
                 print(json.dumps(row), flush=True)
-    return rows
+                yield row
 
 
 def markdown(result: Row) -> str:
@@ -242,10 +241,16 @@ def main(argv: list[str] | None = None) -> int:
         "rows": [],
     }
     name = "sparse_extends" if args.sparse else "extends"
-    for heads in args.heads:
-        result["rows"] += measure(args, heads, deadline)
+
+    def save(result: Row) -> None:
         write_json(args.results / f"{name}.json", result)
         write(args.results / f"{name}.md", markdown(result))
+
+    for heads in args.heads:
+        for row in measure(args, heads, deadline):
+            result["rows"].append(row)
+            save({**result, "note": CUT_OFF})
+    save(result)
     return exit_code(result["rows"])
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from arguments import count, rate
-from ending import exit_code, exit_on_signals
+from ending import CUT_OFF, exit_code, exit_on_signals
 from outputs import claim, command
 from serve_cases import (
     BACKENDS,
@@ -122,14 +122,18 @@ def main(argv: list[str] | None = None) -> int:
     from serve_results import markdown, write_pages, write_results
 
     if args.report:
-        write_pages(Report.read(args.report), args.report.with_suffix(""))
+        from serve_gate import withhold
+
+        again = Report.read(args.report)
+        again.rows = withhold(again.rows)  # a run that was killed had not come to that
+        write_pages(again, args.report.with_suffix(""))
         return 0
     claim(args.results)
     exit_on_signals()
     from machine import describe_machine
 
     settings = {k: _plain(v) for k, v in vars(args).items() if k not in ("results", "report")}
-    report = Report(args.mode, command("serve", argv), describe_machine(), settings)
+    report = Report(args.mode, command("serve", argv), describe_machine(), settings, note=CUT_OFF)
 
     def save(row: Row) -> None:
         report.rows.append(row)
@@ -144,6 +148,7 @@ def main(argv: list[str] | None = None) -> int:
         from serve_load import run
     try:
         run(args, save)
+        report.note = ""
     finally:
         report.rows = withhold(report.rows)
         write_results(report, args.results)

@@ -61,6 +61,30 @@ def test_a_case_that_failed_is_told_by_the_exit_code(row, code, tmp_path, monkey
     assert extends.main(["--heads", "16", "--results", str(tmp_path)]) == code
 
 
+def test_a_run_that_is_cut_off_leaves_its_rows_and_says_so(tmp_path, monkeypatch):
+    import extends
+
+    def measured(args, heads, deadline):
+        yield {"heads": heads, "context": 512, "new": 4, "ms": {"absorbed": 1.0, "expanded": 2.0}}
+        if heads == 8:
+            raise SystemExit(143)
+
+    monkeypatch.setattr(extends, "measure", measured)
+    monkeypatch.setattr(extends, "nvidia_smi", lambda *_: [])
+    monkeypatch.setattr(extends, "exit_on_signals", lambda: None)
+    said = "Not whole: the run was cut off."
+    for heads, rows in (("16 8", 2), ("16", 1)):
+        words = ["--heads", *heads.split(), "--results", str(tmp_path)]
+        if rows == 2:
+            with pytest.raises(SystemExit):
+                extends.main(words)
+        else:
+            assert extends.main(words) == 0
+        assert len(json.loads((tmp_path / "extends.json").read_text())["rows"]) == rows
+        for name in ("extends.json", "extends.md"):
+            assert (said in (tmp_path / name).read_text()) == (rows == 2)
+
+
 def test_engines_take_turns_and_the_lowest_turn_counts():
     """A slow spell of the host is not an engine's; one that fails is asked no more."""
     from extends import in_turns

@@ -491,6 +491,34 @@ def test_results_stay_until_something_is_measured(rows, tmp_path, monkeypatch):
         serve.main(["--results", str(tmp_path)])
     kept = [(tmp_path / name).read_bytes() == b"an earlier run" for name in names]
     assert kept == [not rows] * 3
+    for name in names[:2]:
+        assert ("Not whole: the run was cut" in (tmp_path / name).read_text()) == bool(rows)
+
+
+def test_a_run_that_is_killed_says_so_and_is_rendered_without_speeds_of_no_gate(
+    tmp_path, monkeypatch
+):
+    import serve
+    import serve_load
+
+    at_the_end = []
+
+    def run(args, save):
+        save({"backend": "CUSTOM", "start_s": 1.0, "nats_from_first": 0.0})
+        save({"backend": "FLASHMLA", "start_s": 1.0, "nats_from_first": None, "red": True})
+        save(serve_row("CUSTOM", 1234.0))
+        at_the_end.append((tmp_path / "serving.json").read_text())
+
+    monkeypatch.setattr(serve_load, "run", run)
+    monkeypatch.setattr(serve, "exit_on_signals", lambda: None)
+    assert serve.main(["--results", str(tmp_path)]) == 1
+    assert "Not whole" not in (tmp_path / "serving.md").read_text()
+    killed = tmp_path / "killed.json"
+    killed.write_text(at_the_end[0])
+    assert serve.main(["--report", str(killed)]) == 0
+    page = killed.with_suffix(".md").read_text()
+    assert "Not whole: the run was cut off." in page
+    assert "1234" not in page and "no other backend gives the same answers" in page
 
 
 @pytest.mark.parametrize("text", [None, "{", "[1]", '{"rows": []}'])
