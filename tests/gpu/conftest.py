@@ -72,7 +72,8 @@ def each_gpu():
 
 def run_engine(folder, spec, env):
     """The result of engine_run_gpu.py as a dict; AssertionError with the log's end if it failed."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)  # --logs may name the folder of an earlier run
+    (folder / "result.json").unlink(missing_ok=True)
     (folder / "spec.json").write_text(json.dumps(spec, default=str))
     environ = {k: v for k, v in os.environ.items() if not k.startswith("MLA_BACKEND_")}
     environ |= OFFLINE | STACKS | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} | env

@@ -103,6 +103,20 @@ def test_an_engine_that_hangs_says_where(tmp_path):
     assert "AssertionError: timeout" in run.stderr and "in stands_still" in run.stderr
 
 
+def test_a_folder_of_logs_may_be_that_of_an_earlier_run(tmp_path):
+    """Its result is not taken for that of an engine that gives none."""
+    engine, again = tmp_path / "engine.py", tmp_path / "run"
+    engine.write_text("import sys\nopen(sys.argv[2], 'x').write('{}')\n")
+    names = {"tests": str(GPU_TESTS), "engine": str(engine), "folder": str(again)}
+    run = [sys.executable, "-c", HANG.format(**names).replace(", 2, 1", ", 60, 1")]
+    for _ in range(2):
+        done = subprocess.run(run, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+    engine.write_text("")
+    done = subprocess.run(run, capture_output=True, text=True, timeout=60)
+    assert "FileNotFoundError" in done.stderr
+
+
 def test_what_fails_is_said_at_once_with_the_end_of_its_log(tmp_path):
     """Past pytest's capture, which shows nothing of a test that passed."""
     engine, session = tmp_path / "engine.py", tmp_path / "test_session.py"
