@@ -44,6 +44,12 @@ def paged(lens: list[int], block: int, dtype: torch.dtype) -> tuple[torch.Tensor
     return cache, order.view(len(lens), columns)
 
 
+def lengths_of(batch: int, longest: int, mixed: bool) -> list[int]:
+    """All alike, or from `longest` down to a 16th of it."""
+    less = longest - longest // 16 if mixed else 0
+    return [longest - i * less // max(batch - 1, 1) for i in range(batch)]
+
+
 def least_ms(calls: dict[str, Callable[[], Any]], repetitions: int) -> dict[str, float]:
     """The shortest time of each call, the calls taken in turn, at least so many times."""
     best = dict.fromkeys(calls, float("inf"))
@@ -102,8 +108,7 @@ def measure(
     batch: int, longest: int, mixed: bool, heads: int, dtype: torch.dtype, repetitions: int
 ) -> dict[str, float]:
     """Times of both, after a check of both against the reference."""
-    step = longest * 15 // 16 // max(batch - 1, 1)
-    lens = [longest - i * step if mixed else longest for i in range(batch)]
+    lens = lengths_of(batch, longest, mixed)
     seq_lens = torch.tensor(lens, dtype=torch.int32)
     operator = stock_operator(dtype)
     block = {"cpu": 16, "amx": 128}[operator]

@@ -80,6 +80,21 @@ def test_decode_that_drops_a_token_is_not_timed(timed, stock, monkeypatch, dtype
     assert timed == []
 
 
+def test_decode_is_measured_with_the_lengths_that_its_rows_name(monkeypatch):
+    import decode_cpu
+
+    def paged(lens, block, dtype):
+        raise StopIteration(lens)
+
+    monkeypatch.setattr(decode_cpu, "paged", paged)
+    for batch, longest, mixed in decode_cpu.SHAPES:
+        with pytest.raises(StopIteration) as seen:
+            decode_cpu.measure(batch, longest, mixed, 16, torch.float32, 1)
+        (lens,) = seen.value.args
+        assert len(lens) == batch and max(lens) == longest
+        assert min(lens) == (longest // 16 if mixed else longest)  # as `lengths` says
+
+
 def test_rounding_alone_is_no_fault(timed, stock):
     """With one head the largest of few numbers counts, and a reference in bf16 would be off too."""
     import decode_cpu

@@ -176,6 +176,17 @@ def test_what_the_indexer_takes_beside_deepgemm_is_what_was_measured():
     assert f"take the time, in {span(more, fp8, exact)} of it" in plugin
 
 
+def test_how_many_first_tokens_of_v32_differ_is_what_was_measured():
+    path = ROOT / "benchmarks/results/h200/vllm_0.32/sparse_extends.json"
+    rows = json.loads(path.read_text())["rows"]
+    differ = [row["not_run"] for row in rows if "not_run" in row]
+    stock = sum("FLASHMLA_SPARSE differs" in why for why in differ)
+    words = ["no", "one", "two", "three", "four", "five", "six", "seven"]
+    readme = " ".join((ROOT / "benchmarks/README.md").read_text().split())
+    assert f"{words[len(differ)].capitalize()} of its {len(rows)} cases differ by one" in readme
+    assert f"in {words[stock]} of them vLLM's own backend does, too" in readme
+
+
 def test_what_a_cache_of_one_scale_costs_sparse_attention_is_what_was_measured():
     results = json.loads((ROOT / "benchmarks/results/h200/sparse.json").read_text())
     us = {(r["case"], r["impl"]): r.get("us") for r in results["rows"]}
