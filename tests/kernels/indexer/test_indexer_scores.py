@@ -226,6 +226,25 @@ def test_zeros_of_the_relu_are_exact_and_nan_is_kept(nan, impl, device):
     assert (got[keep.to(device)] == 0).all()
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("q_fp8", [True, False])
+@pytest.mark.parametrize(("heads", "s_q"), [(3, 1), (20, 2), (16, 2)])
+def test_an_infinite_key_scores_as_the_heads_that_there_are_say(heads, s_q, q_fp8, impl, device):
+    """Those that fill a tile are zero, and zero times infinity would be NaN."""
+    case = make_indexer_case([130], s_q=s_q, heads=heads, q_fp8=q_fp8, k_fp8=False, device=device)
+    q = case.q.float()
+    q[..., 0] = 1.0
+    page = int(case.block_table[0, 0])
+    case.k_cache[page, 3, 0] = INF
+    case.k_cache[page, 5, 0] = -INF
+    args = (q.to(case.q.dtype), case.k_cache, case.weights.abs() + 0.1, *case.args[3:])
+    got = indexer_scores(*args, impl=impl)[:, :64]
+    assert (got[:, 3] == INF).all() and (got[:, 5] == 0).all()
+    rest = [n for n in range(64) if n not in (3, 5)]
+    assert got[:, rest].isfinite().all()
+    assert (indexer_topk(*args, 9, impl=impl) == 3).any(1).all()
+
+
 @pytest.mark.parametrize("fp8", [True, False])
 @pytest.mark.parametrize(("k", "lengths"), [(37, [130, 0, 1, 64]), (70, [700, 65])])
 @pytest.mark.parametrize(

@@ -76,6 +76,7 @@ def score_pages(
     stride_scores,
     stride_level1,
     stride_level2,
+    H: tl.constexpr,
     D: tl.constexpr,
     HEADS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -101,6 +102,10 @@ def score_pages(
         dots = tl.dot(k, q, input_precision="ieee")
         # NaN passes through the ReLU as it does in torch.
         relu = tl.maximum(dots, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        if HEADS > H and not K_FP8:
+            # An infinite key times the zeroes of a head that there is not is NaN; e4m3 has none.
+            head = tl.arange(0, ROWS * HEADS) % HEADS
+            relu = tl.where((head < H)[None, :], relu, 0.0)
         weighted = tl.reshape(relu * weights[None, :], (PAGE, ROWS, HEADS))
         score = tl.sum(weighted, axis=2)
         if K_FP8:
@@ -190,7 +195,7 @@ def score_tile(
                     page_begin, tl.minimum(page_end, tl.cdiv(longest, PAGE)),
                     k_ptr, scores_ptr, level1_ptr, level2_ptr,
                     stride_page, stride_scores, stride_level1, stride_level2,
-                    D, HEADS, ROWS, K_FP8, DOT, FP8_HARDWARE, UPCAST, LEVELS, STAGES,
+                    H, D, HEADS, ROWS, K_FP8, DOT, FP8_HARDWARE, UPCAST, LEVELS, STAGES,
                 )  # fmt: skip
     else:
         score_pages(
@@ -199,7 +204,7 @@ def score_tile(
             page_begin, page_end,
             k_ptr, scores_ptr, level1_ptr, level2_ptr,
             stride_page, stride_scores, stride_level1, stride_level2,
-            D, HEADS, ROWS, K_FP8, DOT, FP8_HARDWARE, UPCAST, LEVELS, STAGES,
+            H, D, HEADS, ROWS, K_FP8, DOT, FP8_HARDWARE, UPCAST, LEVELS, STAGES,
         )  # fmt: skip
 
 

@@ -47,6 +47,7 @@ SCORES = (
     Scores("decode_h8", heads=8),
     Scores("decode_bf16_q", q_fp8=False),
     Scores("decode_bf16", q_fp8=False, k_fp8=False),
+    Scores("decode_bf16_h20", heads=20, q_fp8=False, k_fp8=False),
     Scores("decode_bf16_topk", q_fp8=False, k_fp8=False, levels=True),
     Scores("decode_bf16_mtp2", rows=2, q_fp8=False, k_fp8=False, levels=True),
     Scores("decode_bf16_mtp4", rows=4, q_fp8=False, k_fp8=False),
