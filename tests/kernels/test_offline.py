@@ -173,6 +173,13 @@ def test_processes_that_make_no_sense_are_named():
         assert f"expected 1 to 1024, got '{count}'" in done.stderr
 
 
+def test_interpreted_kernels_are_none_to_compile(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    done = offline("--quick", "--arch", "90", "--match", "topk")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "error: expected TRITON_INTERPRET=0 or unset" in done.stderr
+
+
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").touch()
     done = offline("--quick", "--match", "topk", "--dump", str(tmp_path / "file" / "out"))

@@ -64,6 +64,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     if reason := no_triton():  # on a CPU torch brings none; --help needs none
         oldest = "{}.{}".format(*OLDEST_TRITON)
         parser.error(f'{reason}. It compiles the kernels: pip install "triton>={oldest}"')
+    from mla_kernels.triton_common.runtime import INTERPRET
+
+    if INTERPRET:
+        parser.error("expected TRITON_INTERPRET=0 or unset: an interpreted kernel is not compiled")
     return args
 
 
