@@ -8,11 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from mla_kernels import dispatch
+from mla_kernels import dispatch, mla_layer
 from mla_kernels.decode.choice import choose_decode_impl
 from mla_kernels.indexer.api import _choose as choose_indexer_impl
+from mla_kernels.layer import MlaLayerConfig, rope_table
 from mla_kernels.query.api import join_query
 from mla_kernels.sparse.choice import choose_sparse_impl
+from mla_kernels.testing.naive_layer import NaiveMlaLayer
 from mla_kernels.versions import no_triton
 
 
@@ -91,3 +93,30 @@ def test_query_parts_are_joined_without_it(installed, monkeypatch):
     monkeypatch.setitem(sys.modules, "mla_kernels.query.triton.launcher", None)
     latent, rope = torch.randn(3, 2, 8), torch.randn(3, 2, 4)
     assert torch.equal(join_query(latent, rope), torch.cat((latent, rope), -1))
+
+
+class OnGpu(torch.Tensor):
+    """Says that it is."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("found", [{}, {"triton": "3.5.1"}])
+def test_a_layer_on_a_gpu_without_it_is_torch(installed, monkeypatch, found):
+    config = MlaLayerConfig(
+        dim=32, q_lora_rank=24, kv_lora_rank=256, num_heads=2, nope_dim=8, rope_dim=32, v_dim=8
+    )
+    weights = NaiveMlaLayer(config).requires_grad_(False).absorbed_weights()
+    x, table = torch.randn(2, 1, config.dim), rope_table(config, 16)
+    block_table, seq_lens = torch.arange(2).view(2, 1).int(), torch.ones(2, dtype=torch.int32)
+
+    def layer(x):
+        cache = torch.zeros(2, 16, config.cache.head_dim)
+        args = (x, cache, block_table, seq_lens, weights, table)
+        return mla_layer(*args, impl="torch"), cache
+
+    want, want_cache = layer(x)
+    installed(**found)
+    monkeypatch.setitem(sys.modules, "mla_kernels.layer.triton.launcher", None)
+    got, cache = layer(x.as_subclass(OnGpu))
+    assert torch.equal(got, want) and torch.equal(cache, want_cache) and cache.any()
