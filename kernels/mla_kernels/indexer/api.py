@@ -125,7 +125,7 @@ def indexer_topk(
                `indexer_scores`, -inf where there is none: what the choices from several caches
                are merged by
     workspace  [bytes] uint8 from `indexer_topk_workspace`; allocated if None. More rows than it
-               holds are taken in turns.
+               holds are taken in turns. Not for two calls that may run at once: see `exact_topk`
     The other arguments are those of `indexer_scores`.
 
     Returns [T, k] int32: ascending token positions within the row's request, then -1.

@@ -29,7 +29,10 @@ def exact_topk(
     lengths    [T] int32: only the first lengths[t] scores of row t take part, the others are not
                read; default n
     out        [T, k] int32 to write into
-    workspace  `exact_topk_workspace(T, n, device)`, for the Triton kernels; allocated if None
+    workspace  `exact_topk_workspace(T, n, device)`, for the Triton kernels; allocated if None.
+               Calls that may run at once (on two streams) need one each, and lengths may not
+               change under a call: programs that share a long row might wait for each other for
+               ever
 
     Returns [T, k] int32. The chosen set is that of a stable descending sort: of equal scores the
     lowest indices; -0 equals 0; inf is an ordinary largest score. -inf (masked) and NaN are never

@@ -7,6 +7,9 @@ row's counts in global memory and reads the sums. How many keys there are to cou
 sums themselves tell when all programs have added theirs: no barrier. In the end each program tells
 the others how many keys it has above the K-th largest and equal to it, and knows from theirs where
 its own go. What is written does not depend on the order in which anything happens.
+
+Of 8192 keys and more an SM holds one program, so halves of two such launches could fill a device
+and wait for ever. A cooperative launch starts with all its programs or not at all.
 """
 
 import triton
