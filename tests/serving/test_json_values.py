@@ -85,6 +85,12 @@ def test_a_name_without_end_is_cut():
         (b'{"a": {}, "top_k":\n1%s, "b": 1}' % (b"0" * 30), "top_k", "got 1000000"),
         (b'{"top_k": "18446744073709551616"}', "top_k", "got 18446744073709551616"),
         (b'{"top_k": " +1_8446744073709551616"}', "top_k", "got 18446744073709551616"),
+        (b'{"top_k": "18446744073709551616.0"}', "top_k", "got 18446744073709551616"),
+        (rb'{"top_k": "\n18446744073709551616"}', "top_k", "got 18446744073709551616"),
+        (rb'{"top_k": "\u00318446744073709551616"}', "top_k", "got 18446744073709551616"),
+        (rb'{"top\u005fk": 18446744073709551616}', "top_k", "at most 18446744073709551615"),
+        (rb'{"\u0074op_k": 18446744073709551616}', "top_k", "at most 18446744073709551615"),
+        (b'{"stream_interval": 18446744073709551616}', "stream_interval", "at most 1844674407"),
         *(
             (
                 b'{"repetition_detection": {"%s": 18446744073709551616}}' % name,
@@ -97,6 +103,7 @@ def test_a_name_without_end_is_cut():
         (b'{"structured_outputs" :\t[{"regex": "a"}]}', "structured_outputs", "JSON object"),
         (b'{"structured_outputs":3}', "structured_outputs", "JSON object"),
         (b'{"structured_outputs": false}', "structured_outputs", "JSON object"),
+        (rb'{"structured\u005Foutputs": "a"}', "structured_outputs", "JSON object"),
     ],
 )
 def test_a_field_that_vllm_reads_unchecked(stand, openai_error, body, field, words):
@@ -114,6 +121,8 @@ def test_a_field_that_vllm_reads_unchecked(stand, openai_error, body, field, wor
         b'{"top_k": -18446744073709551616}',  # vLLM says what is allowed
         b'{"top_k": 184467440737095516160.5}',
         b'{"top_k": "18446744073709551615"}',
+        b'{"top_k": "18446744073709551615.0"}',
+        rb'{"max\u005Ftokens": 5, "top\u005fk": 18446744073709551615}',
         b'{"top_k": "%s"}' % (b"1" * 5000),  # no integer to Python, nor to vLLM
         b'{"top_k": "12345678901234567890x", "repetition_detection": 5}',
         b'{"seed": 18446744073709551616}',

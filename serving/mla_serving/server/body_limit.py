@@ -2,11 +2,13 @@
 """Refuse request bodies above a size before anything parses them."""
 
 import asyncio
+from collections import deque
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mla_serving.server.errors import error_response
+from mla_serving.server.replay import replay
 
 # Read and dropped after a refusal: a client that is still sending reads the answer only when its
 # body has gone out. Beyond this, or so long after the refusal, it is answered all the same and the
@@ -40,15 +42,12 @@ class BodyLimit:
         if not fits:
             discard = bool(messages[-1].get("more_body"))
             return await self._refuse(scope, receive, send, discard)
+        await self.app(scope, replay(messages, receive), send)
 
-        async def replay() -> Message:
-            return messages.pop(0) if messages else await receive()
-
-        await self.app(scope, replay, send)
-
-    async def _read(self, receive: Receive) -> tuple[list[Message], bool]:
+    async def _read(self, receive: Receive) -> tuple[deque[Message], bool]:
         """The messages of a chunked body, and whether it is within the limit: then all of them."""
-        messages, size = [], 0
+        messages: deque[Message] = deque()
+        size = 0
         while True:
             message = await receive()
             messages.append(message)

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refuse a JSON body that is no object: vLLM 0.26 answers a list or a string with 500."""
 
+from collections import deque
+
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mla_serving.server.errors import error_response
+from mla_serving.server.replay import replay
 
 # Windows programs begin a text with the mark of UTF-8, which a parser of JSON may skip (RFC 8259).
 _MARK = b"\xef\xbb\xbf"
@@ -20,7 +23,7 @@ class JsonObject:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not is_json(Headers(scope=scope)):
             return await self.app(scope, receive, send)
-        messages: list[Message] = []
+        messages: deque[Message] = deque()
         seen = start = b""
         while not start or _MARK.startswith(seen):
             message = await receive()
@@ -33,11 +36,7 @@ class JsonObject:
         if start and not start.startswith(b"{"):
             refusal = error_response(400, "The body must be a JSON object.")
             return await refusal(scope, receive, send)
-
-        async def replay() -> Message:
-            return messages.pop(0) if messages else await receive()
-
-        await self.app(scope, replay, send)
+        await self.app(scope, replay(messages, receive), send)
 
 
 def is_json(headers: Headers) -> bool:

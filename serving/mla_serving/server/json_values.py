@@ -6,22 +6,26 @@ integers that it cannot pass on to its engine, and a field that it reads before 
 
 import json
 import re
+from collections import deque
 from typing import Any
 
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mla_serving.server.errors import error_response
 from mla_serving.server.json_object import is_json
+from mla_serving.server.replay import replay
 
 # What may become half a pair: an escape of one (whole pairs too), its bytes, or a zero byte, as in
-# UTF-16: Python's parser takes all of them. Then what may be one of the fields. A body without any
-# is not parsed here.
+# UTF-16: Python's parser takes all of them. Then what may be one of the fields, and an escape of a
+# letter or _, which may be in the name of one. A body without any is not parsed here.
 _SUSPECT = re.compile(
     rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]|\x00"
-    rb'|"(?:top_k|max_pattern_size|min_pattern_size|min_count)"\s*:\s*"?[\s+\d_]{20}'
+    rb'|"(?:top_k|stream_interval|max_pattern_size|min_pattern_size|min_count)"\s*:\s*(?:"|\d{20})'
     rb'|"structured_outputs"\s*:\s*[^\s{n]'
+    rb"|\\u00(?:5[fF]|6[1-9a-fA-F]|7[0-9aA])"
 )
+_UNBOUNDED = ("top_k", "stream_interval")
 _REPETITION = ("max_pattern_size", "min_pattern_size", "min_count")
 _MOST = 2**64 - 1  # what vLLM can pass on to its engine
 _HALF = re.compile("[\ud800-\udfff]")
@@ -38,18 +42,14 @@ class JsonValues:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not is_json(Headers(scope=scope)):
             return await self.app(scope, receive, send)
-        messages = [await receive()]
+        messages = deque([await receive()])
         while messages[-1].get("more_body"):
             messages.append(await receive())
         body = b"".join(message.get("body", b"") for message in messages)
         if (found := complaint(body)) is not None:
             field, text = found
             return await error_response(400, text, param=field or None)(scope, receive, send)
-
-        async def replay() -> Message:
-            return messages.pop(0) if messages else await receive()
-
-        await self.app(scope, replay, send)
+        await self.app(scope, replay(messages, receive), send)
 
 
 def complaint(body: bytes) -> tuple[str, str] | None:
@@ -93,7 +93,7 @@ def _lone_surrogate(content: Any) -> tuple[str, str] | None:
 
 def _odd_field(content: dict[str, Any]) -> tuple[str, str] | None:
     repetition, outputs = content.get("repetition_detection"), content.get("structured_outputs")
-    values = {"top_k": content.get("top_k")}
+    values = {name: content.get(name) for name in _UNBOUNDED}
     if isinstance(repetition, dict):
         values |= {f"repetition_detection.{name}": repetition.get(name) for name in _REPETITION}
     for field, value in values.items():
@@ -105,9 +105,10 @@ def _odd_field(content: dict[str, Any]) -> tuple[str, str] | None:
 
 
 def _integer(value: Any) -> int:
-    """As vLLM reads it, from a string too; 0 for what is none."""
+    """As vLLM reads it, from a string too, "5.0" among them; 0 for what is none."""
+    text = value.partition(".")[0] if isinstance(value, str) else value
     try:
-        return int(value) if isinstance(value, (int, str)) else 0
+        return int(text) if isinstance(text, (int, str)) else 0
     except ValueError:
         return 0
 
