@@ -4,6 +4,7 @@
 import asyncio
 import json
 import socket
+from contextlib import asynccontextmanager
 from functools import partial
 
 import pytest
@@ -27,20 +28,30 @@ async def app(scope, receive, send):
     await send({"type": "http.response.body", "body": body})
 
 
+@asynccontextmanager
+async def connection():
+    """A reader and a writer of a server with this protocol."""
+    sock = socket.socket()
+    sock.bind(("127.0.0.1", 0))
+    protocol = partial(HeadLimit, max_bytes=BYTES, max_headers=HEADERS)
+    config = uvicorn.Config(app, http=protocol, lifespan="off", log_level="critical")
+    server = uvicorn.Server(config)
+    config.load()
+    server.lifespan = config.lifespan_class(config)
+    await server.startup(sockets=[sock])
+    try:
+        reader, writer = await asyncio.open_connection(*sock.getsockname())
+        yield reader, writer
+        writer.close()
+    finally:
+        server.servers[0].close()
+
+
 def ask(*pieces):
     """Status and body of the answer to `pieces`, sent one by one until there is an answer."""
 
     async def run():
-        sock = socket.socket()
-        sock.bind(("127.0.0.1", 0))
-        protocol = partial(HeadLimit, max_bytes=BYTES, max_headers=HEADERS)
-        config = uvicorn.Config(app, http=protocol, lifespan="off", log_level="critical")
-        server = uvicorn.Server(config)
-        config.load()
-        server.lifespan = config.lifespan_class(config)
-        await server.startup(sockets=[sock])
-        try:
-            reader, writer = await asyncio.open_connection(*sock.getsockname())
+        async with connection() as (reader, writer):
             answer = asyncio.create_task(reader.readuntil(b"\r\n\r\n"))
             for piece in pieces:
                 if answer.done():
@@ -52,10 +63,7 @@ def ask(*pieces):
             body = await reader.readexactly(length)
             closed = head.lower().count(b"connection: close")
             assert bool(closed) == (await _ends(reader))
-            writer.close()
             return int(head.split()[1]), body
-        finally:
-            server.servers[0].close()
 
     return asyncio.run(run())
 
@@ -125,3 +133,39 @@ def test_a_body_is_not_counted(chunked):
 
 def test_what_is_no_http():
     assert refusal(ask(b"\x16\x03\x01\r\n\r\n")) == (400, "Invalid HTTP request received.")
+
+
+UPGRADE = [b"Connection: Upgrade, HTTP2-Settings", b"Upgrade: h2c", b"HTTP2-Settings: AAMAAABk"]
+
+
+@pytest.mark.parametrize("in_one_piece", [True, False])
+@pytest.mark.parametrize(
+    ("framing", "body"),
+    [
+        (b"Content-Length: 9", b"GET / a\r\n"),
+        (b"Transfer-Encoding: chunked", b"5\r\nabcde\r\n4\r\nfghi\r\n0\r\n\r\n"),
+    ],
+)
+def test_a_body_is_read_where_another_protocol_is_asked_for(framing, body, in_one_piece):
+    """As Java's HttpClient asks for HTTP/2."""
+    start = head(*UPGRADE, framing)
+    assert ask(*([start + body] if in_one_piece else [start[:50], start[50:], body])) == (200, b"9")
+
+
+def test_requests_behind_those_that_ask_for_another_protocol():
+    get, post = head(*UPGRADE, method="GET"), head(*UPGRADE, b"Content-Length: 3") + b"abc"
+    plain = head(b"Connection: close", b"Content-Length: 2") + b"ab"
+
+    async def run():
+        async with connection() as (reader, writer):
+            writer.write(post + get + post + plain)
+            return await asyncio.wait_for(reader.read(), 5)
+
+    answers = asyncio.run(run()).split(b"HTTP/1.1 200 OK")
+    assert [answer[-1:] for answer in answers[1:]] == [b"3", b"0", b"3", b"2"]
+
+
+def test_a_head_is_limited_where_another_protocol_is_asked_for():
+    assert refusal(ask(head(*UPGRADE, *[b"X: y"] * HEADERS)))[0] == TOO_LARGE
+    trailer = head(*UPGRADE, b"Transfer-Encoding: chunked") + b"3\r\nabc\r\n0\r\nX: "
+    assert refusal(ask(trailer, *[b"y" * 10_000] * 50))[0] == TOO_LARGE

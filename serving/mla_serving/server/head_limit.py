@@ -10,12 +10,11 @@ import json
 from http import HTTPStatus
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-
 from mla_serving.server.errors import error_body
+from mla_serving.server.upgrade import IgnoreUpgrade
 
 
-class HeadLimit(HttpToolsProtocol):
+class HeadLimit(IgnoreUpgrade):
     """uvicorn's HTTP protocol: 431 for a head above `max_bytes` or `max_headers`.
 
     Also gives the 400 of what is no HTTP the shape of all other errors.
