@@ -130,11 +130,11 @@ class Stand:
         self.vllm_app = make_vllm_app(self.events)
         self.gate = Gate(limit)
         ask = self.engine.collective_rpc
-        info = Info(self.engine, self.gate, ["demo"], lambda: self.gauges, ask, "0.32.0")
+        self.info = Info(self.engine, self.gate, ["demo"], lambda: self.gauges, ask, "0.32.0")
         args = Namespace(root_path=root_path, mla_max_body_mib=body_mib, **CORS)
         self.watchdog = Watchdog(self.engine, hang_timeout)
         self.app = build_root_app(
-            self.vllm_app, self.engine, self.gate, info, self.watchdog, args, list(keys)
+            self.vllm_app, self.engine, self.gate, self.info, self.watchdog, args, list(keys)
         )
 
     def client(self):

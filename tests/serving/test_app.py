@@ -373,6 +373,34 @@ def test_info_without_statistics_or_workers(stand, monkeypatch):
     assert info["requests"] == {"running": None, "waiting": None}
 
 
+def test_info_asks_a_hung_engine_one_question_at_a_time(stand, monkeypatch):
+    s = stand()
+    monkeypatch.setattr("mla_serving.server.info._WORKER_TIMEOUT_SECONDS", 0.01)
+    release, asked = asyncio.Event(), []
+
+    async def ask(method):
+        asked.append(method)
+        await release.wait()
+        return [{"rank": 0}]
+
+    monkeypatch.setattr(s.info, "_ask", ask)
+
+    async def run():
+        async with s.client() as client:
+
+            async def workers():
+                return (await client.get("/mla/info")).json()["attention"]["workers"]
+
+            assert [await workers() for _ in range(3)] == [None] * 3
+            assert len(asked) == 1
+            release.set()
+            await asyncio.sleep(0)
+            assert await workers() == [{"rank": 0}]
+            assert len(asked) == 2  # with an answer, anew
+
+    asyncio.run(run())
+
+
 def test_info_sums_over_engines(stand):
     s = stand()
     s.engine.vllm_config.cache_config.num_gpu_blocks = 202

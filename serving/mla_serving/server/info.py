@@ -42,6 +42,7 @@ class Info:
         self._ask = ask
         self._vllm_version = vllm_version
         self._workers: list[dict[str, Any]] | None = None
+        self._asking: asyncio.Task[None] | None = None
 
     async def read(self) -> dict[str, Any]:
         """The whole answer, ready for JSON. Numbers that vLLM does not keep are null."""
@@ -77,10 +78,15 @@ class Info:
         for long. None where another worker extension than ours is in use."""
         if self._engine.errored:
             return self._workers
-        with contextlib.suppress(Exception):  # the rest of the answer is good without them
-            call = self._ask("mla_backend_stats")
-            self._workers = await asyncio.wait_for(call, _WORKER_TIMEOUT_SECONDS)
+        # One question is open at a time: a hung engine is not buried under those of a monitor.
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._read_workers())
+        await asyncio.wait({self._asking}, timeout=_WORKER_TIMEOUT_SECONDS)
         return self._workers
+
+    async def _read_workers(self) -> None:
+        with contextlib.suppress(Exception):  # the rest of the answer is good without them
+            self._workers = await self._ask("mla_backend_stats")
 
 
 def _total(gauges: dict[str, list[float]], name: str) -> int | None:
