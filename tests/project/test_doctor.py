@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from mla_kernels.cache import torch_impl as cache_torch
@@ -16,7 +17,7 @@ from mla_kernels.indexer.torch_impl import indexer_scores_torch
 from mla_kernels.sparse.torch_impl import mla_sparse_attention_torch
 from mla_kernels.topk.torch_impl import exact_topk_torch
 
-from mla_backend import doctor, envs, plugin, toolchain
+from mla_backend import doctor, envs, memory, plugin, toolchain
 from mla_backend.doctor import facts as facts_module
 from mla_backend.doctor import implementations, report, selftest
 from mla_backend.doctor.checks import CHECKS
@@ -416,3 +417,38 @@ def test_compile_obstacle(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", str(script))
     (tmp_path / "include" / "Python.h").unlink()
     assert "no Python headers" in toolchain.compile_obstacle()
+
+
+@pytest.mark.parametrize(
+    ("files", "left"),
+    [
+        ({}, 64),
+        ({"memory.max": "max", "memory.current": "5"}, 64),
+        ({"memory.max": 16 * GIB, "memory.current": 6 * GIB}, 10),
+        ({"memory.max": 4 * GIB, "memory.current": 6 * GIB}, 0),
+        ({"memory/memory.limit_in_bytes": 9 * GIB, "memory/memory.usage_in_bytes": GIB}, 8),
+        ({"memory.max": 999 * GIB, "memory.current": 0}, 64),
+        (
+            {
+                "memory.max": 16 * GIB,
+                "memory.current": 15 * GIB,
+                "memory.stat": f"anon 1\ninactive_file {9 * GIB}",
+            },
+            10,
+        ),
+    ],
+)
+def test_a_container_may_have_less_than_the_machine(files, left, tmp_path, monkeypatch):
+    free = SimpleNamespace(available=64 * GIB)
+    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: free)
+    (tmp_path / "memory").mkdir()
+    nothing = {"memory.stat": "inactive_file 0", "memory/memory.stat": "total_inactive_file 0"}
+    for name, value in (nothing | files).items():
+        (tmp_path / name).write_text(f"{value}\n")
+    assert memory.available_bytes(tmp_path) == left * GIB
+
+
+def test_memory_is_that_of_the_container(monkeypatch):
+    monkeypatch.setattr(facts_module, "run_probe", lambda: ({}, ""))
+    monkeypatch.setattr(memory, "available_bytes", lambda: 2 * GIB)
+    assert facts_module.collect().memory_available == 2 * GIB

@@ -5,7 +5,6 @@ import argparse
 import json
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 from mla_serving.server import environment
@@ -244,35 +243,6 @@ def test_cpu_kv_cache_leaves_it_to_vllm_to_refuse_no_ranks(ranks, tmp_path):
     environ = {}
     environment.set_cpu_kv_cache(str(tmp_path), *ranks, environ=environ)
     assert int(environ["VLLM_CPU_KVCACHE_SPACE"]) >= 1
-
-
-@pytest.mark.parametrize(
-    ("files", "left"),
-    [
-        ({}, 64),
-        ({"memory.max": "max", "memory.current": "5"}, 64),
-        ({"memory.max": 16 * GIB, "memory.current": 6 * GIB}, 10),
-        ({"memory.max": 4 * GIB, "memory.current": 6 * GIB}, 0),
-        ({"memory/memory.limit_in_bytes": 9 * GIB, "memory/memory.usage_in_bytes": GIB}, 8),
-        ({"memory.max": 999 * GIB, "memory.current": 0}, 64),
-        (
-            {
-                "memory.max": 16 * GIB,
-                "memory.current": 15 * GIB,
-                "memory.stat": f"anon 1\ninactive_file {9 * GIB}",
-            },
-            10,
-        ),
-    ],
-)
-def test_a_container_may_have_less_than_the_machine(files, left, tmp_path, monkeypatch):
-    free = SimpleNamespace(available=64 * GIB)
-    monkeypatch.setattr(environment.psutil, "virtual_memory", lambda: free)
-    (tmp_path / "memory").mkdir()
-    nothing = {"memory.stat": "inactive_file 0", "memory/memory.stat": "total_inactive_file 0"}
-    for name, value in (nothing | files).items():
-        (tmp_path / name).write_text(f"{value}\n")
-    assert environment.available_bytes(tmp_path) == left * GIB
 
 
 def test_vllm_is_not_imported_before_the_environment_is_set():

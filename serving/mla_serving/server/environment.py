@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environment variables of vLLM and Hugging Face that we set when the user has not."""
 
-import contextlib
 import os
 from collections.abc import MutableMapping
 from pathlib import Path
 
-import psutil
+from mla_backend.memory import available_bytes
 
 GIB = 1024**3
 
@@ -34,27 +33,6 @@ def kv_cache_gib(available: int, weights: int, workers: int = 1) -> int:
     """
     left = (available - weights - 2 * GIB * workers) / 2
     return max(1, int(min(left, available / 8) / workers / GIB))
-
-
-def available_bytes(cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Memory that this process may still take: of the machine, or of its container (cgroup v2, v1)
-    where that has less. Cached files count as free: a container that has read its weights is full
-    of them."""
-    free = psutil.virtual_memory().available
-    for limit, used, stat, cached in (
-        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-        (
-            "memory/memory.limit_in_bytes",
-            "memory/memory.usage_in_bytes",
-            "memory/memory.stat",
-            "total_inactive_file",
-        ),
-    ):
-        with contextlib.suppress(OSError, ValueError, KeyError):  # not there; "max" is none
-            most, taken = (int((cgroups / name).read_text()) for name in (limit, used))
-            shares = dict(line.split() for line in (cgroups / stat).read_text().splitlines())
-            free = min(free, max(0, most - taken + int(shares[cached])))
-    return free
 
 
 def set_cpu_kv_cache(
