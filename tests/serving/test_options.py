@@ -54,6 +54,7 @@ def test_taken(parser):
         (["--model", ""], "the model's name is empty"),
         (["m", "--api-key", ""], "--api-key is empty"),
         (["m", "--api-key", "a", ""], "--api-key is empty"),
+        (["m", "--served-model-name", ""], "--served-model-name is empty"),
         (["m", "--api-key", "a"], None),
         ([], None),
     ],

@@ -118,6 +118,20 @@ def test_the_kinds_of_variables(name, text, expected):
     assert layers.arguments(OPTIONS) == expected
 
 
+@pytest.mark.parametrize("key", ["-x_y=z", "--port", "[-x]"])
+def test_a_key_may_begin_with_a_dash(key, tmp_path):
+    """As those of secrets.token_urlsafe do at times."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--api-key", nargs="*")
+    path = write(tmp_path, f"api-key: {json.dumps(key)}\n")
+    for layers, expected in (
+        (read_layers([], {"MLA_SERVE_API_KEY": key}), key.strip("[]")),
+        (read_layers(["--config", path], {}), key),
+    ):
+        args = parser.parse_args(layers.arguments(parser._option_string_actions))
+        assert args.api_key == [expected]
+
+
 def test_a_value_of_the_wrong_kind_is_named(tmp_path):
     for text in ("maybe", "2", ""):  # would be taken for the positional model
         with pytest.raises(

@@ -183,6 +183,10 @@ def _refuse_empty(args: Namespace) -> None:
     """What a shell makes of "$VARIABLE" that is not set: another model, or an open server."""
     if args.model == "":
         raise ValueError("the model's name is empty; to serve the demo model leave it out")
+    if args.served_model_name is not None and not all(args.served_model_name):
+        raise ValueError(
+            "--served-model-name is empty; to serve under the model's own leave it out"
+        )
     if args.api_key is not None and not all(args.api_key):
         raise ValueError("--api-key is empty; to serve without a key leave it out")
 

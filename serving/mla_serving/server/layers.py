@@ -150,9 +150,10 @@ def _flatten(name: str, key: str, value: Any, options: Mapping[str, argparse.Act
         return [flag] if value else [negative] if negative in options else []
     if isinstance(value, list) and isinstance(action, argparse._AppendAction):
         return [word for item in value for word in (flag, _word(item))]
-    if isinstance(value, list) and action.nargs is not None:
-        return [flag, *map(_word, value)] if value else []
-    return [flag, _word(value)]
+    words = list(map(_word, value if isinstance(value, list) and action.nargs else [value]))
+    if len(words) == 1 and words[0].startswith("-"):  # by itself argparse takes it for an option
+        return [f"{flag}={words[0]}"]
+    return [flag, *words] if words else []
 
 
 def _word(value: Any) -> str:
