@@ -218,3 +218,15 @@ def test_every_kernel_is_listed_for_every_arch(args):
     not_on_amd |= {"clear_state_kernel"} | {name for name, hopper_only in kernels if hopper_only}
     wanted |= {("amd", name) for name, _ in kernels if name not in not_on_amd}
     assert wanted - listed == set()
+
+
+def test_what_is_read_before_the_kernel_before_has_ended_is_not_of_the_l1(tmp_path):
+    """It may have been read there when it was another's: programs of one row that see different
+    lengths of it wait for each other for ever."""
+    done = offline("--arch", "90", "--match", "topk/spread", "--dump", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    for path in tmp_path.glob("*.sass"):
+        code = sass.parse(path.read_text())
+        wait = min(i.address for i in code if i.opcode == "ACQBULK")
+        early = [i.text for i in code if i.opcode == "LDG" and i.address < wait]
+        assert len(early) >= 2 and all(".STRONG.GPU" in text for text in early), path.name

@@ -23,12 +23,17 @@ from mla_kernels.topk.triton.keys import (
 from mla_kernels.topk.triton.ptx import again, reserve_counters, scatter
 from mla_kernels.topk.triton.threshold import find_threshold, scan_rows
 
+BY_L1 = tl.constexpr("")
+
 
 @triton.jit
-def row_length(lengths_ptr, row, width, HAS_LENGTHS: tl.constexpr):
+def row_length(
+    lengths_ptr, row, width, HAS_LENGTHS: tl.constexpr, CACHE_MODIFIER: tl.constexpr = BY_L1
+):
     """Number of scores of a row that take part."""
     if HAS_LENGTHS:
-        return tl.maximum(tl.minimum(tl.load(lengths_ptr + row), width), 0)
+        length = tl.load(lengths_ptr + row, cache_modifier=CACHE_MODIFIER)
+        return tl.maximum(tl.minimum(length, width), 0)
     return width
 
 

@@ -121,12 +121,13 @@ def spread_topk_kernel(
     """
     part = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    n = row_length(lengths_ptr, row, width, HAS_LENGTHS)
+    # Not by way of the L1, nor the scores: this may run before the wait that would make the L1
+    # forget, and programs that saw different lengths would wait for each other for ever.
+    n = row_length(lengths_ptr, row, width, HAS_LENGTHS, ".cg")
     parts = tl.maximum(tl.cdiv(n, CHUNK), 1)
     if part >= parts:
         return
     i = part * CHUNK + tl.arange(0, CHUNK)
-    # Not by way of the L1: this may run before the wait that would make the L1 forget.
     scores = tl.load(
         scores_ptr + row * stride_scores + i,
         mask=i < readable_end(n, ALIGNED),
