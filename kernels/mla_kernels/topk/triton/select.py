@@ -23,6 +23,7 @@ from mla_kernels.topk.triton.keys import (
 from mla_kernels.topk.triton.ptx import again, reserve_counters, scatter
 from mla_kernels.topk.triton.threshold import find_threshold, scan_rows
 
+# A cache modifier: as loads are by default. A bare string as a default is no constexpr to Triton.
 BY_L1 = tl.constexpr("")
 
 
