@@ -5,15 +5,16 @@
     python benchmarks/serve.py --mode steps --family v3.2 --heads 16 --kv-cache-dtype fp8_ds_mla
     python benchmarks/serve.py --mode steps --kv-cache-dtype fp8
     python benchmarks/serve.py --mode serve [--shapes 1024/1024] [--concurrency 32] [--rates 1 4]
-    python benchmarks/serve.py --mode serve --reduced --together --rounds 1 --open-requests 48
+    python benchmarks/serve.py --mode serve --reduced --together --rounds 1 --repetitions 1
 
 `steps` times decode steps inside the engine at fixed batch and context, without prefill, and says
 how much of a step is attention. `serve` starts vLLM's server once per backend with the same options
-and loads it with vLLM's own generator: closed loops, then Poisson arrivals. Weights are random, of
-the shapes in configs/models. A server that answers otherwise than the first is not loaded, such an
-engine is not timed (serve_gate.py). Rows are written as they come, to results/h200 beside this
-file, of a cache that is not bf16 under a name that says so; `--report FILE` only renders a result
-again. Exits with 1 if anything failed, disagrees or is withheld.
+and loads it with vLLM's own generator: closed loops and Poisson arrivals, all of them several
+times, as a process has slow spells. Weights are random, of the shapes in configs/models. A server
+that answers otherwise than the first is not loaded, such an engine is not timed (serve_gate.py).
+Rows are written as they come, to results/h200 beside this file, of a cache that is not bf16 under a
+name that says so; `--report FILE` only renders a result again. Exits with 1 if anything failed,
+disagrees or is withheld.
 """
 
 import argparse
@@ -92,6 +93,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     serve.add_argument("--shapes", nargs="+", type=Shape.parse, default=list(SHAPES))
     serve.add_argument("--concurrency", nargs="+", type=count, default=list(CONCURRENCY))
     serve.add_argument("--rounds", type=count, default=3, help="requests per client")
+    serve.add_argument(
+        "--repetitions", type=count, default=3, help="of all loads; pages show the median of each"
+    )
     serve.add_argument(
         "--rates", nargs="*", type=rate, help="requests a second (default: 0.5 and 0.8 of ours)"
     )

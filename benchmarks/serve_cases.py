@@ -67,7 +67,7 @@ SHARES = (0.5, 0.8)
 # Open loops come before closed ones of more clients, whose long prompts take minutes.
 OPEN_AFTER = 64
 FEWEST = 2  # requests of a closed loop
-# In about two minutes of one GPU for four servers; the most telling first.
+# Once, in about two minutes of one GPU for four servers; the most telling first.
 REDUCED = (
     Load(MIDDLE, 32), Load(SHORT, 32), Load(LONG, 8), Load(SHORT, 1), Load(SHORT, share=0.7),
     Load(SHORT, 128), Load(MIDDLE, 8),

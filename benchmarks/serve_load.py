@@ -3,6 +3,7 @@
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import tempfile
@@ -109,6 +110,7 @@ class Runner:
     deadline: float
     save: Callable[[Row], None]
     fullest: dict[Shape, float] = field(default_factory=dict)  # requests a second
+    rates: dict[Load, float] = field(default_factory=dict)  # of open loops by `share`
     first: str | None = None
     said: list[serve_gate.Answer] | None = None
 
@@ -152,10 +154,16 @@ class Runner:
             run_load(server.url, self.args.model, **self._describe(load) | few)
 
     def run(self, servers: list[Server]) -> None:
-        """Each load on every server before the next load."""
-        for load in self.asked:
-            for server in servers:
-                self.first = self.first or server.backend
+        """Each load on every server before the next load, and all of that once more for each
+        repetition. Another server begins each time: none is always measured first."""
+        if not servers:
+            return
+        self.first = self.first or servers[0].backend
+        for repetition, (at, load) in itertools.product(
+            range(self.args.repetitions), enumerate(self.asked)
+        ):
+            begin = (repetition + at) % len(servers)
+            for server in servers[begin:] + servers[:begin]:
                 row = self._measure(server, load)
                 if server.backend == self.first and load.concurrency and "request_s" in row:
                     most = max(row["request_s"], self.fullest.get(load.shape, 0.0))
@@ -168,7 +176,9 @@ class Runner:
             row |= {"loop": "closed", "concurrency": load.concurrency}
         else:
             if load.share is not None and load.shape in self.fullest:
-                rate = round(load.share * self.fullest[load.shape], 3)
+                # Of the first time: fuller loops that came since change no repetition.
+                share = round(load.share * self.fullest[load.shape], 3)
+                rate = self.rates.setdefault(load, share)
             row |= {"loop": "open", "rate": rate}
         if time.monotonic() > self.deadline:
             row["not_run"] = NO_TIME

@@ -35,6 +35,12 @@ def serve_lines(report: Report) -> list[str]:
         "time, so while one is measured the others do nothing; "
     )
     open_loops = f"Open loops: {settings['open_requests']} requests, Poisson arrivals. "
+    loads = typical(serve_rows(report))
+    repeated = (
+        f"All loads were repeated{', another server first each time' * settings['together']}: "
+        "shown is the run with the median of output tokens a second, in brackets the least and "
+        "the most of all runs. "
+    )
     few_layers = (
         " So few layers make steps of a few milliseconds: with many clients the HTTP server and "
         "the load generator, which are Python, take as long as the GPU."
@@ -49,6 +55,7 @@ def serve_lines(report: Report) -> list[str]:
         "prompts, the same for every backend, at temperature 1. "
         f"Closed loops: {settings['rounds']} requests a client, {FEWEST} in all at least. "
         f"{open_loops if any(row.get('loop') == 'open' for row in report.rows) else ''}"
+        f"{repeated if any('spread' in row for row in loads) else ''}"
         f"Goodput: requests a second within {settings['slo']}, in milliseconds. "
         "Prefill is vLLM's own in every row."
         f"{few_layers if not settings['as_is'] and layers < FEW_LAYERS else ''}",
@@ -64,10 +71,12 @@ def serve_lines(report: Report) -> list[str]:
     heads = " | ".join(TIME_HEADS)
     lines += ["", f"| shape | load | backend | output tok/s | goodput | {heads} |"]
     lines.append("|---|---|---|--:|--:|" + "--:|" * len(TIME_HEADS))
-    for row in sorted(serve_rows(report), key=load_key):
+    backends = report.backends
+    for row in sorted(loads, key=lambda row: (load_key(row), backends.index(row["backend"]))):
         shape, kind, size = load_key(row)
         load = f"{size:g} clients" if kind == "closed" else f"{size:g} a second"
         cells = [row["shape"], load, label(row["backend"]), f"{row['output_tok_s']:.0f}"]
+        cells[-1] += " ({:.0f} to {:.0f})".format(*row["spread"]) if "spread" in row else ""
         cells.append(number(row.get("goodput_s"), 2))
         cells += times(row, row["completed"], shape.output_len)
         lines.append("| " + " | ".join(cells) + " |")
@@ -92,17 +101,18 @@ def _gate_lines(rows: list[Row]) -> list[str]:
 def _serve_ratios(report: Report) -> list[str]:
     """Ours over each peer, load by load."""
     groups: dict[tuple[Shape, str, float], dict[str, Row]] = {}
-    for row in serve_rows(report):
+    for row in typical(serve_rows(report)):
         groups.setdefault(load_key(row), {})[row["backend"]] = row
     peers = [name for name in report.backends if name not in LABELS]
     if not peers or not any(OURS in rows and len(rows) > 1 for rows in groups.values()):
         return []
     best = []
     lines = [
-        "Ours beside each peer: our output tokens a second over its, its median ITL over ours. "
-        "Above 1, ours is better.",
+        "Ours beside each peer: our output tokens a second over its, its median TPOT over ours. "
+        "Above 1, ours is better. (ITL is no measure here: with many clients the server sends "
+        "several tokens at once.)",
         "",
-        "| shape | load | " + " | ".join(f"{label(p)}: tok/s, ITL" for p in peers) + " |",
+        "| shape | load | " + " | ".join(f"{label(p)}: tok/s, TPOT" for p in peers) + " |",
         "|---|---|" + "--:|" * len(peers),
     ]
     for (shape, kind, size), rows in sorted(groups.items()):
@@ -114,8 +124,8 @@ def _serve_ratios(report: Report) -> list[str]:
                 continue
             speed = quotient(rows[OURS]["output_tok_s"], rows[peer]["output_tok_s"])
             speeds += [speed] if speed else []
-            step = quotient(rows[peer]["itl_p50"], rows[OURS]["itl_p50"])
-            cells.append(f"{number(speed, 2)}, {number(step, 2)}")
+            token = quotient(rows[peer]["tpot_p50"], rows[OURS]["tpot_p50"])
+            cells.append(f"{number(speed, 2)}, {number(token, 2)}")
         best += [min(speeds)] if speeds else []
         lines.append("| " + " | ".join(cells) + " |")
     if not best:
@@ -130,6 +140,21 @@ def serve_rows(report: Report) -> list[Row]:
     return [row for row in report.rows if "output_tok_s" in row]
 
 
+def typical(rows: list[Row]) -> list[Row]:
+    """Of a backend's runs of one load the one with the median throughput (of an even number the
+    slower one in the middle), with the least and the most as its `spread`."""
+    runs: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        runs.setdefault((row["backend"], *load_key(row)), []).append(row)
+    result = []
+    for repetitions in runs.values():
+        repetitions.sort(key=lambda row: row["output_tok_s"])
+        row = repetitions[(len(repetitions) - 1) // 2]
+        speeds = [repetitions[0]["output_tok_s"], repetitions[-1]["output_tok_s"]]
+        result.append(row | ({"spread": speeds} if len(repetitions) > 1 else {}))
+    return result
+
+
 def load_key(row: Row) -> tuple[Shape, str, float]:
     return Shape.parse(row["shape"]), row["loop"], row.get("concurrency") or row.get("rate") or 0
 
@@ -138,7 +163,7 @@ def plot_serve(report: Report, path: Path) -> None:
     """Throughput of the GPU against tokens a second that one user sees, a panel per shape."""
     import matplotlib.pyplot as plt
 
-    rows = [row for row in serve_rows(report) if row["loop"] == "closed"]
+    rows = [row for row in typical(serve_rows(report)) if row["loop"] == "closed"]
     shapes = list(dict.fromkeys(row["shape"] for row in rows))
     figure, panels = plt.subplots(
         1, max(len(shapes), 1), figsize=(5 * max(len(shapes), 1), 4), squeeze=False

@@ -363,7 +363,7 @@ def test_report_of_serving(tmp_path):
         {"backend": "CUSTOM", "loop": "open", "rate": 0.5, "output_tok_s": 99.0, **load},
         {"backend": "FLASHMLA", "error": "FLASHMLA did not start"},
         {"backend": "TRITON_MLA", "loop": "open", "rate": 0.5, "output_tok_s": 66.0, **load}
-        | {"itl_p50": 12.5},
+        | {"tpot_p50": 12.5},
     ]
     write_results(Report("serve", "python x", {"gpu": "G"}, settings, rows), tmp_path)
     page = (tmp_path / "serving.md").read_text()
@@ -460,7 +460,7 @@ def test_a_load_with_failed_requests_is_not_measured(failed, monkeypatch):
     measured = serve_row("CUSTOM", 100.0, request_s=9.0)
     measured |= {"failed": failed}
     monkeypatch.setattr(serve_load, "run_load", lambda *_, **load: measured)
-    args = MagicMock(rounds=5)
+    args = MagicMock(rounds=5, repetitions=1)
     rows = []
     runner = serve_load.Runner(args, [Load(Shape(8, 8), 4)], Path(), math.inf, rows.append)
     runner.run([MagicMock(backend="CUSTOM")])
@@ -470,6 +470,43 @@ def test_a_load_with_failed_requests_is_not_measured(failed, monkeypatch):
         page = serve_page(row, serve_row("FLASHMLA", 50.0))
         assert "loop closed concurrency 4: 3 of 20 requests failed" in page
         assert "geometric mean" not in page
+
+
+def test_each_server_begins_as_often_and_an_open_loop_keeps_its_rate(monkeypatch):
+    import serve_load
+    from serve_cases import Load, Shape
+
+    loads = [Load(Shape(8, 8), 4), Load(Shape(8, 8), share=0.5)]
+    speeds = iter(range(1, 100))  # each loop is faster than the one before
+    monkeypatch.setattr(
+        serve_load, "run_load", lambda *_, **how: {"failed": 0, "request_s": float(next(speeds))}
+    )
+    rows = []
+    args = MagicMock(rounds=1, repetitions=2)
+    runner = serve_load.Runner(args, loads, Path(), math.inf, rows.append)
+    runner.run([MagicMock(backend="CUSTOM"), MagicMock(backend="FLASHMLA")])
+    said = [(row["backend"], row.get("concurrency"), row.get("rate")) for row in rows]
+    assert said[:4] == [
+        ("CUSTOM", 4, None), ("FLASHMLA", 4, None),
+        ("FLASHMLA", None, 0.5), ("CUSTOM", None, 0.5),
+    ]  # fmt: skip
+    assert said[4:] == [
+        ("FLASHMLA", 4, None), ("CUSTOM", 4, None),
+        ("CUSTOM", None, 0.5), ("FLASHMLA", None, 0.5),
+    ]  # fmt: skip
+
+
+def test_of_repetitions_the_median_is_shown(tmp_path):
+    ours = [serve_row("CUSTOM", speed, tpot_p50=speed) for speed in (300.0, 100.0, 200.0)]
+    theirs = [serve_row("FLASHMLA", speed, tpot_p50=50.0) for speed in (100.0, 160.0)]
+    page = serve_page(*ours, *theirs, folder=tmp_path)
+    assert "| 4 clients | mla-backend | 200 (100 to 300) |" in page
+    assert "| 4 clients | FLASHMLA | 100 (100 to 160) |" in page
+    assert "| 8/8 | 4 clients | 2.00, 0.25 |" in page
+    assert "in 1 of 1 loads" in page and "All loads were repeated: shown is" in page
+    assert (tmp_path / "serving.png").exists()
+    single = serve_page(ours[0], theirs[0])
+    assert "| mla-backend | 300 |" in single and "repeated" not in single
 
 
 @pytest.mark.parametrize("rows", [0, 1])
