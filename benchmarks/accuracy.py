@@ -6,7 +6,8 @@
 Relative Frobenius error of the bf16 output against an fp64 golden, mean over the seeds, beside the
 paper's figures. Setting: 128 heads, head dim 576, 8K keys, scale 1/24, Q and K i.i.d. in bf16, V
 the first 512 columns of K, P rounded to bf16, fp32 sums. Writes accuracy.json, .md and .png to
-results/cpu beside this file (other folder: --results DIR).
+results/cpu beside this file (other folder: --results DIR); of fewer seeds or another --kv-block,
+and while it runs, accuracy_partial.json and .md.
 """
 
 import argparse
@@ -26,9 +27,11 @@ from machine import commit
 from mla_kernels.decode import rescale
 from mla_kernels.decode.rescale import STEPS, State, Step
 from outputs import claim, write, write_json
+from partial import gather
 
 HEADS, KEYS, HEAD_DIM, VALUE_DIM = 128, 8192, 576, 512
 SCALE = 1 / 24
+SEEDS = 10
 KV_BLOCK = 512  # the paper's (its section 4.2)
 BF16 = torch.bfloat16
 
@@ -118,24 +121,22 @@ def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
     return float((out.double() - reference).norm() / (reference.norm() + 1e-10))
 
 
-def measure(seeds: int, kv_block: int) -> list[dict[str, Any]]:
-    """One row a distribution: errors x 1e3 of each method, mean and standard deviation."""
-    rows = []
-    for name, (kind, parameter, paper_base, paper_amla) in DISTRIBUTIONS.items():
-        errors: dict[str, list[float]] = {method: [] for method in METHODS}
-        for seed in range(seeds):
-            q, k = make_inputs(kind, parameter, seed)
-            reference = golden(q, k)
-            for method in METHODS:
-                out = attend(q, k, method, kv_block)
-                errors[method].append(1e3 * relative_error(out, reference))
-        row: dict[str, Any] = {"distribution": name}
-        row["paper"] = {"Base": paper_base, "AMLA": paper_amla}
-        row["mean"] = {m: round(statistics.mean(e), 4) for m, e in errors.items()}
-        row["std"] = {m: round(statistics.pstdev(e), 4) for m, e in errors.items()}
-        rows.append(row)
-        print(f"{name:10} " + "  ".join(f"{m} {x:.3f}" for m, x in row["mean"].items()), flush=True)
-    return rows
+def measure(name: str, seeds: int, kv_block: int) -> dict[str, Any]:
+    """The row of a distribution: errors x 1e3 of each method, mean and standard deviation."""
+    kind, parameter, paper_base, paper_amla = DISTRIBUTIONS[name]
+    errors: dict[str, list[float]] = {method: [] for method in METHODS}
+    for seed in range(seeds):
+        q, k = make_inputs(kind, parameter, seed)
+        reference = golden(q, k)
+        for method in METHODS:
+            out = attend(q, k, method, kv_block)
+            errors[method].append(1e3 * relative_error(out, reference))
+    row: dict[str, Any] = {"distribution": name}
+    row["paper"] = {"Base": paper_base, "AMLA": paper_amla}
+    row["mean"] = {m: round(statistics.mean(e), 4) for m, e in errors.items()}
+    row["std"] = {m: round(statistics.pstdev(e), 4) for m, e in errors.items()}
+    print(f"{name:10} " + "  ".join(f"{m} {x:.3f}" for m, x in row["mean"].items()), flush=True)
+    return row
 
 
 def machine() -> dict[str, Any]:
@@ -160,6 +161,7 @@ def markdown(result: dict[str, Any]) -> str:
         f"`{result['command']}`, {m['cpu']}, {m['cores']} cores, torch {m['torch']}"
         f"{', commit ' + m['commit'] if 'commit' in m else ''}.",
         "",
+        *([result["note"], ""] if "note" in result else []),
         "Relative Frobenius error x 1e3 of the bf16 output against fp64: 128 heads, head dim 576,",
         f"8K keys, scale 1/24, V = K[:, :512], KV blocks of {result['kv_block']}, mean of "
         f"{result['seeds']} seeds.",
@@ -231,9 +233,18 @@ def plot(result: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def write_report(result: dict[str, Any], folder: Path, ending: str) -> None:
+    """accuracy.json, .md and .png in `folder`; with an ending `ending` behind the name, and then no
+    picture."""
+    write_json(folder / f"accuracy{ending}.json", result)
+    write(folder / f"accuracy{ending}.md", markdown(result))
+    if not ending:
+        plot(result, folder / "accuracy.png")
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seeds", type=count, default=10)
+    parser.add_argument("--seeds", type=count, default=SEEDS)
     parser.add_argument("--kv-block", type=count, default=KV_BLOCK)
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results" / "cpu")
     args = parser.parse_args(argv)
@@ -248,11 +259,14 @@ def main(argv: list[str] | None = None) -> int:
     print(json.dumps(result), flush=True)
     begin = time.monotonic()
     result |= {"seeds": args.seeds, "kv_block": args.kv_block}
-    result["rows"] = measure(args.seeds, args.kv_block)
-    result["seconds"] = round(time.monotonic() - begin, 1)
-    write_json(args.results / "accuracy.json", result)
-    write(args.results / "accuracy.md", markdown(result))
-    plot(result, args.results / "accuracy.png")
+
+    def measure_case(name: str) -> list[dict[str, Any]]:
+        row = measure(name, args.seeds, args.kv_block)
+        result["seconds"] = round(time.monotonic() - begin, 1)
+        return [row]
+
+    some = args.seeds < SEEDS or args.kv_block != KV_BLOCK
+    gather("accuracy", result, list(DISTRIBUTIONS), measure_case, write_report, args, some=some)
     return 0
 
 

@@ -7,7 +7,8 @@ One layer's attention of one step, shuffled block tables. Stock is the operator 
 with on this machine: `amx` for bf16 on a CPU with AMX tiles (blocks of 128 tokens), `cpu` otherwise
 (16, the only size it takes). Ours takes blocks of 64, and rescale "flash" as in an engine on a CPU.
 Times in milliseconds, the least of alternating repetitions. Writes decode.json and decode.md to
-results/cpu beside this file.
+results/cpu beside this file; of other threads or heads, and while it runs, the same with _partial
+in their names.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from mla_kernels import mla_decode
 from mla_kernels.testing import metrics
 from mla_kernels.testing.metrics import MIRROR_BAR, SHORT_BAR
 from outputs import claim, command, write, write_json
+from partial import gather, lacks
 
 DK, DV, SCALE = 576, 512, 192**-0.5
 # Lengths of the requests of a batch: all alike, or spread evenly from a 16th of the longest to it.
@@ -34,6 +37,8 @@ SHAPES += [(1, 300, False), (1, 4096, False), (2, 256, False), (4, 256, False), 
 SHAPES.sort()
 # Short calls are repeated until they took so long together.
 SECONDS = 0.3
+THREADS, HEADS = (1, 2), 16
+DTYPES = (torch.bfloat16, torch.float32)
 
 
 def paged(lens: list[int], block: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -149,6 +154,7 @@ def markdown(report: dict[str, Any]) -> str:
         f"Written by `{report['command']}`. {machine['cpu']}, vLLM {machine['vllm']}, torch "
         f"{machine['torch']}, commit {machine['commit']}. {report['heads']} heads; ms a layer.",
         "",
+        *([report["note"], ""] if "note" in report else []),
         "| threads | dtype | stock's operator | batch | lengths | ours | stock | stock / ours |",
         "|--:|---|---|--:|--:|--:|--:|--:|",
     ]
@@ -160,10 +166,16 @@ def markdown(report: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def write_report(report: dict[str, Any], folder: Path, ending: str) -> None:
+    """decode.json and .md in `folder`, with `ending` behind their names."""
+    write_json(folder / f"decode{ending}.json", report)
+    write(folder / f"decode{ending}.md", markdown(report))
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--threads", nargs="+", type=count, default=[1, 2])
-    parser.add_argument("--heads", type=count, default=16)
+    parser.add_argument("--threads", nargs="+", type=count, default=list(THREADS))
+    parser.add_argument("--heads", type=count, default=HEADS)
     parser.add_argument("--repetitions", type=count, default=15)
     default = Path(__file__).parent / "results" / "cpu"
     parser.add_argument("--results", type=Path, default=default)
@@ -173,22 +185,22 @@ def main(argv: list[str] | None = None) -> int:
 
     current_platform.import_kernels()
     torch.manual_seed(0)
-    rows = []
-    for threads in args.threads:
+
+    def measure_case(case: tuple[int, torch.dtype, tuple[int, int, bool]]) -> list[dict[str, Any]]:
+        threads, dtype, (batch, longest, mixed) = case
         torch.set_num_threads(threads)
-        for dtype in (torch.bfloat16, torch.float32):
-            for batch, longest, mixed in SHAPES:
-                times = measure(batch, longest, mixed, args.heads, dtype, args.repetitions)
-                key = {"threads": threads, "dtype": str(dtype).removeprefix("torch.")}
-                key["operator"] = stock_operator(dtype)
-                lens = f"{longest // 16}-{longest}" if mixed else str(longest)
-                rows.append({**key, "batch": batch, "lengths": lens, **times})
-                print(rows[-1], flush=True)
-    machine = describe_machine()
-    report = {"command": command("decode_cpu", argv), "machine": machine}
-    report |= {"heads": args.heads, "rows": rows}
-    write_json(args.results / "decode.json", report)
-    write(args.results / "decode.md", markdown(report))
+        times = measure(batch, longest, mixed, args.heads, dtype, args.repetitions)
+        row = {"threads": threads, "dtype": str(dtype).removeprefix("torch.")}
+        row |= {"operator": stock_operator(dtype), "batch": batch}
+        row |= {"lengths": f"{longest // 16}-{longest}" if mixed else str(longest), **times}
+        print(row, flush=True)
+        return [row]
+
+    report = {"command": command("decode_cpu", argv), "machine": describe_machine()}
+    report["heads"] = args.heads
+    some = lacks(args.threads, THREADS) or args.heads != HEADS
+    cases = list(product(args.threads, DTYPES, SHAPES))
+    gather("decode", report, cases, measure_case, write_report, args, some=some)
     return 0
 
 

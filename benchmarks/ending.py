@@ -20,6 +20,12 @@ def exit_code(rows: list[dict[str, Any]]) -> int:
     )
 
 
+def shortage(rows: list[dict[str, Any]]) -> str:
+    """The note of results for some of whose rows no time was left; "" if there are none."""
+    late = sum(row.get("not_run") == NO_TIME for row in rows)
+    return f"Not whole: {NO_TIME} for {late} rows." if late else ""
+
+
 def need_rows(rows: list[dict[str, Any]], args: Namespace) -> None:
     """SystemExit where nothing was chosen to be measured: results that are there stay."""
     if not rows:

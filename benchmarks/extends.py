@@ -8,11 +8,13 @@ This backend as it chooses (absorbed form for short ends), with every end in exp
 (MLA_BACKEND_EXTEND_TOKENS=0), and on a GPU vLLM's own backends, engines side by side that take
 turns. All must agree: the best first tokens of either have nearly the same logprobs in the other
 (TOLERANCE); weights are such that attention decides them. Without a GPU the model is two layers of
-DeepSeek-V2-Lite. Writes extends.json and extends.md to results/h200 or cpu beside this file.
+DeepSeek-V2-Lite. Writes extends.json and extends.md to results/h200 or cpu beside this file; of
+some heads, contexts or ends, and while it runs, the same with _partial in their names.
 
 --sparse: DeepSeek-V3.2's layers, vLLM 0.29 or later, and prompts that see at most `index_topk`
 tokens, in absorbed form (MLA_BACKEND_EXPAND_PROMPTS=0) and in expanded form, which is the default;
-writes sparse_extends.json and sparse_extends.md. Exits with 1 if a case failed or engines disagree.
+writes sparse_extends.json and sparse_extends.md likewise. Exits with 1 if a case failed or engines
+disagree.
 """
 
 import argparse
@@ -27,9 +29,10 @@ from pathlib import Path
 from typing import Any
 
 from arguments import count, length
-from ending import CUT_OFF, NO_TIME, exit_code, exit_on_signals
+from ending import CUT_OFF, NO_TIME, exit_code, exit_on_signals, shortage
 from machine import describe_machine, nvidia_smi
 from outputs import claim, command, write, write_json
+from partial import PARTIAL, lacks, take_away
 from serve_cases import MODEL, SPARSE_MODEL, dense_overrides
 from serve_gate import drift
 from step_driver import ROUNDS, Engine, all_ask
@@ -57,7 +60,8 @@ Row = dict[str, Any]
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     gpu = bool(nvidia_smi("name"))
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--heads", nargs="+", type=count, default=[128, 16] if gpu else [16])
+    heads = [128, 16] if gpu else [16]
+    parser.add_argument("--heads", nargs="+", type=count, default=heads)
     parser.add_argument("--layers", type=count, default=6 if gpu else 2, help="with dense MLPs")
     parser.add_argument("--contexts", nargs="+", type=length, help="tokens that are cached")
     parser.add_argument("--new", nargs="+", type=count, help="tokens behind them")
@@ -77,6 +81,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     else:
         contexts, new = [512, 2048, 4096], [4, 16, 32, 48]
     args.contexts, args.new = args.contexts or contexts, args.new or new
+    chosen = ((args.heads, heads), (args.contexts, contexts), (args.new, new))
+    args.some = any(lacks(mine, every) for mine, every in chosen)
     longest = max(args.contexts) + max(args.new)
     if args.sparse and longest > INDEX_TOPK:
         parser.error(f"--sparse takes prompts of up to {INDEX_TOPK} tokens, got {longest}")
@@ -242,15 +248,20 @@ def main(argv: list[str] | None = None) -> int:
     }
     name = "sparse_extends" if args.sparse else "extends"
 
-    def save(result: Row) -> None:
-        write_json(args.results / f"{name}.json", result)
-        write(args.results / f"{name}.md", markdown(result))
+    def save(result: Row, ending: str) -> None:
+        write_json(args.results / f"{name}{ending}.json", result)
+        write(args.results / f"{name}{ending}.md", markdown(result))
 
     for heads in args.heads:
         for row in measure(args, heads, deadline):
             result["rows"].append(row)
-            save({**result, "note": CUT_OFF})
-    save(result)
+            save({**result, "note": CUT_OFF}, PARTIAL)
+    some = args.some
+    if note := shortage(result["rows"]):
+        some, result["note"] = True, note
+    save(result, PARTIAL if some else "")
+    if not some:
+        take_away(args.results, name)
     return exit_code(result["rows"])
 
 

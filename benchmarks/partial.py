@@ -2,7 +2,7 @@
 """Rows of a benchmark as they come, and the name of results that are not those of all its cases."""
 
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,6 +11,17 @@ from ending import need_rows
 PARTIAL = "_partial"  # behind the names of results, so that a whole page is not replaced by a part
 Case = TypeVar("Case")
 Report = dict[str, Any]
+
+
+def lacks(chosen: Iterable[Any], every: Iterable[Any]) -> bool:
+    """Whether something of `every` is not among what was chosen, in any order."""
+    return not set(every) <= set(chosen)
+
+
+def take_away(folder: Path, stem: str) -> None:
+    """What is there of `stem` under PARTIAL, once all of it is there."""
+    for path in folder.glob(f"{stem}{PARTIAL}.*"):
+        path.unlink()
 
 
 def gather(
@@ -39,6 +50,5 @@ def gather(
     need_rows(rows, args)
     write_report(report, args.results, PARTIAL if some else "")
     if not some:
-        for path in args.results.glob(f"{stem}{PARTIAL}.*"):
-            path.unlink()
+        take_away(args.results, stem)
     return rows

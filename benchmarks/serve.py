@@ -12,9 +12,9 @@ how much of a step is attention. `serve` starts vLLM's server once per backend w
 and loads it with vLLM's own generator: closed loops and Poisson arrivals, all of them several
 times, as a process has slow spells. Weights are random, of the shapes in configs/models. A server
 that answers otherwise than the first is not loaded, such an engine is not timed (serve_gate.py).
-Rows are written as they come, to results/h200 beside this file, of a cache that is not bf16 under a
-name that says so; `--report FILE` only renders a result again. Exits with 1 if anything failed,
-disagrees or is withheld.
+Results go to results/h200 beside this file, of a cache that is not bf16 under a name that says so;
+while it runs, and of some backends, heads, cases or loads, with _partial behind it. `--report FILE`
+only renders a result again. Exits with 1 if anything failed, disagrees or is withheld.
 """
 
 import argparse
@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from arguments import count, rate
-from ending import CUT_OFF, exit_code, exit_on_signals
+from ending import CUT_OFF, exit_code, exit_on_signals, shortage
 from outputs import claim, command
+from partial import PARTIAL, lacks, take_away
 from serve_cases import (
     BACKENDS,
     CONCURRENCY,
@@ -41,6 +42,8 @@ from serve_cases import (
     SPARSE_MODEL,
     Shape,
     depths_of,
+    loads,
+    step_cases,
 )
 from serve_report import Report
 
@@ -121,9 +124,24 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def is_some(args: argparse.Namespace) -> bool:
+    """Whether less is measured than by default: other layers and repetitions do not count."""
+    words = ["--mode", args.mode, "--family", args.family, "--kv-cache-dtype", args.kv_cache_dtype]
+    whole = parse_arguments(words)
+    if lacks(args.backends, whole.backends):
+        return True
+    if args.mode == "serve":
+        mine, every = (
+            loads(a.shapes, a.concurrency, a.rates, reduced=a.reduced) for a in (args, whole)
+        )
+        return lacks(mine, every)
+    mine, every = (step_cases(a.batches, a.contexts) for a in (args, whole))
+    return lacks(mine, every) or (not args.as_is and lacks(args.heads, whole.heads))
+
+
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
-    from serve_results import markdown, write_pages, write_results
+    from serve_results import markdown, write_pages, write_results, write_so_far
 
     if args.report:
         from serve_gate import withhold
@@ -140,9 +158,10 @@ def main(argv: list[str] | None = None) -> int:
     report = Report(args.mode, command("serve", argv), describe_machine(), settings, note=CUT_OFF)
 
     def save(row: Row) -> None:
-        report.rows.append(row)
+        if not any(row is there for there in report.rows):  # a row may have become longer
+            report.rows.append(row)
         print(json.dumps({k: v for k, v in row.items() if k != "top_kernels_us"}), flush=True)
-        report.write_json(args.results)
+        write_so_far(report, args.results)
 
     from serve_gate import withhold
 
@@ -152,10 +171,13 @@ def main(argv: list[str] | None = None) -> int:
         from serve_load import run
     try:
         run(args, save)
-        report.note = ""
+        report.note = shortage(report.rows)
     finally:
         report.rows = withhold(report.rows)
-        write_results(report, args.results)
+        some = bool(report.note) or is_some(args)
+        write_results(report, args.results, PARTIAL if some else "")
+    if not some:
+        take_away(args.results, report.stem)
     print(markdown(report))
     return exit_code(report.rows)
 

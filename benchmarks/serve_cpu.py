@@ -7,7 +7,8 @@ Both servers run the demo model with the same options and are loaded by vLLM's o
 after the other, again and again (ours, stock, ours, stock, ...), because the speed of a shared
 machine drifts. Before any timing, whatever the dtypes, both must give the same greedy tokens in
 fp32; if they do not, nothing is measured. Writes serving.json and serving.md to results/cpu beside
-this file.
+this file; of some dtypes or clients, another model, other lengths or without torch.compile, and
+while it runs, the same with _partial in their names.
 """
 
 import argparse
@@ -21,11 +22,12 @@ from typing import Any
 
 from arguments import count
 from cells import FEW_SAMPLES, TIME_HEADS, number, quotient, times
-from ending import exit_on_signals
+from ending import CUT_OFF, exit_on_signals
 from load import METRICS, STATISTICS, agreement, greedy_tokens, run_load
 from machine import describe_machine
 from mla_serving.demo_model import FAMILIES, demo_model_path
 from outputs import claim, command, write, write_json
+from partial import PARTIAL, lacks, take_away
 from servers import BACKENDS, Server
 
 NAME = "demo"
@@ -117,6 +119,7 @@ def markdown(report: Row) -> str:
         f"{'eager' if settings['eager'] else 'torch.compile'}. Medians of "
         f"{settings['repetitions']} alternating repetitions; in brackets the least and the most.",
         "",
+        *([report["note"], ""] if "note" in report else []),
     ]
     for gate in report["gates"]:
         names = ", ".join(f"{backend} = {name}" for backend, name in gate["attention"].items())
@@ -175,6 +178,22 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def is_some(args: argparse.Namespace) -> bool:
+    """Whether these are not the loads of the page of all, or not all of them."""
+    whole = parse_arguments([])
+    same = ("family", "input_len", "output_len", "eager")
+    other = any(getattr(args, name) != getattr(whole, name) for name in same)
+    return other or any(
+        lacks(getattr(args, name), getattr(whole, name)) for name in ("dtype", "concurrency")
+    )
+
+
+def write_report(report: Row, folder: Path, ending: str) -> None:
+    """serving.json and .md in `folder`, with `ending` behind their names."""
+    write_json(folder / f"serving{ending}.json", report)
+    write(folder / f"serving{ending}.md", markdown(report))
+
+
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
     claim(args.results)
@@ -201,8 +220,11 @@ def main(argv: list[str] | None = None) -> int:
                 return 1
             if measured:  # what is there stays if a server of the next dtype dies
                 report["summary"] = summary(rows)
-                write_json(args.results / "serving.json", report)
-                write(args.results / "serving.md", markdown(report))
+                write_report({**report, "note": CUT_OFF}, args.results, PARTIAL)
+    some = is_some(args)
+    write_report(report, args.results, PARTIAL if some else "")
+    if not some:
+        take_away(args.results, "serving")
     print(markdown(report))
     return 0
 

@@ -51,8 +51,8 @@ class Report:
         quantised = self.settings.get("kv_cache_dtype", "auto")
         return stem if quantised == "auto" else f"{stem}_{quantised}"
 
-    def write_json(self, folder: Path) -> None:
-        write_json(folder / f"{self.stem}.json", asdict(self))
+    def write_json(self, folder: Path, ending: str = "") -> None:
+        write_json(folder / f"{self.stem}{ending}.json", asdict(self))
 
     @property
     def backends(self) -> list[str]:

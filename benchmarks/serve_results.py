@@ -1,20 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """The results of benchmarks/serve.py: JSON, a page and a plot."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from outputs import write
+from partial import PARTIAL
+from serve_gate import withhold
 from serve_pages import plot_serve, serve_lines
 from serve_report import Report
 from step_pages import plot_steps, steps_lines
 
 
-def write_results(report: Report, folder: Path) -> None:
-    """`report.stem` in `folder`: .json, .md and .png; those that are there stay if nothing came."""
+def write_results(report: Report, folder: Path, ending: str = "") -> None:
+    """`report.stem` + `ending` in `folder`: .json, .md and .png; those that are there stay if
+    nothing came."""
     if not report.rows:
         return
-    report.write_json(folder)
-    write_pages(report, folder / report.stem)
+    report.write_json(folder, ending)
+    write_pages(report, folder / f"{report.stem}{ending}")
+
+
+def write_so_far(report: Report, folder: Path) -> None:
+    """The rows as they came and a page of those that a gate stands behind, both PARTIAL."""
+    report.write_json(folder, PARTIAL)
+    sound = replace(report, rows=withhold(report.rows))
+    write(folder / f"{report.stem}{PARTIAL}.md", markdown(sound))
 
 
 def write_pages(report: Report, place: Path) -> None:

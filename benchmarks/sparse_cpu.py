@@ -8,17 +8,19 @@ dense attention (`mla_decode`, as an engine on a CPU calls it) to all tokens of 
 and `indexer_topk` with 64 heads over fp8 keys. An engine does not call it where no token sees more
 than it may choose. Results of some tokens, and the indexer's scores, are checked against the
 reference first. Times in milliseconds, the least of alternating repetitions. Writes sparse.json and
-sparse.md to results/cpu beside this file.
+sparse.md to results/cpu beside this file; of other threads or heads, and while it runs, the same
+with _partial in their names.
 """
 
 import argparse
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from arguments import count
-from decode_cpu import DK, DV, SCALE, check, least_ms, paged
+from decode_cpu import DK, DTYPES, DV, HEADS, SCALE, THREADS, check, least_ms, paged
 from machine import describe_machine
 from mla_kernels import (
     exact_topk,
@@ -30,6 +32,7 @@ from mla_kernels import (
     write_indexer_cache,
 )
 from outputs import claim, command, write, write_json
+from partial import gather, lacks
 
 BLOCK, INDEX_HEADS, INDEX_DIM = 64, 64, 128
 # Requests, their tokens (each, the new ones included), new tokens of each, index_topk.
@@ -122,6 +125,7 @@ def markdown(report: Row) -> str:
         f"{machine['commit']}. {report['heads']} heads; ms a layer. `flash` is what an engine on "
         "a CPU takes; dense attention reads all tokens, and takes up to 8 new ones of a request.",
         "",
+        *([report["note"], ""] if "note" in report else []),
         "| threads | dtype | requests | tokens | new | top-k | flash | pow2 | pow2 / flash | dense "
         "| indexer |",
         "|--:|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
@@ -136,30 +140,37 @@ def markdown(report: Row) -> str:
     return "\n".join(lines) + "\n"
 
 
+def write_report(report: Row, folder: Path, ending: str) -> None:
+    """sparse.json and .md in `folder`, with `ending` behind their names."""
+    write_json(folder / f"sparse{ending}.json", report)
+    write(folder / f"sparse{ending}.md", markdown(report))
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--threads", nargs="+", type=count, default=[1, 2])
-    parser.add_argument("--heads", type=count, default=16)
+    parser.add_argument("--threads", nargs="+", type=count, default=list(THREADS))
+    parser.add_argument("--heads", type=count, default=HEADS)
     parser.add_argument("--repetitions", type=count, default=5)
     default = Path(__file__).parent / "results" / "cpu"
     parser.add_argument("--results", type=Path, default=default)
     args = parser.parse_args(argv)
     claim(args.results)
     torch.manual_seed(0)
-    rows = []
-    for threads in args.threads:
+
+    def measure_one(chosen: tuple[int, torch.dtype, tuple[int, int, int, int]]) -> list[Row]:
+        threads, dtype, case = chosen
         torch.set_num_threads(threads)
-        for dtype in (torch.bfloat16, torch.float32):
-            for case in CASES:
-                times = measure_case(case, args.heads, dtype, args.repetitions)
-                key = {"threads": threads, "dtype": str(dtype).removeprefix("torch.")}
-                key |= dict(zip(("requests", "tokens", "new", "topk"), case, strict=True))
-                rows.append({**key, **times})
-                print(rows[-1], flush=True)
+        times = measure_case(case, args.heads, dtype, args.repetitions)
+        row: Row = {"threads": threads, "dtype": str(dtype).removeprefix("torch.")}
+        row |= dict(zip(("requests", "tokens", "new", "topk"), case, strict=True)) | times
+        print(row, flush=True)
+        return [row]
+
     report = {"command": command("sparse_cpu", argv), "machine": describe_machine()}
-    report |= {"heads": args.heads, "rows": rows}
-    write_json(args.results / "sparse.json", report)
-    write(args.results / "sparse.md", markdown(report))
+    report["heads"] = args.heads
+    some = lacks(args.threads, THREADS) or args.heads != HEADS
+    cases = list(product(args.threads, DTYPES, CASES))
+    gather("sparse", report, cases, measure_one, write_report, args, some=some)
     return 0
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
+from cells import FEWEST_SAMPLES
 from ending import NO_TIME
 from serve_gate import ALONE, alone, drift
 
@@ -87,14 +88,16 @@ def summary(rounds: list[list[float]], batch: int) -> Row:
     """Of the round with the lower median: what disturbs the host for a while is not the engine."""
     best = min(rounds, key=statistics.median)
     mean = statistics.fmean(best)
-    return {
+    found = {
         "steps": len(best),
         "step_ms": statistics.median(best),
         "rounds_ms": [statistics.median(times) for times in rounds],
         "mean_ms": mean,
-        "p99_ms": sorted(best)[int(0.99 * (len(best) - 1))],
         "out_tok_s": 1e3 * batch / mean,
     }
+    if len(best) >= FEWEST_SAMPLES["p99"]:
+        found["p99_ms"] = sorted(best)[int(0.99 * (len(best) - 1))]
+    return found
 
 
 def measure(
@@ -109,7 +112,8 @@ def measure(
     save: Callable[[Row], None],
 ) -> None:
     """Every case on every engine: first all are timed, then all are profiled, as a profiler may
-    leave something behind. `save` gets each row once, also those that were not run.
+    leave something behind. `save` gets each row, also those that were not run, and those that were
+    profiled again.
 
     group    what the rows of these engines have in common     seconds  bound one round of a case
     nats     by which an engine may differ from the first (serve_gate.py); else it is not timed
@@ -157,6 +161,8 @@ def measure(
         for engine in running:
             of[engine.backend].update(engine.ask("profile"))
         all_ask(running, "stop")
+        for row in of.values():
+            save(row)
 
 
 def agreeing(

@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -33,6 +34,8 @@ KIND = re.compile(r"\b[A-Z]+\d+")  # the H200 of "NVIDIA H200", the H100 of "NVI
 # Process groups of engines; the lock is held while one starts.
 RUNNING: set[int] = set()
 STARTING = threading.Lock()
+# Rows of the tables, by their name.
+ROWS = {}
 
 
 def pytest_addoption(parser):
@@ -188,7 +191,7 @@ def ranks_table(request):
 
 
 def make_table(request, stem):
-    rows = []
+    rows = ROWS[stem] = []
     folder = request.config.getoption("--results", default=None)
 
     def add(name, d, partings=None, requests=None, choices=None):
@@ -200,24 +203,58 @@ def make_table(request, stem):
             row["largest_gap"] = max(partings, default=0.0)
         rows.append(row)
         if folder:
-            only = request.config.getoption("--engines")
-            write_parity(Path(folder), stem, rows, f" --engines '{only}'" if only else "")
+            from ending import CUT_OFF  # of benchmarks/
+            from partial import PARTIAL
+
+            write_parity(Path(folder), f"{stem}{PARTIAL}", rows, chosen(request.config), CUT_OFF)
 
     return add
 
 
-def write_parity(folder, stem, rows, chosen):
-    """stem.json and stem.md; chosen: the end of the command that made them."""
+def pytest_sessionfinish(session, exitstatus):
+    """A run of all that came to its end gives its tables their own names."""
+    folder = session.config.getoption("--results", default=None)
+    ended = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+    if not folder or not ended or session.shouldfail or session.shouldstop:
+        return
+    from partial import PARTIAL, take_away  # of benchmarks/
+
+    paths, words = chosen(session.config)
+    failed = session.testsfailed
+    note = f"Rows of tests that failed may be missing: {failed} failed." if failed else ""
+    for stem, rows in ROWS.items():
+        if rows and (paths or words):
+            write_parity(Path(folder), f"{stem}{PARTIAL}", rows, (paths, words), note)
+        elif rows:
+            write_parity(Path(folder), stem, rows, ([], []), note)
+            take_away(Path(folder), stem)
+
+
+def chosen(config):
+    """The paths and the options by which a run has some of the tests; none if it has all."""
+    here = config.invocation_params.dir
+    whole = any((here / arg).resolve() in (HERE, *HERE.parents) for arg in config.args)
+    options = {"-k": config.option.keyword, "--engines": config.getoption("--engines")}
+    words = [word for name, value in options.items() if value for word in (name, value)]
+    return [] if whole else list(config.args), words
+
+
+def write_parity(folder, stem, rows, some, note=""):
+    """stem.json and stem.md; some: by what there are not all (`chosen`); note: what a reader must
+    know of the run beside it."""
     from machine import commit  # of benchmarks/
 
     gpus, gpu = torch.cuda.device_count(), torch.cuda.get_device_name()
     results = f"benchmarks/results/{kind.group().lower() if (kind := KIND.search(gpu)) else '...'}"
+    paths, words = some
+    command = ["python", "-m", "pytest", *(paths or ["tests/gpu"]), "-m", "gpu"]
     head = {
-        "command": f"python -m pytest tests/gpu -m gpu --results {results}{chosen}",
+        "command": shlex.join([*command, "--results", results, *words]),
         "gpu": f"{gpus} x " * (gpus > 1) + gpu,
         "torch": torch.__version__,
         "vllm": importlib.metadata.version("vllm"),
         "commit": commit(),
+        **({"note": note} if note else {}),
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{stem}.json").write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
@@ -225,6 +262,7 @@ def write_parity(folder, stem, rows, chosen):
         "# Parity in vLLM\n",
         f"`{head['command']}` on {head['gpu']}, vLLM {head['vllm']}, torch {head['torch']}, "
         f"commit {head['commit']}.\n",
+        *([f"{note}\n"] if note else []),
         "Greedy tokens of a 4-layer model with DeepSeek-V3's attention (latent 512, rope 64) and "
         "their logprobs, against transformers in fp32. `own best`: tokens that are the oracle's "
         "first choice. `parted`: requests whose tokens part from those of the engine compared "

@@ -170,7 +170,7 @@ def test_accuracy_names_its_commit_and_does_without_a_plot(monkeypatch, tmp_path
 
     methods = dict.fromkeys(accuracy.METHODS, 1.0)
     row = {"distribution": "N(0,4)", "paper": {"Base": 1.0, "AMLA": 1.0}, "mean": methods}
-    monkeypatch.setattr(accuracy, "measure", lambda seeds, kv_block: [row])
+    monkeypatch.setattr(accuracy, "measure", lambda name, seeds, kv_block: row)
     monkeypatch.setattr(accuracy, "commit", lambda: "1234567")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert accuracy.main(["--results", str(tmp_path)]) == 0
@@ -232,7 +232,7 @@ def test_a_speed_of_bf16_stands_on_the_gate_of_fp32(monkeypatch, tmp_path):
     servers = Servers(monkeypatch, {"ours bfloat16": [1, 2, 3, 5]})
     assert serve_cpu.main([*WORDS, "--dtype", "bfloat16", "--results", str(tmp_path)]) == 0
     assert servers.loads == ["ours bfloat16", "stock bfloat16"] * 3  # the first warms up
-    page = (tmp_path / "serving.md").read_text()
+    page = (tmp_path / "serving_partial.md").read_text()
     assert "* float32: 100.0% same greedy tokens (ours = OURS, stock = STOCK)" in page
     assert "* bfloat16: 75.0% same greedy tokens" in page
     assert "| bfloat16 | 2 | 1.50 | 2.00 |" in page
@@ -257,8 +257,9 @@ def test_speeds_stay_if_the_servers_of_the_next_dtype_die(monkeypatch, tmp_path)
     with pytest.raises(RuntimeError, match="did not start"):
         serve_cpu.main([*WORDS, "--results", str(tmp_path)])
     assert set(servers.loads) == {"ours float32", "stock float32"}
-    page = (tmp_path / "serving.md").read_text()
+    page = (tmp_path / "serving_partial.md").read_text()
     assert "| float32 | 2 | 1.50 | 2.00 |" in page and "bfloat16 |" not in page
+    assert "Not whole: the run was cut off." in page
 
 
 def test_answers_of_one_token_have_no_time_between_tokens(monkeypatch, tmp_path):
@@ -267,7 +268,101 @@ def test_answers_of_one_token_have_no_time_between_tokens(monkeypatch, tmp_path)
     Servers(monkeypatch, {})
     words = [*WORDS, "--dtype", "float32", "--output-len", "1", "--results", str(tmp_path)]
     assert serve_cpu.main(words) == 0
-    assert "| float32 | 2 | 1.50 |  |" in (tmp_path / "serving.md").read_text()
+    assert "| float32 | 2 | 1.50 |  |" in (tmp_path / "serving_partial.md").read_text()
+
+
+def files_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "some"),
+    [
+        ("--dtype bfloat16 float32 float16 --concurrency 32 8 --repetitions 1", False),
+        ("--dtype float32", True),
+        ("--concurrency 8", True),
+        ("--family v3.2", True),
+        ("--input-len 64", True),
+        ("--quick", True),
+    ],
+)
+def test_other_loads_do_not_replace_the_results_of_all(words, some, monkeypatch, tmp_path):
+    import serve_cpu
+
+    Servers(monkeypatch, {})
+    assert serve_cpu.main([*words.split(), "--results", str(tmp_path)]) == 0
+    assert files_in(tmp_path) == [f"serving{'_partial' * some}{end}" for end in (".json", ".md")]
+    assert "Not whole" not in (tmp_path / f"serving{'_partial' * some}.md").read_text()
+
+
+ROWS = {
+    "decode_cpu": {"ours": 1.0, "stock": 1.0},
+    "sparse_cpu": {"flash": 1.0, "pow2": 1.0, "indexer": 1.0},
+    "accuracy": {"distribution": "N(0,4)"},
+}
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """`measured(name)`: the benchmark with two cases a dtype and thread, or two in all, and a
+    stand-in for measuring one."""
+    import importlib
+
+    def prepare(name):
+        module, row = importlib.import_module(name), ROWS[name]
+        if name == "accuracy":
+            methods = dict.fromkeys(module.METHODS, 1.0)
+            row = row | {"paper": {"Base": 1.0, "AMLA": 1.0}, "mean": methods}
+        part, cases = {
+            "decode_cpu": ("measure", "SHAPES"),
+            "sparse_cpu": ("measure_case", "CASES"),
+            "accuracy": ("measure", "DISTRIBUTIONS"),
+        }[name]
+        measure = MagicMock(side_effect=lambda *_: dict(row))
+        monkeypatch.setattr(module, part, measure)
+        monkeypatch.setattr(module, cases, list(getattr(module, cases))[:2])
+        if name == "accuracy":
+            monkeypatch.setattr(module, "plot", lambda *_: None)
+        else:
+            machine = dict.fromkeys(("cpu", "vllm", "torch", "commit"), "m")
+            monkeypatch.setattr(module, "describe_machine", lambda: machine)
+            monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
+        return module, measure
+
+    import vllm.platforms
+
+    monkeypatch.setattr(vllm.platforms, "current_platform", MagicMock())
+    return prepare
+
+
+@pytest.mark.parametrize(
+    ("name", "some"),
+    [
+        ("decode_cpu", "--threads 1"),
+        ("decode_cpu", "--heads 128"),
+        ("sparse_cpu", "--threads 2"),
+        ("sparse_cpu", "--heads 8"),
+        ("accuracy", "--seeds 1"),
+        ("accuracy", "--kv-block 64"),
+    ],
+)
+def test_results_of_some_and_of_a_run_that_is_cut_off_are_partial(name, some, measured, tmp_path):
+    module, measure = measured(name)
+    stem = name.removesuffix("_cpu")
+    whole, part = ([f"{stem}{end}.json", f"{stem}{end}.md"] for end in ("", "_partial"))
+    assert module.main([*some.split(), "--results", str(tmp_path)]) == 0
+    assert files_in(tmp_path) == part
+    assert "Not whole" not in (tmp_path / part[1]).read_text()
+    assert module.main(["--results", str(tmp_path)]) == 0
+    assert files_in(tmp_path) == whole
+    before, found = (tmp_path / whole[0]).read_text(), measure.side_effect
+    calls = iter([found, None])
+    measure.side_effect = lambda *args: next(calls)(*args)  # the second call breaks
+    with pytest.raises(TypeError):
+        module.main(["--results", str(tmp_path)])
+    assert files_in(tmp_path) == sorted(whole + part)
+    assert (tmp_path / whole[0]).read_text() == before
+    assert "Not whole: 1 of " in (tmp_path / part[1]).read_text()
 
 
 def test_quick_gives_way_to_what_is_asked_for():

@@ -80,9 +80,39 @@ def test_a_run_that_is_cut_off_leaves_its_rows_and_says_so(tmp_path, monkeypatch
                 extends.main(words)
         else:
             assert extends.main(words) == 0
-        assert len(json.loads((tmp_path / "extends.json").read_text())["rows"]) == rows
-        for name in ("extends.json", "extends.md"):
+        names = [f"extends{'_partial' * (rows == 2)}{ending}" for ending in (".json", ".md")]
+        assert sorted(path.name for path in tmp_path.iterdir()) == names
+        assert len(json.loads((tmp_path / names[0]).read_text())["rows"]) == rows
+        for name in names:
             assert (said in (tmp_path / name).read_text()) == (rows == 2)
+
+
+@pytest.mark.parametrize("words", ["--contexts 512", "--new 4 16", "--heads 8", "--sparse --new 9"])
+def test_some_cases_do_not_replace_the_results_of_all(words, tmp_path, monkeypatch):
+    import extends
+
+    row = {"heads": 16, "context": 512, "new": 4, "not_run": "no time was left"}
+    monkeypatch.setattr(extends, "measure", lambda *_: [row | {"not_run": "not asked"}])
+    monkeypatch.setattr(extends, "nvidia_smi", lambda *_: [])
+    monkeypatch.setattr(extends, "exit_on_signals", lambda: None)
+    assert extends.main([*words.split(), "--results", str(tmp_path)]) == 1
+    name = "sparse_extends" if "--sparse" in words else "extends"
+    found = sorted(path.name for path in tmp_path.iterdir())
+    assert found == [f"{name}_partial.json", f"{name}_partial.md"]
+    assert "Not whole" not in (tmp_path / found[1]).read_text()
+    whole = ["--contexts", "4096", "2048", "512", "--repeats", "1"]  # all, in any order
+    late, row = row, row | {"ms": {"absorbed": 1.0, "expanded": 2.0}}
+    del row["not_run"]
+    monkeypatch.setattr(extends, "measure", lambda *_: [row, late])
+    assert extends.main([*whole, "--results", str(tmp_path / "late")]) == 0
+    page = (tmp_path / "late" / "extends_partial.md").read_text()
+    assert "Not whole: no time was left for 1 rows." in page
+    monkeypatch.setattr(extends, "measure", lambda *_: [row])
+    assert extends.main([*whole, "--results", str(tmp_path / "all")]) == 0
+    assert sorted(path.name for path in (tmp_path / "all").iterdir()) == [
+        "extends.json",
+        "extends.md",
+    ]
 
 
 def test_engines_take_turns_and_the_lowest_turn_counts():
@@ -136,7 +166,7 @@ def test_engines_on_a_cpu(demo_checkpoint, tmp_path, monkeypatch, broken):
     monkeypatch.setattr(extends, "exit_on_signals", lambda: None)
     words = ["--contexts", "512", "--new", "8", "--repeats", "3", "--results", str(tmp_path)]
     assert extends.main(words) == (1 if broken else 0)
-    (row,) = json.loads((tmp_path / "extends.json").read_text())["rows"]
+    (row,) = json.loads((tmp_path / "extends_partial.json").read_text())["rows"]
     assert ("ms" in row) == (broken is None)
     if broken:
         assert row["not_run"].startswith("expanded differs from absorbed by")

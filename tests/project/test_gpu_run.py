@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests/gpu/conftest.py does about its engines' processes, which needs no GPU."""
+"""What tests/gpu/conftest.py does about its engines' processes and its tables, which needs no
+GPU."""
 
+import json
 import re
 import signal
 import subprocess
@@ -9,6 +11,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 GPU_TESTS = Path(__file__).parents[1] / "gpu"
 # An engine that writes its process id and stays.
@@ -64,6 +67,69 @@ if "eager" in sys.argv[1]:
 sys.stdout.buffer.write(b"no memory \xff\n")
 sys.exit(3)
 """
+
+
+# The conftest of a folder that stands for tests/gpu, on a machine that stands for one with a GPU.
+TABLES = """
+import importlib.metadata, importlib.util, pathlib, sys
+import torch
+spec = importlib.util.spec_from_file_location("gpu_conftest", {conftest!r})
+sys.modules["gpu_conftest"] = gpu_conftest = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(gpu_conftest)
+gpu_conftest.HERE = pathlib.Path(__file__).parent
+torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
+torch.cuda.get_device_name = lambda: "NVIDIA H200"
+importlib.metadata.version = lambda name: "0.33.0"
+from gpu_conftest import *
+"""
+ADDS = """
+import dataclasses
+import pytest
+Distance = dataclasses.make_dataclass("Distance", ["tokens", "best", "mean", "p99", "max"])
+
+@pytest.mark.parametrize("name", ["one", "two", "three"])
+def test_row(name, parity_table):
+    parity_table(name, Distance(1, 1, 0.0, 0.0, 0.0))
+    {then}
+"""
+CUT = "Not whole: the run was cut off."
+ALL = ["one", "two", "three"]
+
+
+@pytest.mark.parametrize(
+    ("words", "then", "name", "rows", "says"),
+    [
+        ("tests", "", "parity", ALL, "tests/gpu -m gpu --results benchmarks/results/h200`"),
+        ("tests --engines a,b", "", "parity_partial", ALL, "/h200 --engines a,b`"),
+        ("tests -k three", "", "parity_partial", ["three"], "/h200 -k three`"),
+        ("tests/test_row.py", "", "parity_partial", ALL, "pytest tests/test_row.py -m gpu"),
+        ("tests", "assert name != 'two'", "parity", ALL, "may be missing: 1 failed."),
+        ("tests -x", "assert name != 'two'", "parity_partial", ALL[:2], CUT),
+        ("tests", "if name == 'two': raise KeyboardInterrupt", "parity_partial", ALL[:2], CUT),
+        ("tests", "if name == 'two': import os; os._exit(1)", "parity_partial", ALL[:2], CUT),
+    ],
+)
+def test_a_table_of_some_engines_does_not_replace_that_of_all(
+    words, then, name, rows, says, tmp_path
+):
+    tests, results = tmp_path / "tests", tmp_path / "results"
+    tests.mkdir()
+    (tests / "conftest.py").write_text(TABLES.format(conftest=str(GPU_TESTS / "conftest.py")))
+    (tests / "test_row.py").write_text(ADDS.format(then=then or "pass"))
+    results.mkdir()
+    (results / "parity.json").write_text("of all, an earlier run")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words.split()]
+    run = subprocess.run(
+        [*command, "--results", str(results)], cwd=tmp_path, capture_output=True, text=True
+    )
+    found = json.loads((results / f"{name}.json").read_text())
+    assert [row["engine"] for row in found["rows"]] == rows, run.stdout
+    page = (results / f"{name}.md").read_text()
+    assert says in page and (CUT in page) == (says == CUT)
+    kept = {"parity.json", f"{name}.json", f"{name}.md"}
+    assert {path.name for path in results.iterdir()} == kept
+    if name != "parity":
+        assert (results / "parity.json").read_text() == "of all, an earlier run"
 
 
 def runs(pid):

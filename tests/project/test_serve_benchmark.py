@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """benchmarks/serve.py without a GPU: its cases, its timing loop on a tiny engine, its tables."""
 
+import importlib
 import io
 import json
 import math
@@ -120,9 +121,15 @@ class FakeEngine:
 def test_engines_take_turns_and_what_is_not_run_is_said():
     from step_driver import measure
 
-    rows = []
+    rows, times = [], []
+
+    def save(row):
+        if not any(row is there for there in rows):
+            rows.append(row)
+        times.append([there.get("gpu_ms") for there in rows if "step_ms" in there])
+
     good, bad = FakeEngine("CUSTOM", {"blocks": 7}), FakeEngine("FLASHMLA", {"error": "no GPU"})
-    how = {"group": {"heads": 16, "layers": 2}, "steps": 5, "seconds": 1.0, "save": rows.append}
+    how = {"group": {"heads": 16, "layers": 2}, "steps": 5, "seconds": 1.0, "save": save}
     how["nats"] = 0.1
     measure([good, bad], [(1, 1024), (8, 4096)], deadline=time.monotonic() + 60, **how)
     assert bad.asked == [("build",)]
@@ -132,6 +139,8 @@ def test_engines_take_turns_and_what_is_not_run_is_said():
         ("start", 1, 1024), *timed, ("stop",), ("start", 8, 4096), *timed, ("stop",),
         ("start", 1, 1024), ("profile",), ("stop",), ("start", 8, 4096), ("profile",), ("stop",),
     ]  # fmt: skip
+    # GPU times are told as they come: who is killed among them has those that were measured.
+    assert times[2:] == [[None], [None, None], [0.5, None], [0.5, 0.5]]
     assert rows[0] == {"heads": 16, "layers": 2, "backend": "FLASHMLA", "error": "no GPU"}
     assert rows[1] == {"heads": 16, "layers": 2, "backend": "CUSTOM", "nats_from_first": None}
     assert (rows[3]["batch"], rows[3]["context"], rows[3]["gpu_ms"]) == (8, 4096, 0.5)
@@ -139,7 +148,7 @@ def test_engines_take_turns_and_what_is_not_run_is_said():
     assert rows[2]["mean_ms"] == pytest.approx(1.6)
     assert rows[2]["out_tok_s"] == pytest.approx(1e3 / 1.6)
     measure([good], [(1, 1024)], deadline=time.monotonic() - 1, **how)
-    assert rows[5]["not_run"] == "no time was left"
+    assert rows[5]["not_run"] == "no time was left" and len(rows) == 6
 
 
 def test_an_engine_that_differs_is_only_asked():
@@ -150,7 +159,8 @@ def test_an_engine_that_differs_is_only_asked():
     how = {"group": {}, "nats": 0.1, "steps": 5, "seconds": 1.0, "save": rows.append}
     measure(engines, [(1, 1024)], deadline=time.monotonic() + 60, **how)
     assert engines[1].asked == [("build",), ("say",)]
-    assert [row["backend"] for row in rows if "step_ms" in row] == ["A", "C"]
+    # Each once more when it has its GPU times.
+    assert [row["backend"] for row in rows if "step_ms" in row] == ["A", "C", "A", "C"]
 
 
 def test_engines_swap_places_in_each_round():
@@ -526,10 +536,11 @@ def test_results_stay_until_something_is_measured(rows, tmp_path, monkeypatch):
         (tmp_path / name).write_text("an earlier run")
     with pytest.raises(KeyboardInterrupt):
         serve.main(["--results", str(tmp_path)])
-    kept = [(tmp_path / name).read_bytes() == b"an earlier run" for name in names]
-    assert kept == [not rows] * 3
-    for name in names[:2]:
-        assert ("Not whole: the run was cut" in (tmp_path / name).read_text()) == bool(rows)
+    assert [(tmp_path / name).read_bytes() for name in names] == [b"an earlier run"] * 3
+    parts = {path.name: path for path in tmp_path.glob("*_partial.*")}
+    assert sorted(parts) == [name.replace(".", "_partial.") for name in names] * rows
+    for name in ("serving_partial.json", "serving_partial.md")[: 2 * rows]:
+        assert "Not whole: the run was cut" in parts[name].read_text()
 
 
 def test_a_run_that_is_killed_says_so_and_is_rendered_without_speeds_of_no_gate(
@@ -544,18 +555,79 @@ def test_a_run_that_is_killed_says_so_and_is_rendered_without_speeds_of_no_gate(
         save({"backend": "CUSTOM", "start_s": 1.0, "nats_from_first": 0.0})
         save({"backend": "FLASHMLA", "start_s": 1.0, "nats_from_first": None, "red": True})
         save(serve_row("CUSTOM", 1234.0))
-        at_the_end.append((tmp_path / "serving.json").read_text())
+        assert "1234" not in (tmp_path / "serving_partial.md").read_text()
+        at_the_end.append((tmp_path / "serving_partial.json").read_text())
 
     monkeypatch.setattr(serve_load, "run", run)
     monkeypatch.setattr(serve, "exit_on_signals", lambda: None)
     assert serve.main(["--results", str(tmp_path)]) == 1
     assert "Not whole" not in (tmp_path / "serving.md").read_text()
+    assert list(tmp_path.glob("*_partial.*")) == []
     killed = tmp_path / "killed.json"
     killed.write_text(at_the_end[0])
     assert serve.main(["--report", str(killed)]) == 0
     page = killed.with_suffix(".md").read_text()
     assert "Not whole: the run was cut off." in page
     assert "1234" not in page and "no other backend gives the same answers" in page
+
+
+STEPS = "--mode steps"
+SPARSE = "--mode steps --family v3.2 --kv-cache-dtype auto"
+
+
+@pytest.mark.parametrize(
+    ("words", "some"),
+    [
+        (f"{STEPS} --steps 200 --case-seconds 0.6 --layers 12 6 1", False),
+        (f"{STEPS} --kv-cache-dtype fp8", False),
+        (f"{STEPS} --heads 16 128", False),
+        (f"{STEPS} --as-is --heads 16", False),
+        (f"{STEPS} --heads 16", True),
+        (f"{STEPS} --backends CUSTOM FLASHMLA", True),
+        (f"{STEPS} --batches 1 8", True),
+        (f"{STEPS} --contexts 4096", True),
+        (f"{SPARSE} --heads 128 16 --layers 4", False),
+        (f"{SPARSE} --heads 16", True),
+        (f"{SPARSE} --contexts 8192", True),
+        ("--heads 16 --together --layers 4 --rounds 1", False),
+        ("--concurrency 1 8 16 32 96 128", False),
+        ("--concurrency 1 8", True),
+        ("--shapes 1024/1024", True),
+        ("--rates", True),
+        ("--rates 1 4", True),
+        ("--reduced", True),
+        ("--backends CUSTOM FLASHMLA FLASH_ATTN_MLA", True),
+    ],
+)
+def test_less_than_all_does_not_replace_the_results_of_all(words, some, tmp_path, monkeypatch):
+    import serve
+
+    rows = [step_row("CUSTOM", 96, 8.0, 4.0)] if STEPS in words else [serve_row("CUSTOM", 9.0)]
+    module = importlib.import_module("serve_steps" if STEPS in words else "serve_load")
+    monkeypatch.setattr(module, "run", lambda args, save: [save(row) for row in rows])
+    monkeypatch.setattr(serve, "exit_on_signals", lambda: None)
+    assert serve.main([*words.split(), "--results", str(tmp_path)]) == 0
+    partial = {path.stem.endswith("_partial") for path in tmp_path.iterdir()}
+    assert partial == {some} and len(list(tmp_path.iterdir())) == 3
+    for path in tmp_path.glob("*.md"):
+        assert "Not whole" not in path.read_text()
+
+
+def test_a_run_whose_time_is_over_says_so_and_replaces_nothing(tmp_path, monkeypatch):
+    import serve
+    import serve_load
+
+    late = {"backend": "CUSTOM", "shape": "8/8", "loop": "open", "rate": 1.0}
+    rows = [serve_row("CUSTOM", 100.0), late | {"not_run": "no time was left"}]
+    monkeypatch.setattr(serve_load, "run", lambda args, save: [save(row) for row in rows])
+    monkeypatch.setattr(serve, "exit_on_signals", lambda: None)
+    (tmp_path / "serving.md").write_text("an earlier run")
+    assert serve.main(["--results", str(tmp_path)]) == 0
+    assert (tmp_path / "serving.md").read_text() == "an earlier run"
+    page = (tmp_path / "serving_partial.md").read_text()
+    assert "\nNot whole: no time was left for 1 rows.\n" in page
+    assert "| 8/8 | 4 clients | mla-backend | 100 |" in page
+    assert "* backend CUSTOM shape 8/8 loop open rate 1.0: no time was left" in page
 
 
 @pytest.mark.parametrize("text", [None, "{", "[1]", '{"rows": []}'])
@@ -575,6 +647,8 @@ def test_p99_is_of_the_slow_steps():
 
     steps = [float(ms) for ms in range(201, 0, -1)]
     assert summary([steps, [500.0] * 201], 1)["p99_ms"] == 199.0
+    assert summary([steps[:100]], 1)["p99_ms"] == 200.0
+    assert "p99_ms" not in summary([steps[:99]], 1)  # it would be the slowest but one
 
 
 @pytest.mark.engine
@@ -586,7 +660,7 @@ def test_steps_of_a_tiny_engine(demo_checkpoint, tmp_path):
     command += ["--model", str(demo_checkpoint("v3")), "--results", str(tmp_path)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert run.returncode == 1, run.stderr[-2000:]  # that one backend failed is told
-    name = f"engine_steps_{demo_checkpoint('v3').name}.json"
+    name = f"engine_steps_{demo_checkpoint('v3').name}_partial.json"  # of some batches
     report = json.loads((tmp_path / name).read_text())
     failed, gate, timed = report["rows"]
     assert gate["backend"] == "CUSTOM" and gate["nats_from_first"] is None
