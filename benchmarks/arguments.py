@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Types of arguments, so that a bad one is said before anything is measured."""
 
+import difflib
 import math
 import re
 from argparse import ArgumentTypeError
+from collections.abc import Iterable
 
 
 def count(text: str) -> int:
@@ -28,6 +30,20 @@ def rate(text: str) -> float:
     if not 0 < value < math.inf:
         raise ArgumentTypeError(f"expected a number above 0, got {text}")
     return value
+
+
+def matching(option: str, wanted: re.Pattern[str], names: Iterable[str]) -> list[str]:
+    """The names in which `wanted`, what `option` was given, is found. SystemExit where there is
+    none, with the names that are nearest to it."""
+    names = list(names)
+    if found := [name for name in names if wanted.search(name)]:
+        return found
+    text = wanted.pattern.strip("^$")
+    nearest = difflib.get_close_matches(text, names, n=5, cutoff=0)
+    raise SystemExit(
+        f"nothing matches {option} {wanted.pattern}; expected a regular expression found in one of "
+        f"{len(names)} names; the nearest: {', '.join(nearest)}"
+    )
 
 
 def pattern(text: str) -> re.Pattern[str]:

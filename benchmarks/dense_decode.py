@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from arguments import pattern
+from arguments import matching, pattern
 from dense_cases import LATENT, SCALE, SHAPES, Batch, Shape, golden, make_batch
 from dense_modes import MODES, sustained_roofs
 from dense_peers import PEERS, Run
@@ -168,6 +168,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
+    names = matching("--cases", args.cases, (shape.name for shape in SHAPES))
+    matching("--impls", args.impls, [*OURS, *PEERS])
     claim(args.results)
     need_gpu()
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -190,7 +192,7 @@ def main(argv: list[str] | None = None) -> int:
 
     mode = MODES[args.mode]
     some = (args.cases.pattern, args.impls.pattern) != (mode.cases, mode.impls)
-    cases = [shape for shape in SHAPES if args.cases.search(shape.name)]
+    cases = [shape for shape in SHAPES if shape.name in names]
     rows = gather(stem(args.mode), report, cases, measure_case, write_report, args, some=some)
     return 1 if any("failed" in row for row in rows) else 0
 

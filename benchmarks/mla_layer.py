@@ -3,7 +3,8 @@
 
     python benchmarks/mla_layer.py [--batch B] [--prefill L ...] [--impl NAME ...] [--results DIR]
 
-Each case is checked against a naive fp32 layer first; a case that fails is reported and not timed.
+Each case is checked against a naive fp32 layer first; a case that fails is reported and not timed,
+nor is what this GPU cannot run.
 Writes results/h200/mla_layer.json and .md beside this file; other GPUs: --results DIR. Of other
 cases or implementations than all, and while it runs, it is mla_layer_partial. Times are medians of
 CUDA-graph replays with a cold L2; those of the naive layer of eager calls.
@@ -20,8 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from arguments import count, length
 from gpu import DEVICE, Timer, describe_gpu, need_gpu
 from mla_kernels import mla_layer, plan_mla_decode
+from mla_kernels.decode.choice import choose_decode_impl
 from mla_kernels.layer import MlaLayerBuffers, MlaLayerConfig, MlaLayerWeights, rope_table
 from mla_kernels.layer.rope import rotate
 from mla_kernels.testing.naive_layer import NaiveMlaLayer
@@ -33,6 +36,7 @@ BATCH, PREFILLS, IMPLS = 128, (512, 2048, 4096, 6144), ("hopper", "triton")
 CHECKED_REQUESTS = (0, 1, 77, 127)
 NAIVE = "torch/naive"
 OUT_OF_MEMORY = "out of memory"
+NOT_RUN = "not run"  # of a row that says why
 
 
 @dataclass
@@ -162,6 +166,15 @@ def eager_us(run: Callable[[], object], repeats: int = 5) -> float:
     return statistics.median(times)
 
 
+def refusal(impl: str) -> str:
+    """Why this GPU cannot run one of our implementations; "" if it can."""
+    try:
+        choose_decode_impl(impl, torch.device(DEVICE))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def run_case(case: Case, impls: list[str], roofs: dict[str, float]) -> list[dict[str, object]]:
     requests = [b for b in CHECKED_REQUESTS if b < case.batch]
     want = golden(case, requests)
@@ -173,6 +186,7 @@ def run_case(case: Case, impls: list[str], roofs: dict[str, float]) -> list[dict
         "torch.compile/absorbed": lambda: absorbed_torch(case),
         NAIVE: lambda: naive_torch(case),
     }
+    refused = {f"mla_kernels/{impl}": refusal(impl) for impl in impls}
     floor, roof = floor_us(case, roofs)
     rows: list[dict[str, object]] = []
     for name, maker in makers.items():
@@ -180,6 +194,10 @@ def run_case(case: Case, impls: list[str], roofs: dict[str, float]) -> list[dict
         torch.cuda.empty_cache()
         row: dict[str, object] = {"case": case.name, "impl": name, "floor_us": round(floor, 1)}
         row |= {"roof": roof, "us": None, "rel_err": None, "note": ""}
+        if why := refused.get(name):
+            rows.append(row | {"note": NOT_RUN, "why": why})
+            print(json.dumps(rows[-1]), flush=True)
+            continue
         try:
             step = maker()
             error = relative_error(step()[requests], want)
@@ -216,6 +234,8 @@ def markdown(result: dict[str, Any]) -> str:
         shown = [cell[case, i]["us"] or cell[case, i]["note"] for i in impls]
         cells = [case, f"{first['floor_us']} ({first['roof']})", *map(str, shown)]
         lines.append("| " + " | ".join(cells) + " |")
+    whys = {f"* {r['impl']}: {r['why']}" for r in rows if "why" in r}
+    lines += ["", "Not run:", "", *sorted(whys)] if whys else []
     return "\n".join(lines) + "\n"
 
 
@@ -228,9 +248,9 @@ def write_report(result: dict[str, Any], folder: Path, ending: str) -> None:
 def main() -> int:
     here = Path(__file__).parent
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--batch", type=int, default=BATCH)
-    parser.add_argument("--prefill", type=int, nargs="+", default=list(PREFILLS))
-    parser.add_argument("--impl", nargs="+", default=list(IMPLS))
+    parser.add_argument("--batch", type=count, default=BATCH)
+    parser.add_argument("--prefill", type=length, nargs="+", default=list(PREFILLS))
+    parser.add_argument("--impl", nargs="+", choices=IMPLS, default=list(IMPLS))
     parser.add_argument("--results", type=Path, default=here / "results" / "h200")
     args = parser.parse_args()
     claim(args.results)
@@ -250,7 +270,8 @@ def main() -> int:
     rows = gather("mla_layer", result, cases, measure_case, write_report, args, some=some)
     # Keys of all requests may not fit: of the naive layer alone that is no fault.
     forgiven = (NAIVE, OUT_OF_MEMORY)
-    return int(any(r["note"] and (r["impl"], r["note"]) != forgiven for r in rows))
+    faults = (r for r in rows if r["note"] not in ("", NOT_RUN))
+    return int(any((r["impl"], r["note"]) != forgiven for r in faults))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ Every implementation is checked against the definition first; one that fails is 
 timed. Times are medians of CUDA-graph replays with a cold L2. FlashMLA is left out where vLLM is
 not installed. Writes sparse.json and sparse.md to results/h200 beside this file; sparse.md also
 shows the indexer and top-k rows of sparse_indexer.json if that lies there. Of --cases or --impls,
-and while it runs, all these names end with _partial.
+and while it runs, sparse_partial.json and .md of its own rows.
 """
 
 import argparse
@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from arguments import pattern
+from arguments import matching, pattern
 from dense_cases import LATENT, SCALE
 from gpu import Timer, describe_gpu, need_gpu
 from mla_kernels import mla_sparse_attention, mla_sparse_workspace
 from mla_kernels.flash_mla import flash_mla_sparse_fwd
+from mla_kernels.sparse.choice import choose_sparse_impl
 from mla_kernels.testing.metrics import SHORT_BAR, measure
 from outputs import claim, command
 from partial import gather
@@ -36,8 +37,12 @@ from sparse_report import write_report
 CHECKED = 3  # tokens compared with the definition
 
 
-def ours(batch: Batch, impl: str, deterministic: bool = False) -> Run:
+def ours(batch: Batch, impl: str, deterministic: bool = False) -> Run | None:
     """As every layer of a step calls it: results and workspace made beforehand."""
+    try:
+        choose_sparse_impl(impl, batch.q.device, kv_cache_dtype=batch.kv_cache.dtype)
+    except ValueError:
+        return None
     T, H, _ = batch.q.shape
     slots = batch.shape.slots
     workspace = mla_sparse_workspace(T, H, slots, device=batch.q.device, impl=impl)
@@ -70,11 +75,10 @@ def drop_in(batch: Batch) -> Run | None:
     return lambda: flash_mla_sparse_fwd(batch.q, rows, slots, SCALE)[0]
 
 
-def implementations(shape: Shape) -> dict[str, Callable[[Batch], Run | None]]:
-    """By name; one that gives None does not take the case."""
-    names = ("triton",) if shape.cache == "fp8" else ("hopper", "triton")
+def implementations() -> dict[str, Callable[[Batch], Run | None]]:
+    """By name; one that gives None does not take the case, or this GPU."""
     return {
-        **{f"mla_kernels/{name}": partial(ours, impl=name) for name in names},
+        **{f"mla_kernels/{name}": partial(ours, impl=name) for name in ("hopper", "triton")},
         "mla_kernels/deterministic": partial(ours, impl="auto", deterministic=True),
         "mla_kernels/flash_mla_sparse_fwd": drop_in,
         **PEERS,
@@ -87,7 +91,7 @@ def check(batch: Batch, wanted: re.Pattern[str]) -> tuple[list[dict[str, Any]], 
     tokens = sorted({round(i * last / (CHECKED - 1)) for i in range(CHECKED)})
     want = golden(batch, tokens)
     rows, runs = [], {}
-    for name, make in implementations(batch.shape).items():
+    for name, make in implementations().items():
         if not wanted.search(name):
             continue
         row: dict[str, Any] = {"case": batch.shape.name, "op": batch.shape.op, "impl": name}
@@ -129,6 +133,8 @@ def main(argv: list[str] | None = None) -> int:
     results = Path(__file__).parent / "results" / "h200"
     parser.add_argument("--results", type=Path, default=results)
     args = parser.parse_args(argv)
+    names = matching("--cases", args.cases, (shape.name for shape in SHAPES))
+    matching("--impls", args.impls, implementations())
     claim(args.results)
     need_gpu()
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -146,7 +152,7 @@ def main(argv: list[str] | None = None) -> int:
 
     report = {"machine": machine, "command": command("sparse", argv)}
     some = bool(args.cases.pattern or args.impls.pattern)
-    cases = [shape for shape in SHAPES if args.cases.search(shape.name)]
+    cases = [shape for shape in SHAPES if shape.name in names]
     rows = gather("sparse", report, cases, measure_case, write_report, args, some=some)
     return 1 if any("failed" in row for row in rows) else 0
 

@@ -70,8 +70,10 @@ class Shape:
 
     @property
     def bytes(self) -> int:
-        """The rows, slots, q and out; of a prefill the cache once."""
-        rows = self.context if self.prefill else self.tokens * self.rows
+        """The rows that are read, slots, q and out. A row that several new tokens of a request name
+        counts once: they choose at random, so each leaves out the same share of those before it."""
+        unread = (1 - self.rows / self.context) ** self.s_q
+        rows = round(self.batch * self.context * (1 - unread))
         per_token = 4 * self.slots + 2 * self.heads * (WIDTH + LATENT)
         return rows * ROW_BYTES[self.cache] + self.tokens * per_token
 

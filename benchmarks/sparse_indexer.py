@@ -6,8 +6,8 @@
 Each is checked first: scores against fp64 on sampled rows, top-k against a stable sort, ours by its
 indices and a peer's by their scores, the fused form against the two steps. What fails is reported
 and not timed. Times are medians of CUDA-graph replays with a cold L2. Peers need vLLM. Writes
-sparse_indexer.json to results/h200 beside this file, and its rows to the page of sparse.py if that
-has run; of --cases, and while it runs, with _partial at the end of both names.
+sparse_indexer.json to results/h200 beside this file, and its rows to sparse.md, which is of
+sparse.py too; of --cases, and while it runs, sparse_indexer_partial.json and .md of its own rows.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from arguments import pattern
+from arguments import matching, pattern
 from gpu import DEVICE, Timer, describe_gpu, need_gpu
 from indexer_cases import (
     SHAPES,
@@ -31,6 +31,7 @@ from indexer_cases import (
 )
 from indexer_peers import Run, deepgemm_logits, topk_peers
 from mla_kernels import exact_topk, indexer_scores, indexer_topk
+from mla_kernels.dispatch import choose_impl
 from mla_kernels.indexer.hopper.launcher import refusal
 from outputs import claim, command
 from partial import gather
@@ -43,8 +44,12 @@ FP8 = "hopper/fp8_products"
 
 
 def scorers(batch: Batch) -> dict[str, dict[str, Any]]:
-    """The ways to the scores that a batch can take, by name: their options."""
-    if refusal(batch.case.q, batch.case.k_cache):
+    """The ways to the scores that a batch can take on this GPU, by name: their options."""
+    q, why = batch.case.q, refusal(batch.case.q, batch.case.k_cache)
+    try:
+        choose_impl("indexer_scores", "hopper", q.device, available=("hopper",), hopper_refusal=why)
+    except ValueError as error:
+        print(f"{batch.shape.name}: {error}", flush=True)
         return {"triton": {"impl": "triton"}}
     return {name: {"impl": name} for name in ("triton", "hopper")} | {FP8: {"fp8_products": True}}
 
@@ -169,6 +174,7 @@ def main(argv: list[str] | None = None) -> int:
     results = Path(__file__).parent / "results" / "h200"
     parser.add_argument("--results", type=Path, default=results)
     args = parser.parse_args(argv)
+    names = matching("--cases", args.cases, (shape.name for shape in SHAPES))
     claim(args.results)
     need_gpu()
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -183,7 +189,7 @@ def main(argv: list[str] | None = None) -> int:
 
     report = {"machine": machine, "command": command("sparse_indexer", argv)}
     some = bool(args.cases.pattern)
-    cases = [shape for shape in SHAPES if args.cases.search(shape.name)]
+    cases = [shape for shape in SHAPES if shape.name in names]
     write = write_indexer_report
     rows = gather("sparse_indexer", report, cases, measure_case, write, args, some=some)
     return 1 if any("failed" in row for row in rows) else 0

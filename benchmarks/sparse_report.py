@@ -19,27 +19,37 @@ NAMES = {HOPPER: "Hopper", PORTABLE: "portable", DETERMINISTIC: "deterministic"}
 PADDED = tuple(f"_{padding}" for padding in PADDINGS if padding)
 AGAIN = ("_ascending", "_runs")  # cases that the mean has in random order already
 
+INDEXER_UNITS = "Microseconds: medians of CUDA-graph replays, cold L2."  # else said above it
+
 Cases = dict[str, dict[str, dict[str, Any]]]
 
 
 def write_report(report: dict[str, Any], folder: Path, ending: str = "") -> None:
-    """sparse.json and sparse.md in `folder`, with `ending` behind their names."""
+    """sparse.json in `folder`, and sparse.md anew; with an ending `ending` behind the names, and
+    then the page is of these rows alone."""
     write_json(folder / f"sparse{ending}.json", report)
-    _write_page(folder, ending)
+    if ending:
+        write(folder / f"sparse{ending}.md", markdown(report, None))
+    else:
+        _write_page(folder)
 
 
 def write_indexer_report(report: dict[str, Any], folder: Path, ending: str = "") -> None:
-    """sparse_indexer.json in `folder`, and sparse.md anew, with `ending` behind their names."""
+    """As write_report, of sparse_indexer.json; with an ending its page has that name, too."""
     write_json(folder / f"sparse_indexer{ending}.json", report)
-    _write_page(folder, ending)
+    if ending:
+        write(folder / f"sparse_indexer{ending}.md", markdown(None, report))
+    else:
+        _write_page(folder)
 
 
-def _write_page(folder: Path, ending: str) -> None:
-    """sparse.md, of sparse.json and sparse_indexer.json: of the first alone, but not without it."""
-    attention, indexer = (folder / f"{stem}{ending}.json" for stem in ("sparse", "sparse_indexer"))
-    if attention.exists():
-        also = json.loads(indexer.read_text()) if indexer.exists() else None
-        write(folder / f"sparse{ending}.md", markdown(json.loads(attention.read_text()), also))
+def _write_page(folder: Path) -> None:
+    """sparse.md, of sparse.json and sparse_indexer.json: of both, or of the one that is there."""
+    attention, indexer = (
+        json.loads(path.read_text()) if path.exists() else None
+        for path in (folder / f"{stem}.json" for stem in ("sparse", "sparse_indexer"))
+    )
+    write(folder / "sparse.md", markdown(attention, indexer))
 
 
 def by_case(rows: list[dict[str, Any]], op: str) -> Cases:
@@ -50,11 +60,22 @@ def by_case(rows: list[dict[str, Any]], op: str) -> Cases:
     return cases
 
 
-def markdown(report: dict[str, Any], indexer: dict[str, Any] | None) -> str:
-    """Microseconds, one case a line; losses stand beside wins."""
+def markdown(report: dict[str, Any] | None, indexer: dict[str, Any] | None) -> str:
+    """Microseconds, one case a line; losses stand beside wins. report: of the attention."""
+    lines = ["# Sparse MLA on a GPU"]
+    if report:
+        lines += ["", *attention_section(report)]
+    if indexer:
+        lines += ["", "## Indexer scores and exact top-k", "", *source(indexer)]
+        lines += [INDEXER_UNITS] * (report is None)
+        for op in dict.fromkeys(row["op"] for row in indexer["rows"]):
+            lines += ["", f"### {op}", "", *plain_table(by_case(indexer["rows"], op))]
+            lines += not_timed([row for row in indexer["rows"] if row["op"] == op])
+    return "\n".join(lines) + "\n"
+
+
+def attention_section(report: dict[str, Any]) -> list[str]:
     lines = [
-        "# Sparse MLA on a GPU",
-        "",
         *source(report),
         "Microseconds: medians of CUDA-graph replays, cold L2. `floor`: the larger of FLOP over",
         "the GEMM rate and bytes over the read rate, both of this run. 2048 slots a token, in",
@@ -72,13 +93,7 @@ def markdown(report: dict[str, Any], indexer: dict[str, Any] | None) -> str:
         if cases:
             lines += ["", f"## {title}", "", *attention_table(cases)]
     lines += padding_section(by_case(report["rows"], "decode"))
-    lines += not_timed(report["rows"])
-    if indexer:
-        lines += ["", "## Indexer scores and exact top-k", "", *source(indexer)]
-        for op in dict.fromkeys(row["op"] for row in indexer["rows"]):
-            lines += ["", f"### {op}", "", *plain_table(by_case(indexer["rows"], op))]
-            lines += not_timed([row for row in indexer["rows"] if row["op"] == op])
-    return "\n".join(lines) + "\n"
+    return lines + not_timed(report["rows"])
 
 
 def not_timed(rows: list[dict[str, Any]]) -> list[str]:
@@ -121,7 +136,7 @@ def attention_table(cases: Cases) -> list[str]:
                 ratios.append(peer["us"] / mine["us"])
         cells = [case, next(iter(rows.values()))["floor_us"]]
         cells += [us(rows.get(impl, {})) for impl in (HOPPER, PORTABLE, DETERMINISTIC, DROP_IN)]
-        cells += ["Hopper" if taken(case) == HOPPER else "portable", us(peer), ratio]
+        cells += [NAMES[taken(case)] if mine else "", us(peer), ratio]
         cells += [mine.get("tflops", ""), mine.get("gbps", "")]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     if ratios:

@@ -46,6 +46,64 @@ def test_serve(rows, code, mode, tmp_path, monkeypatch):
     assert serve.main(["--mode", mode, "--results", str(tmp_path)]) == code
 
 
+def test_a_layer_on_another_gpu_says_what_cannot_run(tmp_path, monkeypatch):
+    """All of the benchmark on small layers and a CPU, torch in the place of the portable one."""
+    import mla_layer
+    import torch
+    from mla_kernels.layer import MlaLayerConfig
+
+    small = MlaLayerConfig(dim=64, num_heads=2, q_lora_rank=32)
+    refused, timer = "impl='hopper' of mla_decode cannot run here: cpu", MagicMock()
+    timer.return_value.medians.side_effect = lambda runs: dict.fromkeys(runs, 9.0)
+
+    def choose(impl, device):
+        if impl == "hopper":
+            raise ValueError(refused)
+
+    ours = mla_layer.ours
+    for name, stand_in in {
+        "DEVICE": "cpu",
+        "need_gpu": MagicMock(),
+        "describe_gpu": lambda: {"gpu": "G", "commit": "c", "read_gbps": 1, "bf16_gemm_tflops": 1},
+        "MlaLayerConfig": lambda: small,
+        "Timer": timer,
+        "eager_us": lambda run: 9.0,
+        "choose_decode_impl": choose,
+        "ours": lambda case, impl: ours(case, {"triton": "torch"}.get(impl, impl)),
+    }.items():
+        monkeypatch.setattr(mla_layer, name, stand_in)
+    monkeypatch.setattr(torch, "compile", lambda step, **_: step)
+    words = ["mla_layer.py", "--batch", "2", "--prefill", "0", "70", "--results", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", words)
+    assert mla_layer.main() == 0
+    page = (tmp_path / "mla_layer_partial.md").read_text()
+    assert page.count(" | not run | 9.0 | 9.0 | 9.0 |") == 2
+    assert page.endswith(f"\nNot run:\n\n* mla_kernels/hopper: {refused}\n")
+
+
+@pytest.mark.parametrize("words", ["--batch 0", "--prefill -1", "--impl hoper"])
+def test_a_layer_of_bad_arguments_is_refused(words, tmp_path, monkeypatch):
+    import mla_layer
+
+    monkeypatch.setattr(sys, "argv", ["mla_layer.py", *words.split(), "--results", str(tmp_path)])
+    with pytest.raises(SystemExit) as left:
+        mla_layer.main()
+    assert left.value.code == 2
+
+
+def test_sparse_attention_on_another_gpu_leaves_out_what_cannot_run(monkeypatch):
+    """Here none of our kernels can: nothing of them has failed."""
+    import re
+
+    import sparse
+    import sparse_cases
+
+    monkeypatch.setattr(sparse_cases, "DEVICE", "cpu")
+    batch = sparse_cases.make_batch(sparse_cases.Shape(1, 4, context=2048, cache="bf16"))
+    rows, _ = sparse.check(batch, re.compile("mla_kernels/hopper"))
+    assert rows == []
+
+
 def layer_row(impl, note="", us=None):
     row = {"case": "b128_p512", "floor_us": 1.0, "roof": "memory", "rel_err": None}
     return row | {"impl": impl, "note": note, "us": us}

@@ -146,6 +146,24 @@ def test_results_stay_where_no_case_matches(name, no_gpu_needed, tmp_path):
     assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
 
 
+@pytest.mark.parametrize(
+    ("name", "words", "nearest"),
+    [
+        ("dense_decode", "--cases b1_h16_q1_k4096$", "b1_h128_q1_k4096"),
+        ("dense_decode", "--impls hopper/pow3", "mla_kernels/hopper/pow2"),
+        ("sparse", "--cases ^b1_h16_q1_8k_fp8_ds_mla", "b1_h16_q1_32k_fp8_ds_mla"),
+        ("sparse", "--impls flashmla_decode", "peer/flashmla"),
+        ("sparse_indexer", "--cases b64x32768_q8", "b64x32768_q4"),
+    ],
+)
+def test_a_pattern_that_is_in_no_name_is_told_the_nearest(name, words, nearest, tmp_path):
+    """At once, also where there is no GPU: before anything is measured."""
+    with pytest.raises(SystemExit) as left:
+        importlib.import_module(name).main([*words.split(), "--results", str(tmp_path)])
+    assert str(left.value).startswith(f"nothing matches {words}; expected a regular expression")
+    assert nearest in str(left.value).partition("the nearest: ")[2].split(", ")
+
+
 def names_in(folder):
     return sorted(path.name for path in folder.iterdir())
 
@@ -177,9 +195,9 @@ CASES = ("a1", "a2", "b")
 
 
 def files_of(name, ending=""):
-    """Of a run in an empty folder: the indexer has no page of its own."""
-    pages = [f"{name}{ending}.md"] if name != "sparse_indexer" else []
-    return sorted([f"{name}{ending}.json", *pages])
+    """Of a run in an empty folder: the page of the indexer is that of sparse.py, unless partial."""
+    page = "sparse" if (name, ending) == ("sparse_indexer", "") else name
+    return sorted([f"{name}{ending}.json", f"{page}{ending}.md"])
 
 
 BENCHES = ["dense_decode", "sparse", "sparse_indexer"]

@@ -268,11 +268,27 @@ def test_cases_with_empty_slots_are_what_they_are_named(padding, monkeypatch):
     monkeypatch.setattr(
         sparse,
         "implementations",
-        lambda shape: {"ours": lambda batch: sparse.ours(batch, "torch"), "off": off},
+        lambda: {"ours": lambda batch: sparse.ours(batch, "torch"), "off": off},
     )
     rows, runs = sparse.check(batch, re.compile(""))
     assert list(runs) == ["ours"]
     assert "fro" in next(row for row in rows if row["impl"] == "off")["failed"]
+
+
+def test_the_floor_has_a_row_once_that_several_tokens_of_a_request_read(monkeypatch):
+    import sparse_cases
+
+    monkeypatch.setattr(sparse_cases, "DEVICE", "cpu")
+    for shape in (
+        sparse_cases.Shape(2, 4, 1, 4096, "bf16"),
+        sparse_cases.Shape(2, 4, 2, 4096, "bf16"),
+        sparse_cases.Shape(2, 4, 2, 4096, "bf16", order="runs"),
+        sparse_cases.Shape(1, 4, 64, 4096, "bf16", prefill=True),
+    ):
+        batch = sparse_cases.make_batch(shape)
+        rows, width = len(batch.slots.unique()), batch.kv_cache.shape[2]
+        others = 4 * batch.slots.numel() + 2 * shape.tokens * shape.heads * (width + 512)
+        assert shape.bytes == pytest.approx(2 * rows * width + others, rel=0.03)
 
 
 def test_every_kind_of_empty_slots_is_measured_beside_its_full_case():

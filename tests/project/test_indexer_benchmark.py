@@ -21,6 +21,7 @@ def on_a_cpu(monkeypatch):
     import indexer_cases
     import sparse_indexer
 
+    monkeypatch.setattr(sparse_indexer, "every_scorer", sparse_indexer.scorers, raising=False)
     monkeypatch.setattr(indexer_cases, "DEVICE", "cpu")
     monkeypatch.setattr(sparse_indexer, "DEVICE", "cpu")
     monkeypatch.setattr(sparse_indexer, "K", K)
@@ -254,12 +255,29 @@ def test_a_run_writes_its_rows_and_the_page_of_both(tmp_path, monkeypatch):
     assert sparse_indexer.main(words) == 0
     rows = json.loads((tmp_path / "sparse_indexer_partial.json").read_text())["rows"]
     assert {row["case"] for row in rows} == {"b2x192_q2", "prefill192x192"}
-    assert not (tmp_path / "sparse_partial.md").exists()  # the page is that of the attention
-    attention = {"machine": {}, "command": "x", "rows": []}
-    for ending in ("", "_partial"):
-        (tmp_path / f"sparse{ending}.json").write_text(json.dumps(attention))
-    assert sparse_indexer.main(words) == 0
-    assert "| prefill192x192 | 50.0 |" in (tmp_path / "sparse_partial.md").read_text()
-    assert not (tmp_path / "sparse.md").exists()
+    page = (tmp_path / "sparse_indexer_partial.md").read_text()
+    assert "| prefill192x192 | 50.0 |" in page and not (tmp_path / "sparse.md").exists()
+    # The attention has not run on this GPU: the page is of the indexer alone.
     assert sparse_indexer.main(words[2:]) == 0
-    assert "| prefill192x192 | 50.0 |" in (tmp_path / "sparse.md").read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["sparse.md", "sparse_indexer.json"]
+    page = (tmp_path / "sparse.md").read_text()
+    assert page.startswith("# Sparse MLA on a GPU\n\n## Indexer scores and exact top-k\n\ngpu X.")
+    assert "| prefill192x192 | 50.0 |" in page and "cold L2" in page and "slots" not in page
+    attention = {"machine": {"gpu": "X"}, "command": "x", "rows": []}
+    (tmp_path / "sparse.json").write_text(json.dumps(attention))
+    # What was left of a run of the attention that was cut off is its own.
+    (tmp_path / "sparse_partial.md").write_text("cut off")
+    assert sparse_indexer.main(words[2:]) == 0
+    page = (tmp_path / "sparse.md").read_text()
+    assert "2048 slots a token" in page and "| prefill192x192 | 50.0 |" in page
+    assert (tmp_path / "sparse_partial.md").read_text() == "cut off"
+
+
+def test_a_gpu_without_the_hopper_kernel_has_the_portable_one(monkeypatch):
+    import sparse_indexer
+    from indexer_cases import Shape, make_batch
+
+    scorers, batch = sparse_indexer.every_scorer, make_batch(Shape(2, KEYS))
+    assert scorers(batch) == {"triton": {"impl": "triton"}}  # the tensors are on a CPU
+    monkeypatch.setattr(sparse_indexer, "choose_impl", lambda *_, **options: None)
+    assert list(scorers(batch)) == ["triton", "hopper", "hopper/fp8_products"]

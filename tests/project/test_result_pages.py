@@ -11,8 +11,7 @@ import pytest
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RESULTS = BENCHMARKS / "results"
 PLAIN = {"hopper_stages.json", "with_3.6.json"}  # without a page
-# Pages of tests/gpu, and what sparse.md shows.
-OTHERS = {"parity.json", "parity_ranks.json", "sparse_indexer.json"}
+OTHERS = {"parity.json", "parity_ranks.json"}  # pages of tests/gpu
 # The module whose `markdown` makes a page, by the page's folder and name.
 MAKERS = {
     "accuracy": "accuracy",
@@ -39,11 +38,11 @@ def page_of(path):
         from dense_report import markdown
     elif maker := MAKERS.get(path.stem) or MAKERS.get(f"{device}/{path.stem}"):
         markdown = importlib.import_module(maker).markdown
-    elif path.stem == "sparse":
+    elif path.stem in ("sparse", "sparse_indexer"):  # of one alone where the other has not run
         from sparse_report import markdown
 
-        indexer = path.with_name("sparse_indexer.json")
-        return markdown(result, json.loads(indexer.read_text()) if indexer.exists() else None)
+        both = [path.with_name(f"{stem}.json") for stem in ("sparse", "sparse_indexer")]
+        return markdown(*(json.loads(p.read_text()) if p.exists() else None for p in both))
     else:
         from serve_report import Report
         from serve_results import markdown
@@ -54,7 +53,7 @@ def page_of(path):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(RESULTS)))
 def test_a_page_is_that_of_its_results(path):
-    page = path.with_suffix(".md")
+    page = path.with_name("sparse.md" if path.stem == "sparse_indexer" else f"{path.stem}.md")
     assert page.exists() == (path.name not in PLAIN)
     if page.exists():
         assert page.read_text() == page_of(path)
