@@ -17,6 +17,8 @@ import json
 import re
 import sys
 import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,19 +94,9 @@ def ours(batch: Batch, options: dict[str, Any]) -> Run | None:
     return run
 
 
-def candidates(batch: Batch, wanted: re.Pattern[str]) -> dict[str, Run]:
-    """Everything that can run this batch, by name."""
-    makers = {name: (lambda b, o=options: ours(b, o)) for name, options in OURS.items()} | PEERS
-    found = {}
-    for name, make in makers.items():
-        if wanted.search(name):
-            try:
-                run = make(batch)
-            except ImportError:
-                run = None
-            if run is not None:
-                found[name] = run
-    return found
+def implementations() -> dict[str, Callable[[Batch], Run | None]]:
+    """By name; one that gives None does not take the case, or this GPU."""
+    return {name: partial(ours, options=options) for name, options in OURS.items()} | PEERS
 
 
 def check(batch: Batch, wanted: re.Pattern[str]) -> tuple[list[dict[str, Any]], dict[str, Run]]:
@@ -114,14 +106,21 @@ def check(batch: Batch, wanted: re.Pattern[str]) -> tuple[list[dict[str, Any]], 
     requests = sorted({round(i * (count - 1) / max(CHECKED - 1, 1)) for i in range(CHECKED)})
     want = golden(batch, requests)
     rows, runs = [], {}
-    for name, run in candidates(batch, wanted).items():
+    for name, make in implementations().items():
+        if not wanted.search(name):
+            continue
         row: dict[str, Any] = {"case": shape.name, "impl": name}
         try:
+            run = make(batch)
+            if run is None:
+                continue
             error = measure(run()[requests], want)
             row["rel_err"] = round(error.fro, 6)
             failures = BARS.get(name, SHORT_BAR).failures(error)
             if failures:
                 row["failed"] = "; ".join(failures)
+        except ImportError:
+            continue
         except Exception as problem:
             traceback.print_exc()
             row["failed"] = f"{type(problem).__name__}: {problem}"[:200]

@@ -8,6 +8,7 @@ Another of vLLM's backends must vouch for the first: two labels of one backend r
 a fault may be common to both.
 """
 
+import http.client
 import json
 import math
 import random
@@ -20,6 +21,7 @@ from serve_cases import engine_of
 # Of unlike lengths, within one block, at its edges, and over several; asked together, as one batch.
 PROMPTS = (5, 63, 64, 65, 300, 700)
 TOKENS = 16
+ANSWER_SECONDS = 300  # by then a server says something: graphs and kernels are compiled before
 LIKELY = 20  # logprobs of a token; vLLM gives no more unless told to
 # Nats. On a CPU, 30 layers of 16 heads: two sound backends 0.05 in bf16, an fp8 cache from a bf16
 # one 0.09, an attention that misses the newest 64 tokens 0.35. On an H200, four engines of such
@@ -41,7 +43,7 @@ def prompts() -> list[list[int]]:
 
 def ask(url: str, served_name: str) -> list[Answer]:
     """Greedy answers to PROMPTS, with logprobs. ValueError for what is no answer: vLLM has no JSON
-    for a NaN."""
+    for a NaN, and a server may crash or hang at them."""
     body = {
         "model": served_name,
         "prompt": prompts(),
@@ -55,10 +57,12 @@ def ask(url: str, served_name: str) -> list[Answer]:
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     try:
-        with urllib.request.urlopen(request) as answer:
+        with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as answer:
             choices = json.load(answer)["choices"]
     except urllib.error.HTTPError as error:
         raise ValueError(f"HTTP {error.code} {error.read().decode(errors='replace')}") from None
+    except (OSError, http.client.HTTPException) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
     answers = []
     for choice in sorted(choices, key=lambda choice: choice["index"]):
         found = choice["logprobs"]

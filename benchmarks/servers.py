@@ -2,12 +2,12 @@
 """The servers that are compared: ours, and vLLM as it is without this project's plugins."""
 
 import contextlib
+import http.client
 import os
 import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +17,7 @@ from serve_cases import engine_of
 
 TELLING_SERVER = Path(__file__).with_name("telling_server.py")
 START_SECONDS = 600
+HEALTH_SECONDS = 10
 STOP_SECONDS = 60
 TREE_SECONDS = 10  # of the engine's processes, after the server's own
 BACKENDS = ("ours", "stock")  # on a CPU; any other name is one of vLLM's --attention-backend
@@ -92,10 +93,10 @@ class Server:
             if self._process.poll() is not None:
                 break
             try:
-                with urllib.request.urlopen(f"{self.url}/health"):
+                with urllib.request.urlopen(f"{self.url}/health", timeout=HEALTH_SECONDS):
                     self._tree.update(self._children())  # who outlives a server that crashes
                     return
-            except (urllib.error.URLError, ConnectionError):
+            except (OSError, http.client.HTTPException):  # not there yet, or not well
                 time.sleep(0.5)
         print(self.log.read_text()[-4000:], file=sys.stderr)  # its folder may go with this process
         raise RuntimeError(f"{self.backend} did not start; see {self.log}")

@@ -2,6 +2,7 @@
 """All engines start at once, several at a time on each GPU; tests read what they generated."""
 
 import contextlib
+import difflib
 import functools
 import importlib.metadata
 import itertools
@@ -152,6 +153,10 @@ def engines(request, tmp_path_factory, checkpoint):
     folder = Path(kept) if kept else tmp_path_factory.mktemp("engines")
     folder.mkdir(parents=True, exist_ok=True)
     only = (request.config.getoption("--engines", default=None) or "").split(",")
+    names = list(all_engines())
+    if unknown := [part for part in only if not any(part in name for name in names)]:
+        near = difflib.get_close_matches(unknown[0], names, n=5, cutoff=0)
+        pytest.exit(f"no engine's name holds {unknown}; the nearest: {near}", returncode=4)
     futures, gpus = {}, itertools.cycle(each_gpu())
     terminal = behind_capture(request.config)
     with ThreadPoolExecutor(AT_ONCE) as pool:

@@ -356,6 +356,27 @@ def test_nothing_of_a_server_is_left(text, tmp_path, monkeypatch):
     assert alive(processes) == []
 
 
+# In the place of Python: a server that listens, the port is its last word, and never answers.
+MUTE = f"""exec {sys.executable} -c '
+import socket, sys, time
+listening = socket.create_server(("127.0.0.1", int(sys.argv[-1])))
+time.sleep(300)' "$@"
+"""
+
+
+def test_a_server_that_never_answers_is_not_waited_for_forever(tmp_path, monkeypatch, capsys):
+    import servers
+
+    monkeypatch.setattr(servers, "START_SECONDS", 3)
+    monkeypatch.setattr(servers, "HEALTH_SECONDS", 0.5)
+    monkeypatch.setattr(servers.sys, "executable", fake_python(tmp_path, MUTE))
+    with (
+        servers.Server("ours", tmp_path, [], tmp_path / "log") as server,
+        pytest.raises(RuntimeError, match="ours did not start"),
+    ):
+        server.wait_ready()
+
+
 def test_a_benchmark_that_is_told_to_end_takes_its_server_along(tmp_path):
     fake = fake_python(tmp_path, CARELESS)
     program = f"""

@@ -107,7 +107,13 @@ def test_what_fails_is_not_timed_and_rates_are_of_what_is(monkeypatch):
     monkeypatch.setattr(
         dense_decode,
         "PEERS",
-        {"sound": sound, "wrong": wrong, "broken": lambda b: lambda: broken(b)},
+        {
+            "sound": sound,
+            "wrong": wrong,
+            "broken": lambda b: lambda: broken(b),
+            "not made": broken,
+            "not of this case": lambda batch: None,
+        },
     )
     rows = dense_decode.bench(shape, Timer(), re.compile(""), "cold", 1.0)
     rows = {row["impl"]: row for row in rows}
@@ -116,7 +122,9 @@ def test_what_fails_is_not_timed_and_rates_are_of_what_is(monkeypatch):
     assert rows["sound"]["gbps"] == round(shape.bytes / 50e-6 / 1e9, 1)
     assert rows["sound"]["tflops"] == round(shape.flops / 50e-6 / 1e12, 1)
     assert "fro" in rows["wrong"]["failed"] and "us" not in rows["wrong"]
-    assert "no kernel image" in rows["broken"]["failed"] and "us" not in rows["broken"]
+    for name in ("broken", "not made"):
+        assert "no kernel image" in rows[name]["failed"] and "us" not in rows[name]
+    assert "not of this case" not in rows
 
 
 def test_fp8_queries_have_a_table_of_their_own():

@@ -94,6 +94,14 @@ def test_row(name, parity_table):
 """
 CUT = "Not whole: the run was cut off."
 ALL = ["one", "two", "three"]
+OF_ENGINE = """
+import sys, types
+some = {"mtp graphs": (1, {}, {}, []), "sleep": (1, {}, {}, [])}
+sys.modules["engines"] = types.SimpleNamespace(all_engines=lambda: some)
+
+def test_one(engines):
+    engines("mtp graphs")
+"""
 
 
 @pytest.mark.parametrize(
@@ -130,6 +138,17 @@ def test_a_table_of_some_engines_does_not_replace_that_of_all(
     assert {path.name for path in results.iterdir()} == kept
     if name != "parity":
         assert (results / "parity.json").read_text() == "of all, an earlier run"
+
+
+@pytest.mark.parametrize("words", ["mtq", "sleep,mtq"])
+def test_an_engine_that_there_is_not_is_said(words, tmp_path):
+    """Else all tests are skipped, which looks like success."""
+    (tmp_path / "conftest.py").write_text(TABLES.format(conftest=str(GPU_TESTS / "conftest.py")))
+    (tmp_path / "test_one.py").write_text(OF_ENGINE)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--engines", words]
+    run = subprocess.run([*command, "."], cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 4
+    assert "no engine's name holds ['mtq']; the nearest: ['mtp graphs', " in run.stdout + run.stderr
 
 
 def runs(pid):

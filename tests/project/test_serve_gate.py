@@ -7,6 +7,7 @@ import json
 import math
 import os
 import threading
+import time
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -61,6 +62,10 @@ def server():
 
         def do_POST(self):
             asked.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+            if asked[-1]["model"] == "crashes":
+                return
+            if asked[-1]["model"] == "hangs":
+                time.sleep(2)
             found = [
                 {"tokens": ["f"], "token_logprobs": [-0.2], "top_logprobs": [{"g": -2, "f": -0.2}]}
             ]
@@ -92,6 +97,20 @@ def test_what_is_asked_and_read(server):
     assert asked[0]["temperature"] == 0
     with pytest.raises(ValueError, match="HTTP 500"):
         ask(url, "ill")
+
+
+def test_a_server_that_crashes_or_hangs_gives_no_answer(server, monkeypatch):
+    """The others are measured all the same."""
+    import serve_gate
+
+    url, _ = server
+    with pytest.raises(ValueError, match="RemoteDisconnected"):
+        serve_gate.ask(url, "crashes")
+    monkeypatch.setattr(serve_gate, "ANSWER_SECONDS", 0.2)
+    with pytest.raises(ValueError, match="TimeoutError"):
+        serve_gate.ask(url, "hangs")
+    with pytest.raises(ValueError, match="URLError"):
+        serve_gate.ask("http://127.0.0.1:9", "m")
 
 
 def test_a_tolerance_for_fp8():
