@@ -33,7 +33,16 @@ from outputs import claim, command
 from prometheus_client.parser import text_string_to_metric_families
 from servers import Server
 from soak_ledger import End, Ledger, verdict
-from soak_load import FIRST_TOKEN, LONG_PROBE, NAME, PATH, PROBE_TOKENS, Client, Scope
+from soak_load import (
+    FIRST_TOKEN,
+    LONG_PROBE,
+    NAME,
+    PATH,
+    PROBE_TOKENS,
+    REQUEST_SECONDS,
+    Client,
+    Scope,
+)
 from soak_report import Report
 
 BLOCK = 64
@@ -186,7 +195,9 @@ async def soak(
     ended = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=server.url, timeout=None, limits=limits) as http:
+    # A server that hangs, idle before or after the load too, is a fault and not waited for.
+    patience = httpx.Timeout(REQUEST_SECONDS)
+    async with httpx.AsyncClient(base_url=server.url, timeout=patience, limits=limits) as http:
         watch = Watch(http, server.pid, ledger)
         client = Client(http, ledger, scope, args.tolerance)
         try:

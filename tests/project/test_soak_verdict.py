@@ -325,6 +325,43 @@ def test_a_watcher_that_ended_early_is_a_fault(monkeypatch, terminate, error):
         assert ledger.faults == []
 
 
+@pytest.mark.parametrize("hangs", ["before", "after"])
+def test_a_server_that_hangs_when_idle_ends_the_soak(monkeypatch, terminate, hangs):
+    """The clients of the load have a clock of their own; these had none."""
+    import soak
+
+    async def work(rng, ended, pause):
+        await ended.wait()
+
+    async def settle(watch):
+        await watch.http.get("/mla/info")
+
+    async def run():
+        mute = await asyncio.start_server(lambda *_: asyncio.sleep(100), "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{mute.sockets[0].getsockname()[1]}"
+        server = MagicMock(url=url, pid=os.getpid())
+        return await asyncio.wait_for(soak.soak(server, args, scope, MagicMock()), 20)
+
+    args = soak.parse_arguments(["--minutes", "0.001", "--concurrency", "1"])
+    scope = soak.Scope(args.max_model_len, 8, 200)
+    monkeypatch.setattr(soak, "REQUEST_SECONDS", 0.3)
+    monkeypatch.setattr(soak.Watch, "settle", settle)
+    monkeypatch.setattr(soak.Watch, "run", lambda *_: asyncio.sleep(100))
+    if hangs == "after":
+        monkeypatch.setattr(soak.Client, "probe_idle", AsyncMock(return_value=[]))
+        monkeypatch.setattr(
+            soak.Client, "work", lambda self, *words, **named: work(*words, **named)
+        )
+        monkeypatch.setattr(soak.Watch, "metrics", AsyncMock(return_value={}))
+        monkeypatch.setattr(soak.Watch, "info", AsyncMock(return_value=INFO))
+    _, ledger, end = asyncio.run(run())
+    assert end is None
+    assert ledger.faults[0].startswith(f"{hangs} the load: ReadTimeout")
+
+
+INFO = {"attention": {"workers": None}}
+
+
 def test_a_soak_that_is_told_to_end_again_takes_its_server_along(monkeypatch, terminate, tmp_path):
     """After the load too, while the server stops: asyncio takes its own handler away."""
     import soak
