@@ -5,6 +5,7 @@ import contextlib
 import json
 import math
 import os
+import select
 import statistics
 import subprocess
 import sys
@@ -21,6 +22,7 @@ WORKER = Path(__file__).with_name("step_worker.py")
 # A host has slow spells of a quarter of a second and more, in which any engine takes up to 1.6
 # times as long: many short rounds, of which the lowest counts.
 ROUNDS = 6
+ANSWER_SECONDS = 900  # beside those that a command takes: an engine that compiles is built by then
 Row = dict[str, Any]
 
 
@@ -52,14 +54,19 @@ class Engine:
         assert self._process.stdin and self._process.stdout
         self._in: IO[str] = self._process.stdin
         self._out: IO[str] = self._process.stdout
+        self._patience: float = ANSWER_SECONDS
 
     def tell(self, do: str, **command: Any) -> None:
         """Send a command; `answer` waits for what comes of it."""
+        self._patience = ANSWER_SECONDS + command.get("seconds", 0)
         with contextlib.suppress(BrokenPipeError):  # `answer` says that the process has ended
             print(json.dumps({"do": do, **command}), file=self._in, flush=True)
 
     def answer(self) -> Row:
-        """The next line, {"error": ...} if the process ended instead."""
+        """The next line, {"error": ...} if the process ended instead, or hangs and is killed."""
+        if not select.select([self._out], [], [], self._patience)[0]:
+            self.kill()
+            return {"error": f"the engine has given no answer in {self._patience:.0f} s"}
         line = self._out.readline()
         if line:
             row: Row = json.loads(line)

@@ -151,6 +151,34 @@ def test_engines_take_turns_and_what_is_not_run_is_said():
     assert rows[5]["not_run"] == "no time was left" and len(rows) == 6
 
 
+WORKER = """
+import json, sys, time
+print(json.dumps({"imported": True}), flush=True)
+for line in sys.stdin:
+    if json.loads(line)["do"] == "hang":
+        time.sleep(300)
+    print(json.dumps({"done": True}), flush=True)
+"""
+
+
+def test_an_engine_that_hangs_is_killed_and_the_others_go_on(tmp_path, monkeypatch):
+    import step_driver
+
+    (tmp_path / "worker.py").write_text(WORKER)
+    monkeypatch.setattr(step_driver, "ANSWER_SECONDS", 20)
+    engine = step_driver.Engine("A", {}, tmp_path / "log", tmp_path / "worker.py")
+    try:
+        assert engine.answer() == {"imported": True} and engine.ask("time") == {"done": True}
+        monkeypatch.setattr(step_driver, "ANSWER_SECONDS", 0.5)
+        begin = time.monotonic()
+        said = engine.ask("hang", seconds=0.5)
+        assert said == {"error": "the engine has given no answer in 1 s"}
+        assert 1 <= time.monotonic() - begin < 10
+        assert "the engine has died" in engine.ask("stop")["error"]
+    finally:
+        engine.kill()
+
+
 def test_an_engine_that_differs_is_only_asked():
     from step_driver import measure
 
