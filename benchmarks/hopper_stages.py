@@ -144,6 +144,8 @@ def main() -> int:
     args = parser.parse_args()
     claim(args.results)
     need_gpu()
+    if (capability := torch.cuda.get_device_capability()) != (9, 0):
+        raise SystemExit(f"these are stages of the Hopper kernel, for sm_90; got {capability}")
     scores, both, half = (stage_clocks(s) for s in (SCORES_ALONE, SCORES_SOFTMAX, VALUES))
     stages = {"C1": round(scores), "V1": round(both - scores), "C2": round(2 * half)}
     report = {

@@ -91,6 +91,17 @@ def test_a_layer_of_bad_arguments_is_refused(words, tmp_path, monkeypatch):
     assert left.value.code == 2
 
 
+def test_the_hopper_kernels_stages_are_refused_on_another_gpu(tmp_path, monkeypatch):
+    import hopper_stages
+
+    monkeypatch.setattr(hopper_stages, "need_gpu", MagicMock())
+    monkeypatch.setattr(hopper_stages.torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(hopper_stages, "stage_clocks", MagicMock(side_effect=RuntimeError("PTX")))
+    monkeypatch.setattr(sys, "argv", ["hopper_stages.py", "--results", str(tmp_path)])
+    with pytest.raises(SystemExit, match=r"for sm_90; got \(8, 0\)"):
+        hopper_stages.main()
+
+
 def test_sparse_attention_on_another_gpu_leaves_out_what_cannot_run(monkeypatch):
     """Here none of our kernels can: nothing of them has failed."""
     import re
