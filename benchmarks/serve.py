@@ -158,8 +158,7 @@ def main(argv: list[str] | None = None) -> int:
     report = Report(args.mode, command("serve", argv), describe_machine(), settings, note=CUT_OFF)
 
     def save(row: Row) -> None:
-        if not any(row is there for there in report.rows):  # a row may have become longer
-            report.rows.append(row)
+        report.add(row)
         print(json.dumps({k: v for k, v in row.items() if k != "top_kernels_us"}), flush=True)
         write_so_far(report, args.results)
 

@@ -54,6 +54,11 @@ class Report:
     def write_json(self, folder: Path, ending: str = "") -> None:
         write_json(folder / f"{self.stem}{ending}.json", asdict(self))
 
+    def add(self, row: Row) -> None:
+        """`row`, which may be there already and have become longer."""
+        if not any(row is there for there in self.rows):
+            self.rows.append(row)
+
     @property
     def backends(self) -> list[str]:
         return list(dict.fromkeys(row["backend"] for row in self.rows))

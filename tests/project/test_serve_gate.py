@@ -331,6 +331,7 @@ def test_engines_of_steps_on_a_cpu(demo_checkpoint, tmp_path, monkeypatch):
     """Sound ones are timed; one with broken attention is not."""
     import serve_steps
     from serve import parse_arguments
+    from serve_report import Report
 
     (tmp_path / "sitecustomize.py").write_text(TWICE)
     path = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
@@ -339,8 +340,9 @@ def test_engines_of_steps_on_a_cpu(demo_checkpoint, tmp_path, monkeypatch):
     words = "--mode steps --as-is --eager --steps 6 --case-seconds 1 --cache-gib 0.05 "
     words += "--batches 2 --contexts 100 --backends first second broken"
     args = parse_arguments([*words.split(), "--model", str(demo_checkpoint("v2-lite"))])
-    rows = []
-    serve_steps.run(args, rows.append)
+    report = Report("steps", "python x", {}, {})
+    serve_steps.run(args, report.add)
+    rows = report.rows
     first, second, broken = (row for row in rows if "nats_from_first" in row)
     assert first["nats_from_first"] == 0 and second["nats_from_first"] <= 0.1
     assert broken["red"]
