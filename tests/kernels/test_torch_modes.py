@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a caller has set in torch changes nothing of what the ops compute in torch."""
 
+import threading
+from contextlib import contextmanager
+
 import pytest
 import torch
-from mla_kernels import indexer_scores, mla_decode, mla_sparse_attention
+from mla_kernels import indexer_scores, mla_decode, mla_sparse_attention, torch_modes
 from mla_kernels.decode import torch_scratch
 from mla_kernels.indexer import rows
+from mla_kernels.indexer.torch_impl import e4m3_to_f32
 from mla_kernels.testing.cases import decode_case
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -21,6 +25,20 @@ def another_default_device():
     return torch.device("meta")
 
 
+@contextmanager
+def products_in_bf16():
+    """Where the CPU multiplies bf16; with AVX-512 alone products are then in fp32 still, but added
+    in another order."""
+    torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+MODES = [autocast, another_default_device, products_in_bf16]
+
+
 def check(call, mode):
     want = call()
     vars(torch_scratch._BUFFERS).clear()  # which would hide where new memory lies
@@ -31,7 +49,7 @@ def check(call, mode):
         assert all(y.dtype == x.dtype and torch.equal(y, x) for y in others)
 
 
-@pytest.mark.parametrize("mode", [autocast, another_default_device])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rescale", RESCALES)
 def test_decode(rescale, dtype, mode):
@@ -39,7 +57,7 @@ def test_decode(rescale, dtype, mode):
     check(lambda: mla_decode(*case.args, **case.options, rescale=rescale), mode)
 
 
-@pytest.mark.parametrize("mode", [autocast, another_default_device])
+@pytest.mark.parametrize("mode", MODES)
 def test_a_request_in_parts(mode):
     threads = torch.get_num_threads()
     torch.set_num_threads(4)
@@ -50,7 +68,7 @@ def test_a_request_in_parts(mode):
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("mode", [autocast, another_default_device])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rescale", ["pow2", "flash"])
 def test_sparse_attention(rescale, dtype, mode):
@@ -62,7 +80,7 @@ def test_sparse_attention(rescale, dtype, mode):
     check(lambda: mla_sparse_attention(q, kv_cache, slots, **call), mode)
 
 
-@pytest.mark.parametrize("mode", [autocast, another_default_device])
+@pytest.mark.parametrize("mode", MODES)
 def test_indexer(monkeypatch, mode):
     monkeypatch.setattr(rows, "INTERPRET", False)
     g = torch.Generator().manual_seed(0)
@@ -81,3 +99,106 @@ def test_indexer(monkeypatch, mode):
         return request_ids, lengths, scores
 
     check(call, mode)
+
+
+@contextmanager
+def subnormals_are_zero():
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU cannot flush subnormals")
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def test_every_fp8_code():
+    codes = torch.arange(256, dtype=torch.uint8)[None]
+    want = codes.view(torch.float8_e4m3fn).float()
+    torch.testing.assert_close(e4m3_to_f32(codes), want, rtol=0, atol=0, equal_nan=True)
+    numbers = codes[:, codes[0] & 0x7F != 0x7F]
+    check(lambda: e4m3_to_f32(numbers).clone().split(1), subnormals_are_zero)
+
+
+BACKENDS = {"cpu": torch.backends.mkldnn.matmul, "cuda": torch.backends.cuda.matmul}
+SETTINGS = {
+    "old name": lambda _: torch.set_float32_matmul_precision("high"),
+    "new name": lambda matmul: setattr(matmul, "fp32_precision", "tf32"),
+    "all products": lambda _: setattr(torch.backends, "fp32_precision", "tf32"),
+    "fp32": lambda _: torch.set_float32_matmul_precision("highest"),
+    "none": lambda _: None,
+}
+
+
+@pytest.fixture
+def unset():
+    """No precision is set, before and after."""
+
+    def reset():
+        torch.set_float32_matmul_precision("highest")
+        for settings in (torch.backends, *BACKENDS.values()):
+            settings.fp32_precision = "none"
+
+    reset()
+    yield
+    reset()
+
+
+class OnDevice:
+    """What stands for a tensor on a device that need not be there."""
+
+    def __init__(self, device):
+        self.device = torch.device(device)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("device", BACKENDS)
+def test_products_are_in_fp32_and_the_setting_is_put_back(device, setting, unset):
+    matmul = BACKENDS[device]
+    SETTINGS[setting](matmul)
+    before = matmul.fp32_precision
+
+    @torch_modes.without_modes
+    def within(x, fails):
+        if fails:
+            raise ZeroDivisionError
+        return matmul.fp32_precision
+
+    assert within(OnDevice(device), False) in ("ieee", "none")
+    assert matmul.fp32_precision == before
+    with pytest.raises(ZeroDivisionError):
+        within(OnDevice(device), True)
+    assert matmul.fp32_precision == before
+    if setting == "all products":  # so it was not set for these alone
+        torch.backends.fp32_precision = "ieee"
+        assert matmul.fp32_precision == "ieee"
+    elif setting != "new name":
+        torch.get_float32_matmul_precision()  # which raises where the names disagree
+
+
+def test_products_stay_in_fp32_while_another_thread_ends(unset):
+    torch.set_float32_matmul_precision("medium")
+    begun, both, ended = (threading.Event() for _ in range(3))
+    found = []
+
+    @torch_modes.without_modes
+    def first(x):
+        begun.set()
+        assert both.wait(60)
+
+    @torch_modes.without_modes
+    def second(x):
+        both.set()
+        assert ended.wait(60)
+        found.append(BACKENDS["cpu"].fp32_precision)
+
+    x = torch.zeros(1)
+    threads = [threading.Thread(target=call, args=(x,)) for call in (first, second)]
+    threads[0].start()
+    assert begun.wait(60)
+    threads[1].start()
+    threads[0].join()
+    ended.set()
+    threads[1].join()
+    assert found == ["ieee"]
+    assert BACKENDS["cpu"].fp32_precision == "bf16"
+    assert torch.get_float32_matmul_precision() == "medium"

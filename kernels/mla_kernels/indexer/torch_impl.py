@@ -124,11 +124,13 @@ def e4m3_to_f32(codes: torch.Tensor) -> torch.Tensor:
     and several times as fast as torch's own conversion."""
     if codes.device.type != "cpu":
         return codes.contiguous().view(torch.float8_e4m3fn).float()
-    # The code's exponent and mantissa become those of an fp32 whose exponent is 120 too small.
-    bits = scratch("keys", tuple(codes.shape), torch.int32).copy_(codes.view(torch.int8))
-    bits <<= 20
-    bits &= 0x87F00000 - (1 << 32)
-    values = bits.view(torch.float32).mul_(2.0**120)
+    # The code's exponent and mantissa become those of an fp16 whose exponent is 8 too small: as an
+    # fp32 14 codes would be subnormal, and 0 where the caller flushes such numbers.
+    bits = scratch("halves", tuple(codes.shape), torch.int16).copy_(codes.view(torch.int8))
+    bits <<= 7
+    bits &= -0x4080  # the copies of the sign
+    halves = bits.view(torch.float16)
+    values = scratch("keys", tuple(codes.shape), torch.float32).copy_(halves).mul_(256.0)
     if values.numel():
         low, high = torch.aminmax(values)
         if max(-float(low), float(high)) == _NAN_AS_NUMBER:
