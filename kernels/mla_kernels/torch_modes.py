@@ -26,13 +26,14 @@ def without_modes(
     function: Callable[Concatenate[torch.Tensor, P], R],
 ) -> Callable[Concatenate[torch.Tensor, P], R]:
     """`function`, which computes in torch on the device of its first argument, without gradients,
-    without autocast and with products of fp32 in fp32.
+    without autocast, with products of fp32 in fp32 and not compiled.
 
     Autocast would round the factors of products in fp32 to 16 bits, and
     `torch.set_float32_matmul_precision` or `torch.backends` to TF32 or bf16; kernels, which neither
     reaches, would give other numbers than torch. That precision is the process's: while the
     function runs, products of other threads are in fp32 too. To whoever leaves it at fp32 nothing
-    is set.
+    is set. `torch.compile` takes memory that is used again (torch_scratch.py) for constants, so a
+    compiled caller stops there and goes on behind.
     """
 
     @functools.wraps(function)
@@ -49,7 +50,13 @@ def without_modes(
             if set_here:
                 _products_as_before(device)
 
-    return run
+    @functools.wraps(function)
+    def untraced(x: torch.Tensor, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_dynamo_compiling():
+            return torch.compiler.disable(run)(x, *args, **kwargs)
+        return run(x, *args, **kwargs)
+
+    return untraced
 
 
 def _products_in_fp32(device: str) -> bool:

@@ -101,6 +101,24 @@ def test_indexer(monkeypatch, mode):
     check(call, mode)
 
 
+@pytest.mark.parametrize("rescale", RESCALES)
+def test_decode_in_a_compiled_function(rescale):
+    case = decode_case([300, 3, 0, 129], s_q=2)
+
+    def call():
+        return mla_decode(*case.args, **case.options, rescale=rescale)
+
+    want = call()
+    vars(torch_scratch._BUFFERS).clear()
+    torch.compiler.reset()
+    try:
+        compiled = torch.compile(call, backend="aot_eager")
+        for some in (compiled, compiled, call):
+            assert all(map(torch.equal, some(), want))
+    finally:
+        torch.compiler.reset()
+
+
 @contextmanager
 def subnormals_are_zero():
     if not torch.set_flush_denormal(True):
