@@ -191,6 +191,8 @@ def _dense(
     if len(results) == 1:
         return *results[0], used
     outs, sums = zip(*results, strict=True)
+    if out is None:  # without one autocast refuses 16-bit floats that are not its own
+        out = q.new_empty(*q.shape[:3], head_dim_v)
     return torch.cat(outs, 1, out=out), torch.cat(sums, 1), used
 
 

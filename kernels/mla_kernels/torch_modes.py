@@ -28,12 +28,14 @@ def without_modes(
     """`function`, which computes in torch on the device of its first argument, without gradients,
     without autocast, with products of fp32 in fp32 and not compiled.
 
-    Autocast would round the factors of products in fp32 to 16 bits, and
-    `torch.set_float32_matmul_precision` or `torch.backends` to TF32 or bf16; kernels, which neither
-    reaches, would give other numbers than torch. That precision is the process's: while the
-    function runs, products of other threads are in fp32 too. To whoever leaves it at fp32 nothing
-    is set. `torch.compile` takes memory that is used again (torch_scratch.py) for constants, so a
-    compiled caller stops there and goes on behind.
+    Autocast would round the factors of products in fp32 to 16 bits, and refuses to join tensors of
+    another 16-bit float than its own; `torch.set_float32_matmul_precision` or `torch.backends`
+    would round those factors to TF32 or bf16. Kernels, which none of these reaches, would give
+    other numbers than torch. That precision is the process's: while the function runs, products of
+    other threads are in fp32 too. To whoever leaves it at fp32 nothing is set.
+
+    `torch.compile` takes memory that is used again (torch_scratch.py) for constants, so a compiled
+    caller stops there and goes on behind.
     """
 
     @functools.wraps(function)

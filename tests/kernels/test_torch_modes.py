@@ -6,10 +6,18 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from mla_kernels import indexer_scores, mla_decode, mla_sparse_attention, torch_modes
+from mla_kernels import (
+    indexer_scores,
+    mla_decode,
+    mla_sparse_attention,
+    torch_modes,
+    write_kv_cache,
+)
 from mla_kernels.decode import torch_scratch
+from mla_kernels.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from mla_kernels.indexer import rows
 from mla_kernels.indexer.torch_impl import e4m3_to_f32
+from mla_kernels.query import api as query_api
 from mla_kernels.testing.cases import decode_case
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -117,6 +125,32 @@ def test_decode_in_a_compiled_function(rescale):
             assert all(map(torch.equal, some(), want))
     finally:
         torch.compiler.reset()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_joins_tensors(monkeypatch, dtype, mode):
+    """fp16 is not autocast's own 16-bit float here, and more than 8 new tokens are attended in
+    turns."""
+    monkeypatch.setattr(query_api, "INTERPRET", False)
+    case = decode_case([300, 19], s_q=2, dtype=dtype)
+    parts = case.q[..., :512], case.q[..., 512:]
+    latent, rope = (part[:, 0, 0].contiguous() for part in parts)
+    many = case.q.repeat(1, 5, 1, 1)
+    cache = case.kv_cache.unsqueeze(2)
+
+    def call():
+        written = torch.zeros_like(case.kv_cache)
+        write_kv_cache(latent, rope, written, case.seq_lens, impl="torch")
+        rest = case.args[1:]
+        metadata, _ = get_mla_metadata()
+        return (
+            written,
+            *mla_decode(parts, *rest, **case.options),
+            *flash_mla_with_kvcache(many, cache, *rest[1:], 512, metadata, causal=True),
+        )
+
+    check(call, mode)
 
 
 @contextmanager

@@ -5,8 +5,10 @@ import torch
 
 from mla_kernels.cache.rows import as_words, scalar
 from mla_kernels.layouts import E4M3_MAX, MIN_GROUP_SCALE, Fp8DsMlaLayout
+from mla_kernels.torch_modes import without_modes
 
 
+@without_modes
 def write_kv_cache_torch(
     kv_c: torch.Tensor,
     k_pe: torch.Tensor,

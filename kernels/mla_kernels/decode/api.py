@@ -24,6 +24,7 @@ from mla_kernels.decode.rescale import RESCALES
 from mla_kernels.decode.torch_impl import mla_decode_torch
 from mla_kernels.dispatch import Choice
 from mla_kernels.layouts import MlaDims
+from mla_kernels.query.api import join_query_torch
 from mla_kernels.triton_common.record import kind
 
 __all__ = ["AVAILABLE", "MAX_HEADS", "MAX_S_Q", "mla_decode"]
@@ -126,7 +127,7 @@ def mla_decode(
         out, lse = results_for(q, kv_lora_rank, out, lse)
         return out.zero_(), lse.fill_(-torch.inf)
     if by_torch:
-        values = q if isinstance(q, torch.Tensor) else torch.cat(q, dim=-1)
+        values = q if isinstance(q, torch.Tensor) else join_query_torch(*q)
         values = dequantised(values, q_scale)
         rows = kv_cache, block_table, seq_lens
         dtype = result_dtype(first_part(q).dtype)

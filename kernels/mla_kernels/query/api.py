@@ -4,6 +4,7 @@
 import torch
 
 from mla_kernels import checks
+from mla_kernels.torch_modes import without_modes
 from mla_kernels.triton_common.runtime import INTERPRET
 from mla_kernels.versions import no_triton
 
@@ -27,9 +28,15 @@ def join_query(q_latent: torch.Tensor, q_rope: torch.Tensor) -> torch.Tensor:
     checks.check_last_contiguous("q_latent", q_latent)
     checks.check_last_contiguous("q_rope", q_rope)
     if no_triton() or (q_latent.device.type == "cpu" and not INTERPRET):
-        return torch.cat((q_latent, q_rope), dim=-1)
+        return join_query_torch(q_latent, q_rope)
     from mla_kernels.query.triton.launcher import launch_join_query
 
     q = q_latent.new_empty(T, H, R + q_rope.shape[2])
     launch_join_query(q_latent, q_rope, q)
     return q
+
+
+@without_modes
+def join_query_torch(q_latent: torch.Tensor, q_rope: torch.Tensor) -> torch.Tensor:
+    """[..., R + P] of parts that fit each other, on any device."""
+    return torch.cat((q_latent, q_rope), dim=-1)
