@@ -136,7 +136,8 @@ def plan_mla_decode(
     """Plan the decode of a batch from seq_lens [B] int32, on its device, without a host sync.
 
     Build it once, `update` it once a step and pass it to every layer's `mla_decode(plan=...)`. It
-    owns the workspace for partial results, so that a step with a plan allocates nothing.
+    owns the workspace for partial results, so that a step with a plan allocates nothing, and calls
+    with one plan may not run at once (on two streams).
 
     seq_lens        [B] int32, tokens in the cache, the s_q new ones included; B may be 0
     num_heads, s_q  of the q to come: 1..128 heads, 1..8 new tokens a request
