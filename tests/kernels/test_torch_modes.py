@@ -127,6 +127,16 @@ def test_decode_in_a_compiled_function(rescale):
         torch.compiler.reset()
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rescale", RESCALES)
+def test_decode_without_tf32(rescale, dtype):
+    case = decode_case([300, 3, 0, 129], s_q=2, dtype=dtype, device="cuda")
+    options = case.options | {"rescale": rescale, "impl": "torch"}
+    check(lambda: mla_decode(*case.args, **options), products_in_bf16)  # on a GPU in TF32
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_joins_tensors(monkeypatch, dtype, mode):
