@@ -52,10 +52,14 @@ def without_modes(
             if set_here:
                 _products_as_before(device)
 
+    disabled: list[Callable[..., R]] = []  # one, made when needed: it imports all of torch.compile
+
     @functools.wraps(function)
     def untraced(x: torch.Tensor, /, *args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_dynamo_compiling():
-            return torch.compiler.disable(run)(x, *args, **kwargs)
+            if not disabled:
+                disabled.append(torch.compiler.disable(run))
+            return disabled[0](x, *args, **kwargs)
         return run(x, *args, **kwargs)
 
     return untraced
