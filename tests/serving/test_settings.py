@@ -110,6 +110,9 @@ def test_config_named_by_the_environment(tmp_path):
         ("ENABLE_PREFIX_CACHING", "off", ["--no-enable-prefix-caching"]),
         ("API_KEY", "[a, b]", ["--api-key", "a", "b"]),
         ("COMPILATION_CONFIG", "{mode: 0}", ["--compilation-config", '{"mode": 0}']),
+        ("COMPILATION_CONFIG", '{"a": 1e-6}', ["--compilation-config", '{"a": 1e-06}']),
+        ("COMPILATION_CONFIG", '{\n\t"a": 1}', ["--compilation-config", '{"a": 1}']),
+        ("COMPILATION_CONFIG", "{a: 2026-11-27}", ["--compilation-config", '{"a": "2026-11-27"}']),
         *(("API_KEY", key, ["--api-key", key]) for key in ("010", "1_0", "no", "*x", "a #b", "")),
     ],
 )
@@ -130,6 +133,31 @@ def test_a_key_may_begin_with_a_dash(key, tmp_path):
     ):
         args = parser.parse_args(layers.arguments(parser._option_string_actions))
         assert args.api_key == [expected]
+
+
+@pytest.mark.parametrize("keys", ["[-s3cret, a]", "[a, -s3cret]", '["--s3cret", "a"]'])
+def test_keys_of_several_may_not_begin_with_a_dash(keys, tmp_path):
+    """argparse would take them for options, and repeat them."""
+    path = write(tmp_path, f"api-key: {keys}\n")
+    for name, layers in (
+        ("MLA_SERVE_API_KEY", read_layers([], {"MLA_SERVE_API_KEY": keys})),
+        ("api-key", read_layers(["--config", path], {})),
+    ):
+        with pytest.raises(ValueError, match=f"^{name}: expected several values") as refused:
+            layers.arguments(OPTIONS)
+        assert "s3cret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("date", ["2026-11-27", "2026-02-30", "2026-11-27T10:00:00Z"])
+def test_a_date_is_text(date, tmp_path):
+    mapping = f"{{of: {date}, {date}: 1}}"
+    layers = read_layers(
+        ["--config", write(tmp_path, f"model: {date}\ncompilation-config: {mapping}\n")], {}
+    )
+    assert layers.is_local() is False  # no directory of that name
+    assert layers.arguments(OPTIONS) == [
+        "--model", date, "--compilation-config", json.dumps({"of": date, date: 1}),
+    ]  # fmt: skip
 
 
 def test_a_value_of_the_wrong_kind_is_named(tmp_path):

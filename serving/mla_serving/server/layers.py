@@ -4,8 +4,8 @@
 All three speak of the same options, vLLM's and ours. The YAML file is one that
 `vllm serve --config` reads: keys are option names without the dashes. The variable
 `MLA_SERVE_MAX_MODEL_LEN=4096` is the option `--max-model-len 4096`. A flag's variable says true or
-false; other values are taken as they are written, but for YAML lists and mappings. Needs no vLLM:
-the model must be known before vLLM is imported.
+false; other values are taken as they are written, but for lists and mappings, in JSON or YAML.
+Needs no vLLM: the model must be known before vLLM is imported.
 """
 
 import argparse
@@ -120,17 +120,33 @@ def _read_yaml(path: str) -> Any:
 def _yaml(source: str, text: str, secret: bool = False) -> Any:
     """secret: the text may be a key, which an error must not repeat."""
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         what = getattr(error, "problem", None) or "no YAML" if secret else error
         raise ValueError(f"{source}: {what}") from None
 
 
+class _Loader(yaml.SafeLoader):
+    """A date stays the text that it is written as: JSON has none, and 2026-02-30 is an error."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, form) for tag, form in known if not tag.endswith(":timestamp")]
+    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
 def _typed(name: str, text: str, action: argparse.Action | None) -> Any:
-    """The value of a variable. Only what must be is read as YAML, which takes 010 for 8."""
+    """The value of a variable. Only what must be is read as YAML, which takes 010 for 8, and the
+    1e-6 of JSON for text."""
     if action is not None and action.nargs == 0:
         return _FLAG_WORDS.get(text.strip().lower(), text)
-    return _yaml(name, text, secret=True) if text.lstrip().startswith(("[", "{")) else text
+    if not text.lstrip().startswith(("[", "{")):
+        return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        return _yaml(name, text, secret=True)
 
 
 def _flatten(name: str, key: str, value: Any, options: Mapping[str, argparse.Action]) -> list[str]:
@@ -153,6 +169,8 @@ def _flatten(name: str, key: str, value: Any, options: Mapping[str, argparse.Act
     words = list(map(_word, value if isinstance(value, list) and action.nargs else [value]))
     if len(words) == 1 and words[0].startswith("-"):  # by itself argparse takes it for an option
         return [f"{flag}={words[0]}"]
+    if any(word.startswith("-") for word in words):  # which may be a key: not repeated
+        raise ValueError(f"{name}: expected several values none of which begins with a dash")
     return [flag, *words] if words else []
 
 
