@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings: which source wins, what is set when nobody says anything. Needs no vLLM."""
+"""Settings: which source wins, what is set when nobody says anything. One test imports vLLM."""
 
 import argparse
 import json
@@ -262,6 +262,7 @@ def test_what_the_user_set_stays(tmp_path):
         "VLLM_NO_USAGE_STATS": "0",
         "DO_NOT_TRACK": "0",
         "VLLM_LOGGING_LEVEL": "INFO",
+        "VLLM_WORKER_MULTIPROC_METHOD": "fork",
         "VLLM_CPU_KVCACHE_SPACE": "7",
     }
     environ = dict(asked)
@@ -285,6 +286,17 @@ def test_cpu_kv_cache_leaves_it_to_vllm_to_refuse_no_ranks(ranks, tmp_path):
     environ = {}
     environment.set_cpu_kv_cache(str(tmp_path), *ranks, environ=environ)
     assert int(environ["VLLM_CPU_KVCACHE_SPACE"]) >= 1
+
+
+def test_engines_are_started_as_vllms_command_starts_them(monkeypatch):
+    monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)
+    code = (
+        "from mla_serving.server import environment; environment.set_before_import(True); "
+        "from vllm.utils.system_utils import get_mp_context; "
+        "print(get_mp_context().get_start_method())"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split()[-1] == "spawn"
 
 
 def test_vllm_is_not_imported_before_the_environment_is_set():

@@ -14,11 +14,13 @@ def set_before_import(local: bool, environ: MutableMapping[str, str] = os.enviro
     """What must be in place before vLLM and transformers are imported.
 
     No usage statistics; no Hub look-ups where all that is named is on this machine; vLLM's log from
-    WARNING up, so that our progress lines can be read.
+    WARNING up, so that our progress lines can be read; and what vLLM's own command sets: engines
+    are no forks of this process, whose threads may hold locks, and so can be bound to memory nodes.
     """
     environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     environ.setdefault("DO_NOT_TRACK", "1")
     environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     if local:
         environ.setdefault("HF_HUB_OFFLINE", "1")
 
