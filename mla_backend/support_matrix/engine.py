@@ -134,6 +134,8 @@ def section() -> str:
         f"{support.MAX_QUERY_LEN - 1} speculative tokens, with sparse attention any number; none "
         "with decode context parallelism.",
         f"* The logarithm of the softmax sum is returned: {yes(_returns_lse())}.",
+        "* DeepSeek Sparse Attention on a GPU of 10.x: up to vLLM 0.32. Refused with 0.33, whose "
+        "kernel writes the indexer's keys with other scales.",
         "* Tensor parallelism: 1 to 128 heads on a rank. Pipeline, data and expert parallelism are "
         "vLLM's.",
         "",

@@ -545,6 +545,7 @@ def test_auto_is_fp8_for_glm_5_on_sm_10x(name, gpu, changes, asked, dtype):
 
 
 def test_gpus_of_sm_10x_are_known():
+    assert set(rates.SM_80) <= set(rates.MEMORY_MIB)
     assert rates.SM_10X == ("b200",) and set(rates.SM_10X) <= set(rates.MEMORY_MIB)
 
 

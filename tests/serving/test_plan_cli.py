@@ -46,6 +46,17 @@ def test_text(capsys):
 
 
 @pytest.mark.parametrize(
+    "model, gpu, last",
+    [(V32, "a100", "0.28"), (V32, "b200", "0.32"), (V32, "h200", None), (V3, "b200", None)],
+)
+def test_the_last_vllm_that_serves_the_model_there_is_said(capsys, model, gpu, last):
+    asked = (*model, "--gpus", "8", "--gpu", gpu)
+    said = f"DCP 1; sparse attention there with vLLM up to {last}\n" if last else "DCP 1\n"
+    assert said in run(capsys, *asked)[1]
+    assert json.loads(run(capsys, *asked, "--json")[1])["cluster"]["last_vllm"] == last
+
+
+@pytest.mark.parametrize(
     "argv, said",
     [
         (["--gpus", "8", "--tp", "3"], "--tp x --dp x --pp = --gpus, got 3 x 1 x 1 and 8"),

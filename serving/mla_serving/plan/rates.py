@@ -25,7 +25,8 @@ MEMORY_MIB = {
     "l40s": 46068,
     "rtx4090": 24564,
 }
-SM_10X = ("b200",)  # those of compute capability 10.x
+SM_80 = ("a100-40", "a100")  # those of compute capability 8.0
+SM_10X = ("b200",)  # and 10.x
 _SOURCE = "benchmarks/results/{gpu}/dense_decode.json"
 _CASE = re.compile(r"b(\d+)_h(\d+)_q1_k(\d+)(?:_(fp8|fp8_ds_mla))?")
 _OURS = re.compile(r"mla_kernels/(hopper|triton)/pow2")

@@ -4,6 +4,7 @@
 import json
 from typing import Any
 
+from mla_serving.plan import served
 from mla_serving.plan.cost import Plan
 from mla_serving.plan.layout import GIB
 from mla_serving.plan.model import MlaModel
@@ -31,6 +32,7 @@ def as_json(plan: Plan) -> str:
             "pp": layout.pp,
             "dcp": layout.dcp,
             "expert_parallel": layout.ep,
+            "last_vllm": served.last_vllm(model, question.gpu),
         },
         "weights": {"bytes_per_gpu": plan.weight_bytes, "parts": plan.weights},
         "kv_cache": {
@@ -71,6 +73,8 @@ def as_text(plan: Plan) -> str:
     experts = f", {model.experts} experts" if model.experts else ""
     sizes = f"TP {layout.tp}, DP {layout.dp}, PP {layout.pp}, DCP {layout.dcp}"
     expert_parallel = ", experts whole" if layout.ep else ""
+    last = served.last_vllm(model, question.gpu)
+    versions = f"; sparse attention there with vLLM up to {last}" if last else ""
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in plan.weights.items())
     rows = f"{model.layers} layers x {plan.row_bytes}"
     if model.sparse:
@@ -84,7 +88,7 @@ def as_text(plan: Plan) -> str:
     lines = [
         ("model", f"{model.name}: {model.parameters / 1e9:.1f} B parameters, {model.layers} layers"
                   f", {model.heads} heads{experts}; MTP layers, if any, are not counted"),
-        ("cluster", f"{layout.gpus} x {question.gpu}: {sizes}{expert_parallel}"),
+        ("cluster", f"{layout.gpus} x {question.gpu}: {sizes}{expert_parallel}{versions}"),
         ("weights", f"{plan.weight_bytes / GIB:.1f} GiB a GPU{stage}: {parts}; {_stored(model)}"),
         ("KV cache", f"{plan.token_bytes:,} bytes a token: {rows}, {plan.kv_cache_dtype}"),
         ("memory", f"{plan.cache_bytes / GIB:.1f} GiB a GPU for the cache: {usable / GIB:.1f} "

@@ -8,6 +8,10 @@ from mla_kernels.topk.api import MAX_K
 from mla_backend.attention import support
 from mla_serving.plan.layout import Layout
 from mla_serving.plan.model import MlaModel
+from mla_serving.plan.rates import SM_10X, SM_80
+
+# Later ones compute the indexer's keys there in ways that it refuses (mla_backend.compat).
+_LAST_OF_SPARSE = dict.fromkeys(SM_80, "0.28") | dict.fromkeys(SM_10X, "0.32")
 
 
 def check(model: MlaModel, layout: Layout, kv_cache_dtype: str) -> None:
@@ -17,6 +21,11 @@ def check(model: MlaModel, layout: Layout, kv_cache_dtype: str) -> None:
     if model.sparse:
         _check_ranks(model, layout)
         _check_indexer(model)
+
+
+def last_vllm(model: MlaModel, gpu: str) -> str | None:
+    """The last vLLM with which the backend serves `model` on such GPUs; None: its newest."""
+    return _LAST_OF_SPARSE.get(gpu) if model.sparse else None
 
 
 def _check_rows(model: MlaModel, kv_cache_dtype: str) -> None:
