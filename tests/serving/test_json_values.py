@@ -104,6 +104,15 @@ def test_a_name_without_end_is_cut():
         (b'{"structured_outputs":3}', "structured_outputs", "JSON object"),
         (b'{"structured_outputs": false}', "structured_outputs", "JSON object"),
         (rb'{"structured\u005Foutputs": "a"}', "structured_outputs", "JSON object"),
+        *(
+            (
+                b'{"tool_choice" : {"function": {"name": "f"}}, '
+                b'"tools": [{"function": {"name": "g"}}, %s]}' % tool,
+                "tools[1].function.name",
+                "is missing",
+            )
+            for tool in (b"{}", b'{"function": {}}', b'{"function": {"parameters": {}}}')
+        ),
     ],
 )
 def test_a_field_that_vllm_reads_unchecked(stand, openai_error, body, field, words):
@@ -127,6 +136,11 @@ def test_a_field_that_vllm_reads_unchecked(stand, openai_error, body, field, wor
         b'{"top_k": "12345678901234567890x", "repetition_detection": 5}',
         b'{"seed": 18446744073709551616}',
         b'{"structured_outputs": null}',
+        b'{"tool_choice": {"function": {"name": "f"}}, "tools": [{"function": {"name": 5}}]}',
+        b'{"tool_choice": {"function": {"name": "f"}}, "tools": [null, {"function": 5}]}',
+        b'{"tool_choice": {"function": {"name": "f"}}, "tools": {}}',
+        b'{"tool_choice": {"type": "function", "name": "f"}, "tools": [{"name": "f"}]}',
+        b'{"tool_choice": "required", "tools": [{}]}',
         b'{"structured_outputs": {"regex": "a"}}',
         b'{"tools": [{"top_k": 18446744073709551616, "structured_outputs": 1}]}',
     ],

@@ -23,6 +23,7 @@ _SUSPECT = re.compile(
     rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]|\x00"
     rb'|"(?:top_k|stream_interval|max_pattern_size|min_pattern_size|min_count)"\s*:\s*(?:"|\d{20})'
     rb'|"structured_outputs"\s*:\s*[^\s{n]'
+    rb'|"tool_choice"\s*:\s*\{'
     rb"|\\u00(?:5[fF]|6[1-9a-fA-F]|7[0-9aA])"
 )
 _UNBOUNDED = ("top_k", "stream_interval")
@@ -101,6 +102,17 @@ def _odd_field(content: dict[str, Any]) -> tuple[str, str] | None:
             return field, f"{field} must be at most {_MOST}, got {number}."
     if not isinstance(outputs, dict | None):
         return "structured_outputs", "structured_outputs must be a JSON object."
+    return _nameless_tool(content.get("tools"), content.get("tool_choice"))
+
+
+def _nameless_tool(tools: Any, choice: Any) -> tuple[str, str] | None:
+    """Where a choice names a function, as only chat's does, vLLM looks for it in every tool."""
+    if not isinstance(tools, list) or not isinstance(choice, dict) or "function" not in choice:
+        return None
+    for i, tool in enumerate(tools):
+        function = tool.get("function", {}) if isinstance(tool, dict) else None
+        if isinstance(function, dict) and "name" not in function:
+            return f"tools[{i}].function.name", f"tools[{i}].function.name is missing."
     return None
 
 
