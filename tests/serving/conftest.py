@@ -88,13 +88,17 @@ def make_vllm_app(events):
         await app.state.release.wait()
 
     @app.post("/v1/fail")
-    async def fail(how: str):
+    async def fail(how: str, request: Request):
         if how == "detail":
             raise HTTPException(422, detail=[{"loc": ["body"], "msg": "bad"}])
         if how == "string":
             return JSONResponse({"error": "Unauthorized"}, 401)
         if how == "shaped":
             return JSONResponse({"error": {"message": "m", "code": 404}}, 404)
+        if how == "given up":  # as vLLM says that its engine ended a request
+            await request.body()
+            error = {"message": "Internal server error", "type": "InternalServerError"}
+            return JSONResponse({"error": error | {"param": None, "code": 500}}, 500)
         if how == "silent":
             return JSONResponse({"error": {"message": "", "param": "p", "code": 500}}, 500)
         if how == "raw":
@@ -123,7 +127,9 @@ def make_vllm_app(events):
 class Stand:
     """One root application and all that it was made of."""
 
-    def __init__(self, *, keys=(), limit=0, body_mib=8.0, root_path="", hang_timeout=0.1):
+    def __init__(
+        self, *, keys=(), limit=0, body_mib=8.0, root_path="", hang_timeout=0.1, kv_transfer=None
+    ):
         self.engine = FakeEngine()
         self.events = []
         self.gauges = {}
@@ -131,7 +137,9 @@ class Stand:
         self.gate = Gate(limit)
         ask = self.engine.collective_rpc
         self.info = Info(self.engine, self.gate, ["demo"], lambda: self.gauges, ask, "0.32.0")
-        args = Namespace(root_path=root_path, mla_max_body_mib=body_mib, **CORS)
+        args = Namespace(
+            root_path=root_path, mla_max_body_mib=body_mib, kv_transfer_config=kv_transfer, **CORS
+        )
         self.watchdog = Watchdog(self.engine, hang_timeout)
         self.app = build_root_app(
             self.vllm_app, self.engine, self.gate, self.info, self.watchdog, args, list(keys)

@@ -143,6 +143,14 @@ BAD = {
     "no JSON": (400, {"content": b"prompt=x", "headers": {"content-type": "text/plain"}}),
     "no body": (400, {"headers": JSON}),
     "prompt over the context": (400, {"json": {**COMPLETION, "prompt": [5] * (CONTEXT + 1)}}),
+    **{
+        f"a grammar of {name}": (400, {"json": {**COMPLETION, **asked}})
+        for name, asked in {
+            "itself alone": {"structured_outputs": {"json": {"$ref": "#"}}},
+            "no rule": {"structured_outputs": {"grammar": "root ::= "}},
+            "no allowed token": {"structured_outputs": {"choice": ["a"]}, "allowed_token_ids": [1]},
+        }.items()
+    },
     "300 headers": (431, {"headers": [("x", "y")] * 300}),
     "10 MB": (413, {"json": {**COMPLETION, "prompt": "x" * 10_000_000}}),
 }

@@ -15,6 +15,7 @@ from mla_serving.server.auth import ApiKey
 from mla_serving.server.body_limit import BodyLimit
 from mla_serving.server.body_wait import BodyWait
 from mla_serving.server.errors import OpenAIErrors, error_response
+from mla_serving.server.grammar import Grammar
 from mla_serving.server.info import Info
 from mla_serving.server.json_object import JsonObject
 from mla_serving.server.json_values import JsonValues
@@ -42,7 +43,7 @@ def build_root_app(
         gate: counts and admits requests; the drain closes it.
         info: answers /mla/info.
         watchdog: knows whether the engine hangs.
-        args: root_path, mla_max_body_mib and vLLM's options of CORS.
+        args: root_path, mla_max_body_mib, kv_transfer_config and vLLM's options of CORS.
         keys: API keys; empty leaves the server open.
     """
     app = FastAPI(
@@ -68,6 +69,8 @@ def build_root_app(
     app.router.lifespan_context = lambda _: vllm_app.router.lifespan_context(vllm_app)  # type: ignore[assignment]
 
     # The last one added is the outermost.
+    if args.kv_transfer_config is None:
+        app.add_middleware(Grammar)
     app.add_middleware(JsonValues)
     app.add_middleware(JsonObject)
     app.add_middleware(BodyLimit, limit=int(args.mla_max_body_mib * MIB))
