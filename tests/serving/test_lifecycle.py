@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import httpx
 import psutil
@@ -268,6 +269,36 @@ time.sleep(60)
         time.sleep(0.05)
     else:
         pytest.fail("the child still runs")
+
+
+def test_shared_memory_does_not_outlive_what_is_killed():
+    code = """
+import multiprocessing, time
+from multiprocessing.shared_memory import SharedMemory
+from mla_serving.server import lifecycle
+
+def work(pipe):
+    pipe.send(SharedMemory(create=True, size=64).name)
+    time.sleep(60)
+
+if __name__ == "__main__":
+    lifecycle.catch_signals_while_starting()
+    ours, theirs = multiprocessing.Pipe()
+    child = multiprocessing.get_context("fork").Process(target=work, args=(theirs,))
+    child.start()
+    print(child.pid, ours.recv(), SharedMemory(create=True, size=64).name, flush=True)
+    lifecycle.kill_everything()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    child, *names = done.stdout.split()
+    for _ in range(100):
+        left = [name for name in names if Path("/dev/shm", name).exists()]
+        if has_ended(int(child)) and not left:
+            break
+        time.sleep(0.05)
+    else:
+        pytest.fail(f"the child still runs, or shared memory is left: {left}")
 
 
 def test_vllm_does_not_swallow_a_signal_while_its_engine_loads(tmp_path):
