@@ -16,6 +16,7 @@ from mla_kernels.decode.api import MAX_HEADS, MAX_S_Q, mla_decode
 from mla_kernels.decode.plan import MlaDecodePlan, plan_mla_decode
 from mla_kernels.layouts import Fp8DsMlaLayout, MlaDims
 from mla_kernels.sparse.api import mla_sparse_attention
+from mla_kernels.torch_modes import untraced
 from mla_kernels.triton_common.record import kind
 
 __all__ = [
@@ -40,6 +41,7 @@ class FlashMLASchedMeta:
     checked: tuple[object, ...] | None = None  # the kinds of arguments of the last call
 
 
+@untraced
 def get_mla_metadata(*args: object, **kwargs: object) -> tuple[FlashMLASchedMeta, None]:
     """An empty `FlashMLASchedMeta` for `flash_mla_with_kvcache`, and None for `num_splits`.
 
@@ -48,6 +50,7 @@ def get_mla_metadata(*args: object, **kwargs: object) -> tuple[FlashMLASchedMeta
     return FlashMLASchedMeta(), None
 
 
+@untraced
 def flash_mla_with_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -196,6 +199,7 @@ def _dense(
     return torch.cat(outs, 1, out=out), torch.cat(sums, 1), used
 
 
+@untraced
 def flash_mla_sparse_fwd(
     q: torch.Tensor,
     kv: torch.Tensor,

@@ -26,16 +26,13 @@ def without_modes(
     function: Callable[Concatenate[torch.Tensor, P], R],
 ) -> Callable[Concatenate[torch.Tensor, P], R]:
     """`function`, which computes in torch on the device of its first argument, without gradients,
-    without autocast, with products of fp32 in fp32 and not compiled.
+    without autocast and with products of fp32 in fp32.
 
     Autocast would round the factors of products in fp32 to 16 bits, and refuses to join tensors of
     another 16-bit float than its own; `torch.set_float32_matmul_precision` or `torch.backends`
     would round those factors to TF32 or bf16. Kernels, which none of these reaches, would give
     other numbers than torch. That precision is the process's: while the function runs, products of
     other threads are in fp32 too. To whoever leaves it at fp32 nothing is set.
-
-    `torch.compile` takes memory that is used again (torch_scratch.py) for constants, so a compiled
-    caller stops there and goes on behind.
     """
 
     @functools.wraps(function)
@@ -52,17 +49,26 @@ def without_modes(
             if set_here:
                 _products_as_before(device)
 
-    disabled: list[Callable[..., R]] = []  # one, made when needed: it imports all of torch.compile
+    return run
+
+
+def untraced(function: Callable[P, R]) -> Callable[P, R]:
+    """`function`, an op, at which a caller that `torch.compile` compiles stops, to go on behind it.
+
+    Traced, memory that is used again (torch_scratch.py) and what a launch remembers (launch.py,
+    record.py) would be constants of the compiled caller.
+    """
+    disabled: list[Callable[P, R]] = []  # one, made when needed: it imports all of torch.compile
 
     @functools.wraps(function)
-    def untraced(x: torch.Tensor, /, *args: P.args, **kwargs: P.kwargs) -> R:
+    def op(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_dynamo_compiling():
             if not disabled:
-                disabled.append(torch.compiler.disable(run))
-            return disabled[0](x, *args, **kwargs)
-        return run(x, *args, **kwargs)
+                disabled.append(torch.compiler.disable(function))
+            return disabled[0](*args, **kwargs)
+        return function(*args, **kwargs)
 
-    return untraced
+    return op
 
 
 def _products_in_fp32(device: str) -> bool:

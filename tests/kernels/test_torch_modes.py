@@ -7,9 +7,11 @@ from contextlib import contextmanager
 import pytest
 import torch
 from mla_kernels import (
+    exact_topk,
     indexer_scores,
     mla_decode,
     mla_sparse_attention,
+    plan_mla_decode,
     torch_modes,
     write_kv_cache,
 )
@@ -22,6 +24,10 @@ from mla_kernels.testing.cases import decode_case
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 RESCALES = ["pow2", "amla", "flash"]
+GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
 
 
 def autocast():
@@ -109,13 +115,7 @@ def test_indexer(monkeypatch, mode):
     check(call, mode)
 
 
-@pytest.mark.parametrize("rescale", RESCALES)
-def test_decode_in_a_compiled_function(rescale):
-    case = decode_case([300, 3, 0, 129], s_q=2)
-
-    def call():
-        return mla_decode(*case.args, **case.options, rescale=rescale)
-
+def check_compiled(call):
     want = call()
     vars(torch_scratch._BUFFERS).clear()
     torch.compiler.reset()
@@ -127,12 +127,34 @@ def test_decode_in_a_compiled_function(rescale):
         torch.compiler.reset()
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("rescale", RESCALES)
+def test_decode_in_a_compiled_function(rescale):
+    case = decode_case([300, 3, 0, 129], s_q=2)
+    check_compiled(lambda: mla_decode(*case.args, **case.options, rescale=rescale))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+def test_kernels_in_a_compiled_function(device):
+    """Interpreted ones, which nobody traces either; on a GPU the launch and what it remembers."""
+    case = decode_case([300, 3, 0, 129], s_q=2, device=device)
+    seq_lens = case.args[3]
+    plan = plan_mla_decode(seq_lens, num_heads=case.q.shape[2], s_q=2, impl="triton")
+    scores = torch.arange(3000.0, device=device).flip(0).repeat(2, 1)
+
+    def call():
+        plan.update(seq_lens)
+        out, lse = mla_decode(*case.args, **case.options, plan=plan, impl="triton")
+        chosen = exact_topk(scores + 1, 5, impl="triton")
+        return out, lse, chosen
+
+    check_compiled(call)
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=GPU)])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rescale", RESCALES)
-def test_decode_without_tf32(rescale, dtype):
-    case = decode_case([300, 3, 0, 129], s_q=2, dtype=dtype, device="cuda")
+def test_decode_without_tf32(rescale, dtype, device):
+    case = decode_case([300, 3, 0, 129], s_q=2, dtype=dtype, device=device)
     options = case.options | {"rescale": rescale, "impl": "torch"}
     check(lambda: mla_decode(*case.args, **options), products_in_bf16)  # on a GPU in TF32
 

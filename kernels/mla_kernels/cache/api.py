@@ -9,6 +9,7 @@ from mla_kernels import checks
 from mla_kernels.cache.torch_impl import write_kv_cache_torch
 from mla_kernels.dispatch import choose_impl
 from mla_kernels.layouts import MlaDims
+from mla_kernels.torch_modes import untraced
 from mla_kernels.triton_common.record import Recordings, kind, rows_kind
 
 AVAILABLE = ("triton", "torch", "reference")
@@ -16,6 +17,7 @@ AVAILABLE = ("triton", "torch", "reference")
 _RECORDINGS = Recordings(256)
 
 
+@untraced
 def write_kv_cache(
     kv_c: torch.Tensor,
     k_pe: torch.Tensor,

@@ -25,11 +25,13 @@ from mla_kernels.decode.torch_impl import mla_decode_torch
 from mla_kernels.dispatch import Choice
 from mla_kernels.layouts import MlaDims
 from mla_kernels.query.api import join_query_torch
+from mla_kernels.torch_modes import untraced
 from mla_kernels.triton_common.record import kind
 
 __all__ = ["AVAILABLE", "MAX_HEADS", "MAX_S_Q", "mla_decode"]
 
 
+@untraced
 def mla_decode(
     q: Query,
     kv_cache: torch.Tensor,

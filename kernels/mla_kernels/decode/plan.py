@@ -13,6 +13,7 @@ from mla_kernels import checks
 from mla_kernels.decode.choice import choose_decode_impl
 from mla_kernels.decode.rescale import RESCALES
 from mla_kernels.layouts import BLOCK_SIZE, MlaDims
+from mla_kernels.torch_modes import untraced
 from mla_kernels.triton_common.record import Recordings, kind
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class MlaDecodePlan:
     )
     updates: Recordings = field(default_factory=Recordings, init=False, repr=False, compare=False)
 
+    @untraced
     def update(self, seq_lens: torch.Tensor) -> None:
         """Plan for new lengths [num_requests] int32 in place: one small kernel, no allocation, no
         sync. May be captured in a CUDA graph, or run before the replay of one that uses the plan.
@@ -117,6 +119,7 @@ class MlaDecodePlan:
             )
 
 
+@untraced
 def plan_mla_decode(
     seq_lens: torch.Tensor,
     *,

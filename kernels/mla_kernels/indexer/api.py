@@ -14,6 +14,7 @@ from mla_kernels.layouts import BLOCK_SIZE
 from mla_kernels.topk.api import MAX_K
 from mla_kernels.topk.reference import exact_topk_reference
 from mla_kernels.topk.torch_impl import exact_topk_torch
+from mla_kernels.torch_modes import untraced
 from mla_kernels.versions import no_triton
 
 AVAILABLE = ("hopper", "triton", "torch", "reference")
@@ -21,6 +22,7 @@ MAX_HEADS = 64
 HEAD_DIM = 128
 
 
+@untraced
 def indexer_scores(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -96,6 +98,7 @@ def indexer_scores(
     return scores
 
 
+@untraced
 def indexer_topk(
     q: torch.Tensor,
     k_cache: torch.Tensor,

@@ -6,11 +6,13 @@ import torch
 from mla_kernels import checks
 from mla_kernels.dispatch import choose_impl
 from mla_kernels.layouts import E4M3_MAX, INDEXER_MIN_AMAX, IndexerLayout
+from mla_kernels.torch_modes import untraced
 
 AVAILABLE = ("triton", "torch", "reference")
 SCALE_FORMATS = ("ue8m0", "fp32")
 
 
+@untraced
 def write_indexer_cache(
     k: torch.Tensor,
     k_cache: torch.Tensor,

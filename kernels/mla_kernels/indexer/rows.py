@@ -10,6 +10,7 @@ import torch
 
 from mla_kernels import checks
 from mla_kernels.layouts import BLOCK_SIZE
+from mla_kernels.torch_modes import untraced
 from mla_kernels.triton_common.runtime import INTERPRET
 
 
@@ -65,6 +66,7 @@ def check_request_ids(request_ids: torch.Tensor | None, B: int) -> None:
         raise ValueError(f"Expected request_ids below {B}, got {int(request_ids.max())}")
 
 
+@untraced
 def indexer_lengths(
     seq_lens: torch.Tensor,
     T: int,
@@ -114,6 +116,7 @@ def indexer_lengths(
     return torch.minimum(lengths, positions.clamp(max=2**31 - 2) + 1).clamp_(min=0)
 
 
+@untraced
 def token_rows(
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,

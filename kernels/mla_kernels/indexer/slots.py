@@ -9,6 +9,7 @@ from mla_kernels import checks
 from mla_kernels.dispatch import choose_impl
 from mla_kernels.indexer.rows import check_request_ids
 from mla_kernels.layouts import BLOCK_SIZE
+from mla_kernels.torch_modes import untraced
 from mla_kernels.triton_common.record import Recordings, kind
 
 _RECORDINGS = Recordings(512)
@@ -16,6 +17,7 @@ _RECORDINGS = Recordings(512)
 AVAILABLE = ("triton", "torch", "reference")
 
 
+@untraced
 def positions_to_slots(
     positions: torch.Tensor,
     block_table: torch.Tensor,

@@ -9,10 +9,12 @@ from mla_kernels.decode.plan import MlaDecodePlan
 from mla_kernels.layer.buffers import MlaLayerBuffers
 from mla_kernels.layer.torch_impl import rotate_and_append_torch
 from mla_kernels.layer.weights import MlaLayerWeights
+from mla_kernels.torch_modes import untraced
 from mla_kernels.versions import no_triton
 
 
 @torch.no_grad()
+@untraced
 def mla_layer(
     x: torch.Tensor,
     kv_cache: torch.Tensor,

@@ -4,13 +4,14 @@
 import torch
 
 from mla_kernels import checks
-from mla_kernels.torch_modes import without_modes
+from mla_kernels.torch_modes import untraced, without_modes
 from mla_kernels.triton_common.runtime import INTERPRET
 from mla_kernels.versions import no_triton
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
+@untraced
 def join_query(q_latent: torch.Tensor, q_rope: torch.Tensor) -> torch.Tensor:
     """Queries [T, H, R + P] of an absorbed MLA layer from their latent [T, H, R] and rope [T, H, P]
     parts, as `mla_decode` wants them: torch.cat for parts of any strides at the speed of a copy.

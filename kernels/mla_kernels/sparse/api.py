@@ -16,6 +16,7 @@ from mla_kernels.sparse.choice import choose_sparse_impl, is_few
 from mla_kernels.sparse.reference import mla_sparse_attention_reference
 from mla_kernels.sparse.torch_impl import mla_sparse_attention_torch
 from mla_kernels.sparse.torch_sdpa import sparse_attention_by_sdpa
+from mla_kernels.torch_modes import untraced
 from mla_kernels.triton_common.record import Recordings, kind
 
 MAX_HEADS = 128
@@ -23,6 +24,7 @@ MAX_HEADS = 128
 _RECORDINGS = Recordings(512)
 
 
+@untraced
 def mla_sparse_attention(
     q: Query,
     kv_cache: torch.Tensor,

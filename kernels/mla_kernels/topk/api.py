@@ -8,11 +8,13 @@ from mla_kernels.dispatch import choose_impl
 from mla_kernels.topk.plan import MAX_WIDTH
 from mla_kernels.topk.reference import exact_topk_reference
 from mla_kernels.topk.torch_impl import exact_topk_torch
+from mla_kernels.torch_modes import untraced
 
 AVAILABLE = ("triton", "torch", "reference")
 MAX_K = 2048
 
 
+@untraced
 def exact_topk(
     scores: torch.Tensor,
     k: int,
