@@ -21,6 +21,7 @@ from mla_kernels.indexer import rows
 from mla_kernels.indexer.torch_impl import e4m3_to_f32
 from mla_kernels.query import api as query_api
 from mla_kernels.testing.cases import decode_case
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 RESCALES = ["pow2", "amla", "flash"]
@@ -131,6 +132,35 @@ def check_compiled(call):
 def test_decode_in_a_compiled_function(rescale):
     case = decode_case([300, 3, 0, 129], s_q=2)
     check_compiled(lambda: mla_decode(*case.args, **case.options, rescale=rescale))
+
+
+def without_data(call):
+    """Fake tensors have shapes alone, so the call fails where it looks at a number."""
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(Exception, match="aten"):
+        call()
+
+
+def functionalised(call):
+    torch.func.functionalize(lambda x: x + call()[0].sum().float())(torch.zeros(1))
+
+
+def differentiated(call):
+    torch.func.grad(lambda x: (x * call()[0].sum().float()).sum())(torch.ones(1))
+
+
+@pytest.mark.parametrize("elsewhere", [without_data, functionalised, differentiated])
+def test_kept_memory_is_of_no_mode_that_has_ended(elsewhere):
+    case = decode_case([300, 129, 3, 0], s_q=2)
+
+    def call():
+        return mla_decode(*case.args, **case.options)
+
+    want = call()
+    vars(torch_scratch._BUFFERS).clear()
+    elsewhere(call)
+    assert all(map(torch.equal, call(), want))
+    kept = [last for _, last in vars(torch_scratch._BUFFERS).values()]
+    assert len(kept) == 2 and all(type(x) is torch.Tensor and x.data_ptr() for x in kept)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])

@@ -23,5 +23,15 @@ def scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tens
         if buffer is None or buffer.numel() < size:
             buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
         last = buffer[:size].view(dtype).view(shape)
-    setattr(_BUFFERS, name, (buffer, last))
+    if _is_plain(last):
+        setattr(_BUFFERS, name, (buffer, last))
     return last
+
+
+def _is_plain(x: torch.Tensor) -> bool:
+    """Whether x is memory and nothing else. What a mode of torch or a transform of torch.func that
+    the caller is in makes instead is of use only until that ends."""
+    try:
+        return type(x) is torch.Tensor and x.data_ptr() != 0
+    except RuntimeError:  # a transform's, which has no address
+        return False
