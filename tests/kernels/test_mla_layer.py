@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`mla_layer` against a plain layer in fp32 that rebuilds every key and value."""
 
+import copy
 import dataclasses
+import gc
+import weakref
 
 import numpy as np
 import pytest
@@ -298,6 +301,20 @@ def test_weights_and_states_that_want_gradients():
     arguments["x"].requires_grad_()
     got = mla_layer(**arguments)
     assert not got.requires_grad and torch.equal(got, want)
+
+
+def test_weights_keep_no_parameter_alive_that_they_copied():
+    """Down-projections and keys' up-projections of all layers are gigabytes."""
+    linear = {
+        name.removesuffix(".weight"): torch.nn.Parameter(weight.detach().clone())
+        for name, weight in make_layer().named_parameters()
+    }
+    copied = [weakref.ref(linear[name]) for name in ("q_down", "kv_down", "kv_up")]
+    weights = MlaLayerWeights.from_projections(CONFIG, **linear)
+    del linear
+    gc.collect()
+    assert not any(original() is not None for original in copied)
+    assert torch.equal(copy.deepcopy(weights).down, weights.down)
 
 
 BAD_CONFIGS = [

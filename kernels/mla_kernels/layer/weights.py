@@ -28,6 +28,7 @@ class MlaLayerWeights:
     out: torch.Tensor
 
     @classmethod
+    @torch.no_grad()  # of parameters the copies would keep the originals alive
     def from_projections(
         cls,
         config: MlaLayerConfig,
