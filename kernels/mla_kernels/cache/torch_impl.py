@@ -35,7 +35,7 @@ def write_kv_cache_torch(
         keep = slot_mapping >= 0
         # No size may depend on the data: a skipped token repeats the write of one that is kept,
         # and if none is kept, writes back what the slot holds.
-        first = keep.int().argmax()
+        first = keep.int().argmax(0, keepdim=True)  # [1]: torch reads a number that is an index
         slot = slot_mapping[first].clamp(min=0)
         block_size = kv_cache.shape[1]
         stand_in = torch.where(

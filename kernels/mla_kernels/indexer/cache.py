@@ -101,7 +101,7 @@ def write_indexer_cache_torch(
     elif len(slots):
         # No size may depend on the data: a skipped row repeats the write of the first kept one,
         # and if none is kept, k_cache[0, 0] must not change (see `_put`).
-        first = keep.int().argmax()
+        first = keep.int().argmax(0, keepdim=True)  # [1]: torch reads a number that is an index
         k = torch.where(keep[:, None], k, k[first])
         slots = torch.where(keep, slots, slots[first])
     layout = IndexerLayout(head_dim=k.shape[1])

@@ -9,9 +9,9 @@ padding row, and `positions` [T] says where it stands (chunked prefill, mixed ba
 import torch
 
 from mla_kernels import checks
+from mla_kernels.dispatch import triton_refusal
 from mla_kernels.layouts import BLOCK_SIZE
 from mla_kernels.torch_modes import untraced
-from mla_kernels.triton_common.runtime import INTERPRET
 
 
 def check_rows(
@@ -143,7 +143,7 @@ def token_rows(
         checks.check_dtype(name, x, (torch.int32,))
         checks.check_device(name, x, seq_lens.device)
         checks.check_last_contiguous(name, x)
-    if seq_lens.device.type != "cpu" or INTERPRET:
+    if triton_refusal(seq_lens.device) is None:
         from mla_kernels.indexer.triton.row_launchers import launch_token_rows
 
         launch_token_rows(query_start_loc, seq_lens, request_ids, lengths)

@@ -6,11 +6,11 @@ import torch
 from mla_kernels import checks
 from mla_kernels.decode.api import check_arguments, mla_decode
 from mla_kernels.decode.plan import MlaDecodePlan
+from mla_kernels.dispatch import triton_refusal
 from mla_kernels.layer.buffers import MlaLayerBuffers
 from mla_kernels.layer.torch_impl import rotate_and_append_torch
 from mla_kernels.layer.weights import MlaLayerWeights
 from mla_kernels.torch_modes import untraced
-from mla_kernels.versions import no_triton
 
 
 @torch.no_grad()
@@ -58,7 +58,7 @@ def mla_layer(
     if B == 0 or block_table.shape[1] == 0:  # padding at most
         return buffers.out.zero_()
     rotate_and_append = rotate_and_append_torch
-    if x.is_cuda and no_triton() is None:
+    if x.is_cuda and triton_refusal(x.device) is None:
         from mla_kernels.layer.triton.launcher import launch_rotate_and_append as rotate_and_append
 
     b = buffers

@@ -4,9 +4,8 @@
 import torch
 
 from mla_kernels import checks
+from mla_kernels.dispatch import triton_refusal
 from mla_kernels.torch_modes import untraced, without_modes
-from mla_kernels.triton_common.runtime import INTERPRET
-from mla_kernels.versions import no_triton
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -28,7 +27,7 @@ def join_query(q_latent: torch.Tensor, q_rope: torch.Tensor) -> torch.Tensor:
     checks.check_device("q_rope", q_rope, q_latent.device)
     checks.check_last_contiguous("q_latent", q_latent)
     checks.check_last_contiguous("q_rope", q_rope)
-    if no_triton() or (q_latent.device.type == "cpu" and not INTERPRET):
+    if triton_refusal(q_latent.device) is not None:
         return join_query_torch(q_latent, q_rope)
     from mla_kernels.query.triton.launcher import launch_join_query
 

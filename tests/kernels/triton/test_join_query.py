@@ -32,6 +32,6 @@ def test_no_tokens():
 )
 @pytest.mark.parametrize("interpreted", [False, True])
 def test_parts_that_do_not_fit_are_refused(monkeypatch, latent, rope, message, interpreted):
-    monkeypatch.setattr(query_api, "INTERPRET", interpreted)
+    monkeypatch.setattr(query_api, "triton_refusal", lambda _: None if interpreted else "in torch")
     with pytest.raises(ValueError, match=message):
         join_query(latent, rope)
