@@ -48,7 +48,8 @@ def start(rows: torch.Size | tuple[int, ...], value_dim: int, device: torch.devi
 
 def scale_to_log2(scale: float) -> float:
     """scale * log2(e), rounded to fp32 as the kernels hold it."""
-    return ctypes.c_float(scale * LOG2E).value
+    # float: NumPy rounds a product to the precision of its own number, which may be an fp16.
+    return ctypes.c_float(float(scale) * LOG2E).value
 
 
 def grid_scores(qk: torch.Tensor, scale_log2: float) -> torch.Tensor:

@@ -181,6 +181,19 @@ def test_scales_of_any_type_of_number(device, impl, number):
     assert type(scale_argument(number(1))) is float
 
 
+@pytest.mark.filterwarnings("ignore:overflow")
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_a_scale_is_multiplied_in_the_precision_of_a_float(device, impl):
+    """In fp16 the product with log2(e) is off by up to 2^-11, or infinite."""
+    case = decode_case([70], num_heads=4, device=device)
+    for scale in (np.float16(0.1), np.float16(60000.0)):
+        case.options["scale"] = scale
+        got = mla_decode(*case.args, **case.options, impl=impl)
+        case.options["scale"] = float(scale)
+        want = mla_decode(*case.args, **case.options, impl=impl)
+        assert all(map(torch.equal, got, want))
+
+
 def test_sizes_that_are_integers_of_numpy(device):
     case = decode_case([70], device=device)
     want = mla_decode(*case.args, **case.options, impl="triton")
