@@ -62,6 +62,12 @@ def _check_positive(name: str, value: object) -> None:
 def check_tensor(name: str, x: object) -> None:
     if not isinstance(x, torch.Tensor):
         raise ValueError(f"Expected {name} to be a tensor, got {type(x).__name__}")
+    # Its address is 0 and kernels would go there; on a CPU torch looks inside, or says why not.
+    if hasattr(type(x), "__tensor_flatten__") and x.device.type != "cpu":
+        raise ValueError(
+            f"Expected {name} to be a tensor with memory of its own, got {type(x).__name__}, which "
+            "wraps others: pass the one inside (of a DTensor: to_local())"
+        )
 
 
 def check_dtype(name: str, x: torch.Tensor, allowed: tuple[torch.dtype, ...]) -> None:
