@@ -110,7 +110,7 @@ class MlaCpuPlatform(CpuPlatform):
             return
         compat.require_supported_vllm()
         envs.get("MLA_BACKEND_CPU_PLATFORM")  # our entry point let a wrong value pass
-        if not model.use_mla:
+        if not support.is_mla_model(model):
             raise RefusalError(support.not_mla_reason(model.architecture))
         kv_cache_dtype = vllm_config.cache_config.cache_dtype
         if kv_cache_dtype not in support.KV_CACHE_DTYPES:

@@ -153,6 +153,13 @@ def kv_cache_dtype_reason(kv_cache_dtype: str) -> str:
     )
 
 
+def is_mla_model(model: Any) -> bool:
+    """Whether vLLM asks for the attention class of this model's layers as MLA, `model` its
+    ModelConfig. Those of DeepSeek-V4, whose rows stand for several tokens, count as MLA to it too,
+    but have classes and pages of their own, whatever backend is selected."""
+    return bool(model.use_mla) and not hasattr(model.hf_text_config, "compress_ratios")
+
+
 def not_mla_reason(architecture: str | None = None) -> str:
     model = architecture or "this model or layer"
     return (

@@ -3,6 +3,7 @@
 
 import ast
 import inspect
+import json
 import os
 import re
 import subprocess
@@ -35,6 +36,26 @@ def start_up():
 def test_model_without_mla(start_up, llama):
     with pytest.raises(ValueError, match=r"LlamaForCausalLM does not use multi-head latent.*Mend"):
         start_up(llama)
+
+
+def test_a_model_whose_attention_is_its_own(start_up, tmp_path):
+    """vLLM counts DeepSeek-V4 as MLA, but asks nobody for its layers' class, whose pages have 256
+    tokens: with ours it would start on pages of 64."""
+    config = {
+        "architectures": ["DeepseekV4ForCausalLM"],
+        "model_type": "deepseek_v4",
+        "hidden_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 16,
+        "head_dim": 512,
+        "vocab_size": 2048,
+        "compress_ratios": [0, 4],
+        "torch_dtype": "bfloat16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"DeepseekV4ForCausalLM does not use .* \(MLA\).*Mend"):
+        start_up(tmp_path)
+    assert start_up(tmp_path, attention_backend=None).cache_config.block_size == 256
 
 
 @pytest.mark.parametrize("dtype", ["fp8_e5m2", "fp8_inc"])

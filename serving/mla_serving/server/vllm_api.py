@@ -32,6 +32,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.system_utils import set_ulimit
 from vllm.v1.metrics.reader import get_metrics_snapshot
 
+from mla_backend.attention import support
+
 VLLM_VERSION = str(vllm.__version__)
 _ENTRYPOINTS = "vllm.entrypoints"
 
@@ -100,8 +102,9 @@ def is_our_cpu() -> bool:
 
 
 def model_uses_mla(args: Namespace) -> bool:
-    """Whether vLLM will give this model MLA attention layers. Reads the model's config."""
-    return bool(AsyncEngineArgs.from_cli_args(args).create_model_config().use_mla)
+    """Whether vLLM will give this model MLA attention layers that the backend can be asked for.
+    Reads the model's config."""
+    return support.is_mla_model(AsyncEngineArgs.from_cli_args(args).create_model_config())
 
 
 def prepare(args: Namespace) -> None:
