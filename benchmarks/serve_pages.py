@@ -35,7 +35,7 @@ def serve_lines(report: Report) -> list[str]:
         "time, so while one is measured the others do nothing; "
     )
     open_loops = f"Open loops: {settings['open_requests']} requests, Poisson arrivals. "
-    loads = typical(serve_rows(report))
+    loads = median_runs(serve_rows(report))
     repeated = (
         f"All loads were repeated{', another server first each time' * settings['together']}: "
         "shown is the run with the median of output tokens a second, in brackets the least and "
@@ -101,7 +101,7 @@ def _gate_lines(rows: list[Row]) -> list[str]:
 def _serve_ratios(report: Report) -> list[str]:
     """Ours over each peer, load by load."""
     groups: dict[tuple[Shape, str, float], dict[str, Row]] = {}
-    for row in typical(serve_rows(report)):
+    for row in median_runs(serve_rows(report)):
         groups.setdefault(load_key(row), {})[row["backend"]] = row
     peers = [name for name in report.backends if name not in LABELS]
     if not peers or not any(OURS in rows and len(rows) > 1 for rows in groups.values()):
@@ -140,7 +140,7 @@ def serve_rows(report: Report) -> list[Row]:
     return [row for row in report.rows if "output_tok_s" in row]
 
 
-def typical(rows: list[Row]) -> list[Row]:
+def median_runs(rows: list[Row]) -> list[Row]:
     """Of a backend's runs of one load the one with the median throughput (of an even number the
     slower one in the middle), with the least and the most as its `spread`."""
     runs: dict[tuple[Any, ...], list[Row]] = {}
@@ -163,7 +163,7 @@ def plot_serve(report: Report, path: Path) -> None:
     """Throughput of the GPU against tokens a second that one user sees, a panel per shape."""
     import matplotlib.pyplot as plt
 
-    rows = [row for row in typical(serve_rows(report)) if row["loop"] == "closed"]
+    rows = [row for row in median_runs(serve_rows(report)) if row["loop"] == "closed"]
     shapes = list(dict.fromkeys(row["shape"] for row in rows))
     figure, panels = plt.subplots(
         1, max(len(shapes), 1), figsize=(5 * max(len(shapes), 1), 4), squeeze=False
