@@ -28,6 +28,7 @@ def test_a_grammar_that_is_given_up(stand, openai_error, body):
     ("path", "body", "how"),
     [
         (GIVEN_UP, b'{"prompt": "tool_choice", "tools": [{}]}', {}),
+        (GIVEN_UP, b'{"tools": [{}], "tool_choice": "auto"}', {}),
         (GIVEN_UP, GRAMMARS[0], {"kv_transfer": object()}),
         ("/v1/fail?how=raise", GRAMMARS[0], {}),
     ],

@@ -11,8 +11,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mla_serving.server.errors import error_response
 from mla_serving.server.json_object import is_json
 
-# What asks for a grammar: of chat and completions, of responses (in "text"), a tool to be called.
-_ASKS = re.compile(rb'"(?:structured_outputs|response_format|format|tool_choice)"\s*:')
+# What asks for a grammar: of chat and completions, of responses (in "text"), a tool that must be
+# called.
+_ASKS = re.compile(
+    rb'"(?:structured_outputs|response_format|format)"\s*:'
+    rb'|"tool_choice"\s*:(?!\s*(?:"auto"|"none"|null))'
+)
 # vLLM's one answer to a request that its engine ended with an error.
 _GIVEN_UP = b'"Internal server error"'
 _TEXT = (
