@@ -172,15 +172,23 @@ def write_report(report: dict[str, Any], folder: Path, ending: str) -> None:
     write(folder / f"decode{ending}.md", markdown(report))
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+def parse_arguments(doc: str, repetitions: int, argv: list[str] | None) -> argparse.Namespace:
+    """Of a benchmark of one layer on a CPU; some: with other threads or heads than its page of all.
+    The folder for the results is there then."""
+    parser = argparse.ArgumentParser(description=doc.split("\n", 1)[0])
     parser.add_argument("--threads", nargs="+", type=count, default=list(THREADS))
     parser.add_argument("--heads", type=count, default=HEADS)
-    parser.add_argument("--repetitions", type=count, default=15)
+    parser.add_argument("--repetitions", type=count, default=repetitions)
     default = Path(__file__).parent / "results" / "cpu"
     parser.add_argument("--results", type=Path, default=default)
     args = parser.parse_args(argv)
+    args.some = lacks(args.threads, THREADS) or args.heads != HEADS
     claim(args.results)
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_arguments(__doc__, 15, argv)
     from vllm.platforms import current_platform
 
     current_platform.import_kernels()
@@ -198,9 +206,8 @@ def main(argv: list[str] | None = None) -> int:
 
     report = {"command": command("decode_cpu", argv), "machine": describe_machine()}
     report["heads"] = args.heads
-    some = lacks(args.threads, THREADS) or args.heads != HEADS
     cases = list(product(args.threads, DTYPES, SHAPES))
-    gather("decode", report, cases, measure_case, write_report, args, some=some)
+    gather("decode", report, cases, measure_case, write_report, args, some=args.some)
     return 0
 
 

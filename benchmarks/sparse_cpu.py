@@ -12,15 +12,13 @@ sparse.md to results/cpu beside this file; of other threads or heads, and while 
 with _partial in their names.
 """
 
-import argparse
 import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-from arguments import count
-from decode_cpu import DK, DTYPES, DV, HEADS, SCALE, THREADS, check, least_ms, paged
+from decode_cpu import DK, DTYPES, DV, SCALE, check, least_ms, paged, parse_arguments
 from machine import describe_machine
 from mla_kernels import (
     exact_topk,
@@ -31,8 +29,8 @@ from mla_kernels import (
     positions_to_slots,
     write_indexer_cache,
 )
-from outputs import claim, command, write, write_json
-from partial import gather, lacks
+from outputs import command, write, write_json
+from partial import gather
 
 BLOCK, INDEX_HEADS, INDEX_DIM = 64, 64, 128
 # Requests, their tokens (each, the new ones included), new tokens of each, index_topk.
@@ -147,14 +145,7 @@ def write_report(report: Row, folder: Path, ending: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--threads", nargs="+", type=count, default=list(THREADS))
-    parser.add_argument("--heads", type=count, default=HEADS)
-    parser.add_argument("--repetitions", type=count, default=5)
-    default = Path(__file__).parent / "results" / "cpu"
-    parser.add_argument("--results", type=Path, default=default)
-    args = parser.parse_args(argv)
-    claim(args.results)
+    args = parse_arguments(__doc__, 5, argv)
     torch.manual_seed(0)
 
     def measure_one(chosen: tuple[int, torch.dtype, tuple[int, int, int, int]]) -> list[Row]:
@@ -168,9 +159,8 @@ def main(argv: list[str] | None = None) -> int:
 
     report = {"command": command("sparse_cpu", argv), "machine": describe_machine()}
     report["heads"] = args.heads
-    some = lacks(args.threads, THREADS) or args.heads != HEADS
     cases = list(product(args.threads, DTYPES, CASES))
-    gather("sparse", report, cases, measure_one, write_report, args, some=some)
+    gather("sparse", report, cases, measure_one, write_report, args, some=args.some)
     return 0
 
 
