@@ -163,7 +163,6 @@ def test_kept_memory_is_of_no_mode_that_has_ended(elsewhere):
     assert len(kept) == 2 and all(type(x) is torch.Tensor and x.data_ptr() for x in kept)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
 def test_kernels_in_a_compiled_function(device):
     """Interpreted ones, which nobody traces either; on a GPU the launch and what it remembers."""
     case = decode_case([300, 3, 0, 129], s_q=2, device=device)
