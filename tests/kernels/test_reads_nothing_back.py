@@ -35,6 +35,28 @@ def test_cache_rows(dtype, width):
     write_kv_cache(meta(5, 512), meta(5, 64), cache, ints(4), **scale)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize(("dtype", "width"), CACHES)
+def test_cache_rows_in_a_cuda_graph(dtype, width):
+    """A scale that is a number too: nothing is copied from the host."""
+    scale = {"kv_scale": 0.7} if dtype == torch.float8_e4m3fn else {}
+    cache = torch.zeros(4, 64, width, dtype=torch.uint8, device="cuda").to(dtype)
+    kv_c, k_pe = (torch.randn(5, n, device="cuda").bfloat16() for n in (512, 64))
+    slots = torch.tensor([3, -1, 70, 255], dtype=torch.int32, device="cuda")
+    write_kv_cache(kv_c, k_pe, torch.zeros_like(cache), slots, **scale, impl="torch")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        write_kv_cache(kv_c, k_pe, cache, slots, **scale, impl="torch")
+    kv_c.neg_()
+    slots.copy_(torch.tensor([-1, 9, 0, -1]))
+    graph.replay()
+    want = torch.zeros_like(cache)
+    write_kv_cache(kv_c, k_pe, want, slots, **scale, impl="triton")
+    assert torch.equal(cache.view(torch.uint8), want.view(torch.uint8))
+
+
 @pytest.mark.parametrize("cache", [meta(9, 64, 132, dtype=torch.uint8), meta(9, 64, 128)])
 def test_indexer(cache):
     write_indexer_cache(meta(5, 128), cache, ints(4))

@@ -62,8 +62,11 @@ def encode_rows(
     rows = torch.cat([kv_c, k_pe], dim=-1)
     if dtype == torch.float8_e4m3fn:
         assert kv_scale is not None
-        scale = torch.as_tensor(scalar(kv_scale), dtype=torch.float32, device=rows.device)
-        return to_e4m3(rows.float() / scale)
+        if not isinstance(scale := scalar(kv_scale), torch.Tensor):
+            # Filled in on the device (a CUDA graph takes no copy from the host). Not divided by the
+            # number: on a GPU, torch divides by a number through its rounded reciprocal.
+            scale = torch.full((), scale, dtype=torch.float32, device=rows.device)
+        return to_e4m3(rows.float() / scale.float())
     return rows.to(dtype)
 
 
