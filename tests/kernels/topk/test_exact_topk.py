@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 import torch
 from mla_kernels import exact_topk, exact_topk_workspace
-from mla_kernels.topk import plan
+from mla_kernels.topk import plan, torch_impl
 from mla_kernels.topk.api import MAX_K
 from mla_kernels.topk.triton import many_launcher, spread_launcher
+from torch.utils._python_dispatch import TorchDispatchMode
 
 INF, NAN = float("inf"), float("nan")
 IMPLS = ["reference", "torch", "triton"]
@@ -263,6 +264,32 @@ def test_rows_may_be_strided_and_the_workspace_given(how, device, request):
     workspace = exact_topk_workspace(3, 2000, torch.device(device))
     got = exact_topk(scores, 20, workspace=workspace, impl="triton")
     assert torch.equal(got.cpu(), stable_sort_topk(scores, 20))
+
+
+class LargestResult(TorchDispatchMode):
+    """Elements of the largest result of an operator while this is entered."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        made = result if isinstance(result, (tuple, list)) else [result]
+        self.elements = max(self.elements, *(x.numel() for x in made))
+        return result
+
+
+def test_torch_takes_a_prompt_over_a_long_context_in_turns(monkeypatch, device):
+    """Else what it makes of the scores is several times as large as they are."""
+    monkeypatch.setattr(torch_impl, "MAX_ELEMENTS", 2500)
+    T, n, k = 11, 1000, 30
+    wide = rows_of("few", T, n + 7, torch.Generator().manual_seed(12))
+    scores, lengths = wide[:, 3 : n + 3], torch.arange(T, dtype=torch.int32) * 100
+    check(scores, k, "torch", device)
+    check(scores, k, "torch", device, lengths)
+    given = scores.to(device)
+    with LargestResult() as largest:
+        torch_impl.exact_topk_torch(given, k)
+    assert largest.elements <= 2500
 
 
 @pytest.mark.parametrize("impl", IMPLS)
