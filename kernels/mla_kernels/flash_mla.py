@@ -223,7 +223,12 @@ def flash_mla_sparse_fwd(
     Returns (out [s_q, H, d_v], max_logits [s_q, H], lse [s_q, H]): of each row the largest scaled
     score (-inf without a key) and the log-sum-exp (natural; +inf without a key), the sink left out.
     """
-    if isinstance(indexer_topk, torch.Tensor) or indexer_topk not in (None, 0):
+    if isinstance(indexer_topk, torch.Tensor):  # in vLLM's copy out is in this place
+        raise ValueError(
+            f"Expected indexer_topk=0 in the 8th place, got tensor {list(indexer_topk.shape)}: "
+            "out goes by name"
+        )
+    if indexer_topk not in (None, 0):
         raise ValueError(f"Expected indexer_topk=0 (no other is supported), got {indexer_topk!r}")
     checks.check_shape("q", q, ("s_q", "H", "Dk"))
     checks.check_dtype("q", q, checks.FLOAT_DTYPES)
