@@ -30,6 +30,11 @@ def mla_layer(
 ) -> torch.Tensor:
     """One decode step of a whole MLA layer, in absorbed form (DeepSeek-V2 paper, section 2.1).
 
+    The paper's equations and no more. DeepSeek's checkpoints also have RMS norms of both latents
+    (q_a_layernorm, kv_a_layernorm), YaRN's frequencies and its factor in the softmax scale, and
+    rotate neighbouring elements, not halves: with their weights as they are results are wrong. The
+    projections are torch's products: in fp32 they follow `torch.set_float32_matmul_precision`.
+
     x            [B, 1, dim], the hidden states of one new token a request
     kv_cache     [num_blocks, block_size, row] in any layout of layouts.py; the new rows are
                  appended in place. A contiguous cache [B, max_len, row] is
