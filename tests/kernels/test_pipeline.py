@@ -218,6 +218,15 @@ def test_exact_fits_fit():
     assert plan_cycle(times).length == Fraction(3, 10)
 
 
+def test_decimals_fit_as_whole_numbers_do():
+    """0.3 + 0.8 is a little less than 1.1 in binary."""
+    for times in ([3, 11, 3, 1, 8], [8, 1, 5, 6, 5, 9], [4, 2, 8, 2, 1, 10]):
+        whole, decimal = fewest_preloads(times), fewest_preloads([t / 10 for t in times])
+        assert decimal.preload_count == whole.preload_count == 2
+        assert (decimal.cube_order, decimal.internal) == (whole.cube_order, whole.internal)
+        assert decimal.length * 10 == whole.length
+
+
 @pytest.mark.parametrize(
     ("durations", "message"),
     [

@@ -16,7 +16,8 @@ class Chain:
     """[C1] -> [V1] -> ... -> [Cn] -> [Vn] (paper, section 4.1).
 
     A stage is named by its place p in the chain, 0 to 2n - 1; edge p leads from stage p to p + 1.
-    Durations are exact fractions, so that a stage that just fits does fit.
+    Durations are exact fractions, so that a stage that just fits does fit: of a float the decimal
+    that it prints as, since 0.1 + 0.2 is no 0.3 in binary.
     """
 
     times: tuple[Fraction, ...]
@@ -42,7 +43,7 @@ class Chain:
                 raise ValueError(f"durations must be finite numbers >= 0, got {time!r}")
         if not any(times):
             raise ValueError(f"durations need at least one above 0, got {times}")
-        exact = [Fraction(t if isinstance(t, Rational) else float(t)) for t in times]
+        exact = [Fraction(t if isinstance(t, Rational) else repr(float(t))) for t in times]
         return cls((*exact, *[Fraction(0)] * (len(times) % 2)))
 
     @property
