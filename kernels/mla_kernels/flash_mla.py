@@ -162,7 +162,8 @@ def _dense(
 ) -> tuple[torch.Tensor, torch.Tensor, Sequence[MlaDecodePlan]]:
     """(out, lse [B, s_q, H], plans) of `mla_decode`, which takes MAX_S_Q new tokens a call."""
     s_q, H, Dk = q.shape[1:]
-    results, used = [], []
+    results: list[tuple[torch.Tensor, torch.Tensor]] = []
+    used: list[MlaDecodePlan] = []
     for i, start in enumerate(range(0, s_q, MAX_S_Q)):
         tokens = q[:, start : start + MAX_S_Q]
         later = s_q - start - tokens.shape[1]
@@ -176,6 +177,7 @@ def _dense(
             dtype=q.dtype,
             kv_cache_dtype=kv_cache.dtype,
             block_size=kv_cache.shape[1],
+            lender=used[0] if used else None,  # one after another, they need no more than one
         )  # fmt: skip
         used.append(plan)
         results.append(

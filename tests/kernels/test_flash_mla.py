@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """mla_kernels.flash_mla keeps FlashMLA's conventions: shapes, layouts, infinities, refusals."""
 
+import functools
 import inspect
 from pathlib import Path
 
 import pytest
 import torch
-from mla_kernels import checks, flash_mla, mla_decode
+from mla_kernels import checks, flash_mla, mla_decode, plan_mla_decode
 from mla_kernels.cache.torch_impl import encode_rows
 from mla_kernels.layouts import MlaDims
 from mla_kernels.sparse.hopper import support
@@ -71,6 +72,24 @@ def test_as_many_new_tokens_as_a_kernel_takes_and_more(causal, s_q):
         some = seen > 0
         torch.testing.assert_close(lse[some, :, t], want_lse[some, 0], atol=4e-3, rtol=0)
         assert not out[~some, t].any() and bool((lse[~some, :, t] == torch.inf).all())
+
+
+def test_parts_of_many_new_tokens_share_the_memory_for_partial_results(monkeypatch):
+    """Sixteen parts of 128 new tokens of 128 heads would hold 470 MB on an H200."""
+    for function in (plan_mla_decode, mla_decode):
+        by_triton = functools.partial(function, impl="triton")
+        monkeypatch.setattr(flash_mla, function.__name__, by_triton)
+    case = decode_case([130, 12], num_heads=1, s_q=17, dims=MlaDims(256, 32))
+    k_cache, (meta, _) = case.kv_cache.unsqueeze(2), metadata()
+    args = case.q, k_cache, case.block_table, case.seq_lens, 256, meta
+    out, _ = flash_mla.flash_mla_with_kvcache(*args, causal=True)
+    first, *others = (plan.device_plan for plan in meta.plans)
+    assert len(others) == 2
+    assert all(x.acc.data_ptr() == first.acc.data_ptr() for x in others)
+    monkeypatch.undo()
+    meta, _ = metadata()
+    want, _ = flash_mla.flash_mla_with_kvcache(*args[:-1], meta, causal=True)
+    assert SHORT_BAR.failures(measure(out, want)) == []
 
 
 def test_the_default_scale_is_that_of_the_cached_head():
@@ -206,6 +225,7 @@ def test_the_plan_is_for_what_will_run(dtype, fp8, monkeypatch):
         "dtype": dtype,
         "kv_cache_dtype": cache,
         "block_size": 64,
+        "lender": None,
     }
 
 
