@@ -166,6 +166,8 @@ def _dense(
     used: list[MlaDecodePlan] = []
     for i, start in enumerate(range(0, s_q, MAX_S_Q)):
         tokens = q[:, start : start + MAX_S_Q]
+        if s_q > MAX_S_Q:  # the Hopper kernel takes no strides, the one that does is slower
+            tokens = tokens.contiguous()
         later = s_q - start - tokens.shape[1]
         lengths = (cache_seqlens - later).clamp_(min=0) if causal and later else cache_seqlens
         plan = plans[i] if plans else plan_mla_decode(

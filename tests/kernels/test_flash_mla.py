@@ -92,6 +92,18 @@ def test_parts_of_many_new_tokens_share_the_memory_for_partial_results(monkeypat
     assert SHORT_BAR.failures(measure(out, want)) == []
 
 
+def test_parts_of_many_new_tokens_are_for_the_kernel_that_the_plan_is_for(monkeypatch):
+    contiguous = []
+
+    def spy(q, *args, **options):
+        contiguous.append(q.is_contiguous())
+        return mla_decode(q, *args, **options)
+
+    monkeypatch.setattr(flash_mla, "mla_decode", spy)
+    decode(decode_case([130, 64], num_heads=4, s_q=17))
+    assert contiguous == [True] * 3
+
+
 def test_the_default_scale_is_that_of_the_cached_head():
     case = decode_case(LENGTHS, num_heads=4)
     assert torch.equal(decode(case)[0], decode(case, softmax_scale=576**-0.5)[0])
