@@ -52,7 +52,7 @@ def assert_dense(case, causal, got):
 
 @pytest.mark.parametrize("cache", [None, torch.uint8])
 @pytest.mark.parametrize("heads", [16, 128])
-@pytest.mark.parametrize(("s_q", "causal"), [(1, False), (2, True), (2, False)])
+@pytest.mark.parametrize(("s_q", "causal"), [(1, False), (2, True), (2, False), (17, True)])
 def test_dense_decode(cache, heads, s_q, causal):
     case = decode_case(
         LENGTHS, num_heads=heads, s_q=s_q, q_std=0.5, cache_dtype=cache, device=DEVICE
