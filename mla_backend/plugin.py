@@ -36,6 +36,7 @@ def register() -> None:
         compat.register_attention_backend(REFUSAL_CLASS, OWN_NAME)
         return
     names = compat.register_attention_backend(BACKEND_CLASS, OWN_NAME)
+    compat.share_settings_with_ray()
 
     from vllm.platforms import current_platform
 

@@ -143,3 +143,29 @@ def test_a_failing_detector_counts_as_absent(detectors, monkeypatch):
     detectors(cpu=CPU)
     monkeypatch.setitem(platforms.builtin_platform_plugins, "xpu", fail)
     assert plugin.cpu_platform() == plugin.CPU_PLATFORM_CLASS
+
+
+@pytest.mark.parametrize("asked", [None, "TPU_", " TPU_ ,MLA_BACKEND_"])
+def test_workers_of_a_ray_cluster_get_our_settings(monkeypatch, asked):
+    """Ray starts them without the server's environment, and vLLM copies what it knows."""
+    from vllm.ray.ray_env import get_env_vars_to_copy
+
+    name = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
+    monkeypatch.setenv("MLA_BACKEND_FP8_QUERY", "1")
+    monkeypatch.setenv("TPU_NAME", "x")
+    monkeypatch.setenv(name, asked or "")
+    for _ in range(2):
+        plugin.register()
+    copied = get_env_vars_to_copy()
+    assert "MLA_BACKEND_FP8_QUERY" in copied
+    assert ("TPU_NAME" in copied) is (asked is not None)
+    assert os.environ[name].count("MLA_BACKEND_") == 1
+
+
+def test_without_settings_nothing_is_changed_for_ray(monkeypatch):
+    name = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
+    for setting in [*os.environ]:
+        if setting.startswith("MLA_BACKEND_") or setting == name:
+            monkeypatch.delenv(setting)
+    plugin.register()
+    assert name not in os.environ
