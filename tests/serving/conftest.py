@@ -24,6 +24,15 @@ CORS = {
     "allowed_methods": ["*"],
     "allowed_headers": ["*"],
 }
+# vLLM's words on a request that its engine ended with an error.
+GIVEN_UP = {
+    "error": {
+        "message": "Internal server error",
+        "type": "InternalServerError",
+        "param": None,
+        "code": 500,
+    }
+}
 
 
 class FakeEngine:
@@ -31,7 +40,7 @@ class FakeEngine:
 
     def __init__(self):
         self.errored = False
-        self.stopped = False
+        self.stopped = self.closed = False
         self.rpc_delay = 0.0
         self.vllm_config = SimpleNamespace(
             model_config=SimpleNamespace(
@@ -50,8 +59,16 @@ class FakeEngine:
     def shutdown(self, timeout):
         self.stopped = True
 
+    async def generate(self, prompt, sampling_params, request_id):
+        """Ends as `prompt` says."""
+        try:
+            for reason in (None, prompt):
+                yield SimpleNamespace(outputs=[SimpleNamespace(finish_reason=reason)])
+        finally:
+            self.closed = True
 
-def make_vllm_app(events):
+
+def make_vllm_app(events, engine):
     """An application with the habits of vLLM's: FastAPI's own error shape, streams, a lifespan."""
 
     @asynccontextmanager
@@ -88,17 +105,13 @@ def make_vllm_app(events):
         await app.state.release.wait()
 
     @app.post("/v1/fail")
-    async def fail(how: str, request: Request):
+    async def fail(how: str):
         if how == "detail":
             raise HTTPException(422, detail=[{"loc": ["body"], "msg": "bad"}])
         if how == "string":
             return JSONResponse({"error": "Unauthorized"}, 401)
         if how == "shaped":
             return JSONResponse({"error": {"message": "m", "code": 404}}, 404)
-        if how == "given up":  # as vLLM says that its engine ended a request
-            await request.body()
-            error = {"message": "Internal server error", "type": "InternalServerError"}
-            return JSONResponse({"error": error | {"param": None, "code": 500}}, 500)
         if how == "silent":
             return JSONResponse({"error": {"message": "", "param": "p", "code": 500}}, 500)
         if how == "raw":
@@ -112,6 +125,33 @@ def make_vllm_app(events):
         if how == "amid":
             return StreamingResponse(1 / (2 - i) for i in range(3))
         raise ZeroDivisionError("private text")
+
+    @app.post("/v1/generate")
+    async def generate(how: str, grammar: bool = True, ends: str = "error"):
+        """As vLLM's routes say that the engine ended a request with an error."""
+        params = SimpleNamespace(structured_outputs="of it" if grammar else None)
+
+        async def run():
+            async for output in engine.generate(ends, params, "id"):
+                yield output.outputs[0].finish_reason
+
+        async def chunks():
+            async for reason in run():
+                if reason != "error":
+                    yield "event: x\n" * (how != "chat") + f"data: {reason}\n\n"
+                elif how == "responses":
+                    raise ZeroDivisionError
+                elif how == "messages":
+                    error = json.dumps({"type": "error", **GIVEN_UP})
+                    yield f"event: error\ndata: {error}\n\n"
+                else:
+                    yield f"data: {json.dumps(GIVEN_UP)}\n\n"
+            yield "data: [DONE]\n\n"
+
+        if how == "unstreamed":
+            reasons = [reason async for reason in run()]
+            return JSONResponse(GIVEN_UP, 500) if reasons[-1] == "error" else {"reasons": reasons}
+        return StreamingResponse(chunks(), media_type="text/event-stream")
 
     @app.get("/health")
     async def health():
@@ -133,7 +173,7 @@ class Stand:
         self.engine = FakeEngine()
         self.events = []
         self.gauges = {}
-        self.vllm_app = make_vllm_app(self.events)
+        self.vllm_app = make_vllm_app(self.events, self.engine)
         self.gate = Gate(limit)
         ask = self.engine.collective_rpc
         self.info = Info(self.engine, self.gate, ["demo"], lambda: self.gauges, ask, "0.32.0")

@@ -1,41 +1,81 @@
 # SPDX-License-Identifier: Apache-2.0
 """A grammar without a next token is the client's mistake; another failure of the engine is not."""
 
+import asyncio
+import json
+from types import SimpleNamespace
+
 import pytest
+from mla_serving.server import grammar
 
-JSON = {"content-type": "application/json"}
-GIVEN_UP = "/v1/fail?how=given up"
-GRAMMARS = [
-    b'{"response_format": {"type": "json_schema"}}',
-    b'{"structured_outputs":{"regex": "a"}}',
-    b'{"text": {"format" : {"type": "json_schema"}}}',
-    b'{"tools": [{}], "tool_choice": "required"}',
-]
+STREAMS = ["chat", "messages", "responses"]
 
 
-def ask(stand, path, body, **how):
-    return stand(**how).request("POST", path, content=body, headers=JSON)
+def ask(stand, path, **how):
+    return stand(**how).request("POST", f"/v1/{path}", json={})
 
 
-@pytest.mark.parametrize("body", GRAMMARS)
-def test_a_grammar_that_is_given_up(stand, openai_error, body):
-    error = openai_error(ask(stand, GIVEN_UP, body))
+def events(answer):
+    """What a stream says, the lines of its events' names aside."""
+    lines = [line for line in answer.text.splitlines() if line.startswith("data: ")]
+    return [line.removeprefix("data: ") for line in lines]
+
+
+def test_a_grammar_that_is_given_up(stand, openai_error):
+    error = openai_error(ask(stand, "generate?how=unstreamed"))
     assert (error["code"], error["type"]) == (400, "BadRequestError")
     assert "grammar that the request asks for" in error["message"]
 
 
+@pytest.mark.parametrize("how", STREAMS)
+def test_a_grammar_that_is_given_up_in_a_stream(stand, how):
+    answer = ask(stand, f"generate?how={how}")
+    first, second, *rest = events(answer)
+    assert (answer.status_code, first) == (200, "None")
+    error = json.loads(second)["error"]
+    assert (error["code"], error["type"]) == (400, "BadRequestError")
+    assert "grammar that the request asks for" in error["message"]
+    named = how != "chat"
+    assert answer.text.count("event: error\n") == named
+    assert json.loads(second).get("type", "") == ("error" if named else "")
+    assert rest == ([] if how == "responses" else ["[DONE]"])
+
+
 @pytest.mark.parametrize(
-    ("path", "body", "how"),
+    ("path", "how"),
     [
-        (GIVEN_UP, b'{"prompt": "tool_choice", "tools": [{}]}', {}),
-        (GIVEN_UP, b'{"tools": [{}], "tool_choice": "auto"}', {}),
-        (GIVEN_UP, GRAMMARS[0], {"kv_transfer": object()}),
-        ("/v1/fail?how=raise", GRAMMARS[0], {}),
+        ("generate?how=unstreamed&grammar=0", {}),
+        ("generate?how=unstreamed", {"kv_transfer": object()}),
+        ("fail?how=raise", {}),
     ],
 )
-def test_other_failures_are_not_the_clients(stand, openai_error, path, body, how):
-    assert openai_error(ask(stand, path, body, **how))["code"] == 500
+def test_other_failures_are_not_the_clients(stand, openai_error, path, how):
+    assert openai_error(ask(stand, path, **how))["code"] == 500
+
+
+@pytest.mark.parametrize("how", STREAMS)
+def test_other_failures_of_a_stream_arrive_unchanged(stand, how):
+    answer = ask(stand, f"generate?how={how}&grammar=0")
+    assert events(answer)[0] == "None"
+    assert "grammar" not in answer.text
 
 
 def test_other_answers_arrive_unchanged(stand):
-    assert ask(stand, "/v1/echo", GRAMMARS[0]).json()["bytes"] == len(GRAMMARS[0])
+    assert ask(stand, "generate?how=unstreamed&ends=stop").json()["reasons"] == [None, "stop"]
+    assert events(ask(stand, "generate?how=chat&ends=stop")) == ["None", "stop", "[DONE]"]
+    assert ask(stand, "echo").json()["bytes"] == 2
+
+
+def test_leaving_a_request_with_a_grammar_ends_it_at_once(stand):
+    """The engine's generator is closed with the one around it: that aborts the request."""
+    made = stand()
+
+    async def leave():
+        grammar._answer.set(grammar._Answer())
+        params = SimpleNamespace(structured_outputs="of it")
+        outputs = made.engine.generate("stop", params, "id")
+        await anext(outputs)
+        await outputs.aclose()
+        return made.engine.closed
+
+    assert asyncio.run(leave())

@@ -165,6 +165,27 @@ def test_a_bad_request_gets_its_error_and_the_server_goes_on(client, openai_erro
     assert good.json()["usage"]["completion_tokens"] == 2
 
 
+CIRCLE = {"$ref": "#"}  # a schema that nothing satisfies
+TEXT_FORMAT = {"format": {"type": "json_schema", "name": "x", "schema": CIRCLE}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    {
+        "completions": {**COMPLETION, "structured_outputs": {"json": CIRCLE}},
+        "chat/completions": {**CHAT, "structured_outputs": {"json": CIRCLE}},
+        "responses": {"model": MODEL, "input": "x", "text": TEXT_FORMAT},
+        "messages": {**CHAT, "max_tokens": 4, "output_config": TEXT_FORMAT},
+    }.items(),
+)
+def test_a_stream_says_that_its_grammar_is_at_fault(client, path, body):
+    answer = client.post(f"/v1/{path}", json={**body, "stream": True})
+    said = [line.removeprefix("data: ") for line in answer.text.splitlines() if '"error":' in line]
+    errors = [error for line in said if (error := json.loads(line).get("error"))]
+    assert [error["code"] for error in errors] == [400]
+    assert "grammar that the request asks for" in errors[0]["message"]
+
+
 @pytest.mark.parametrize(
     ("method", "path", "status"), [("GET", "/v1/nothing", 404), ("GET", "/v1/completions", 405)]
 )

@@ -15,7 +15,7 @@ from mla_serving.server.auth import ApiKey
 from mla_serving.server.body_limit import BodyLimit
 from mla_serving.server.body_wait import BodyWait
 from mla_serving.server.errors import OpenAIErrors, error_response
-from mla_serving.server.grammar import Grammar
+from mla_serving.server.grammar import Grammar, note_given_up
 from mla_serving.server.info import Info
 from mla_serving.server.json_object import JsonObject
 from mla_serving.server.json_values import JsonValues
@@ -39,7 +39,7 @@ def build_root_app(
 
     Args:
         vllm_app: what vLLM's `build_app` made; its lifespan is run with ours.
-        engine: vLLM's engine client; only `errored` is read.
+        engine: vLLM's engine client; `errored` is read, and what `generate` says of grammars.
         gate: counts and admits requests; the drain closes it.
         info: answers /mla/info.
         watchdog: knows whether the engine hangs.
@@ -70,6 +70,7 @@ def build_root_app(
 
     # The last one added is the outermost.
     if args.kv_transfer_config is None:
+        note_given_up(engine)
         app.add_middleware(Grammar)
     app.add_middleware(JsonValues)
     app.add_middleware(JsonObject)

@@ -1,61 +1,104 @@
 # SPDX-License-Identifier: Apache-2.0
 """400 for a grammar that the engine gives up: vLLM checks that it can be read, not that it has a
 next token, and answers 500 when there is none (or the engine's compiler takes less than the check).
+
+The engine ends such a request with the reason "error" and does not say why; that there was a
+grammar is in its sampling parameters, whatever field or tool asked for it.
 """
 
-import re
+import json
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mla_serving.server.errors import error_response
-from mla_serving.server.json_object import is_json
+from mla_serving.server.errors import error_body, error_response
 
-# What asks for a grammar: of chat and completions, of responses (in "text"), a tool that must be
-# called.
-_ASKS = re.compile(
-    rb'"(?:structured_outputs|response_format|format)"\s*:'
-    rb'|"tool_choice"\s*:(?!\s*(?:"auto"|"none"|null))'
-)
-# vLLM's one answer to a request that its engine ended with an error.
-_GIVEN_UP = b'"Internal server error"'
 _TEXT = (
     "No text can be made by the grammar that the request asks for (response_format, "
     "structured_outputs, or the parameters of its tools): the engine cannot compile it, nothing "
     "satisfies it, or allowed_token_ids, logit_bias or bad_words leave none of its tokens."
 )
+# How an error begins in a stream: of chat and completions, of messages.
+_EVENT_ERRORS = (b'data: {"error"', b"event: error\n")
+
+
+@dataclass
+class _Answer:
+    """What happened to the grammars of the request that is being answered."""
+
+    given_up: bool = False
+
+
+_answer: ContextVar[_Answer | None] = ContextVar("answer", default=None)
+
+
+def note_given_up(engine: Any) -> None:
+    """Have `engine`, vLLM's client, tell `Grammar` which requests ended with an error and had a
+    grammar; others take the way they took."""
+    generate = engine.generate
+
+    def noting(prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = generate(prompt, sampling_params, *args, **kwargs)
+        answer = _answer.get()
+        if answer is None or sampling_params.structured_outputs is None:
+            return outputs
+        return _noted(outputs, answer)
+
+    engine.generate = noting
+
+
+async def _noted(outputs: AsyncGenerator[Any, None], answer: _Answer) -> AsyncGenerator[Any, None]:
+    async with aclosing(outputs):  # who leaves aborts the request at once, as without this
+        async for output in outputs:
+            if any(one.finish_reason == "error" for one in output.outputs):
+                answer.given_up = True
+            yield output
 
 
 class Grammar:
-    """ASGI middleware. Only for engines without a KV connector, whose failed loads vLLM answers
-    with the same words."""
+    """ASGI middleware, of an application whose engine went through `note_given_up`. Only without a
+    KV connector, whose failed loads end in the same way."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not is_json(Headers(scope=scope)):
+        if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        body: list[bytes] = []
-        held: Message | None = None
-
-        async def receive_noted() -> Message:
-            message = await receive()
-            body.append(message.get("body", b""))
-            return message
+        answer = _Answer()
+        _answer.set(answer)
+        streams = refused = False
 
         async def send_checked(message: Message) -> None:
-            nonlocal held
+            nonlocal streams, refused
+            if refused:  # the rest of what was replaced
+                return
             if message["type"] == "http.response.start":
-                if message["status"] == 500:
-                    held = message
-                    return
-                body.clear()
-            elif held is not None:
-                start, held = held, None
-                if _GIVEN_UP in message.get("body", b"") and _ASKS.search(b"".join(body)):
+                if answer.given_up and message["status"] == 500:
+                    refused = True
                     return await error_response(400, _TEXT)(scope, receive, send)
-                await send(start)
+                kind = Headers(raw=message["headers"]).get("content-type", "")
+                streams = kind.startswith("text/event-stream")
+            elif answer.given_up and message.get("body", b"").startswith(_EVENT_ERRORS):
+                message = {**message, "body": _event(message["body"].startswith(b"event:"))}
             await send(message)
 
-        await self.app(scope, receive_noted, send_checked)
+        try:
+            await self.app(scope, receive, send_checked)
+        except Exception:
+            if not (answer.given_up and streams):
+                raise
+            # vLLM's streamed responses have no event for it, and break off.
+            await send({"type": "http.response.body", "body": _event(named=True)})
+
+
+def _event(named: bool) -> bytes:
+    error = error_body(400, _TEXT)
+    if not named:
+        return f"data: {json.dumps(error)}\n\n".encode()
+    return f"event: error\ndata: {json.dumps({'type': 'error', **error})}\n\n".encode()
