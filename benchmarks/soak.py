@@ -5,9 +5,9 @@
 
 Completions of random lengths, streamed or not, clients that leave, bad requests, greedy probes with
 known answers, and a cache so small that requests are preempted. Ends with one line; the exit status
-is 1 if anything was wrong. Writes soak.json and soak.md to results/cpu or h200 beside this file, as
-it goes too: a soak that is killed leaves what it had seen. SIGTERM ends the load early, and the end
-is judged as ever; before the load it ends the soak.
+is 1 if anything was wrong. Writes soak.json and soak.md to results/cpu or h200 beside this file; of
+less than 30 minutes, and as it goes, it is soak_partial: a soak that is killed leaves what it had
+seen. SIGTERM ends the load early, and the end is judged as ever; before the load it ends the soak.
 """
 
 import argparse
@@ -43,7 +43,7 @@ from soak_load import (
     Client,
     Scope,
 )
-from soak_report import Report
+from soak_report import MINUTES, Report
 
 BLOCK = 64
 IDLE_SECONDS = 60.0
@@ -62,7 +62,7 @@ Row = dict[str, Any]
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     gpu = bool(nvidia_smi("name"))
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--minutes", type=float, default=MINUTES)
     parser.add_argument("--model", type=Path, help="default: a demo model of the context asked for")
     parser.add_argument("--overrides", type=json.loads, default={}, help="of its config.json")
     parser.add_argument("--dtype", choices=TOLERANCE, default="bfloat16" if gpu else "float32")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from outputs import write, write_json
+from partial import PARTIAL, take_away
 from soak_ledger import (
     GPU_LEAK_MIB,
     GROWTH_MIB,
@@ -18,23 +19,34 @@ from soak_ledger import (
     summary_line,
 )
 
+MINUTES = 30.0  # of a whole soak
 UNFINISHED = "the soak did not come to its end"
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Report:
-    """soak.json and soak.md in `results`; `about`: command, machine, model and settings."""
+    """soak.json and soak.md in `results`, of less than MINUTES soak_partial's; `about`: command,
+    machine, model and settings."""
 
     results: Path
     about: Row
 
     def so_far(self, minutes: float, ledger: Ledger) -> None:
         """What is left if nothing is written after it."""
-        self.write(minutes, ledger, None, [*ledger.faults, UNFINISHED])
+        self._write(minutes, ledger, None, [*ledger.faults, UNFINISHED], PARTIAL)
 
     def write(self, minutes: float, ledger: Ledger, end: End | None, wrong: list[str]) -> str:
         """`wrong` as `verdict` gives it. Returns the soak in one line."""
+        whole = minutes >= MINUTES
+        line = self._write(minutes, ledger, end, wrong, "" if whole else PARTIAL)
+        if whole:
+            take_away(self.results, "soak")
+        return line
+
+    def _write(
+        self, minutes: float, ledger: Ledger, end: End | None, wrong: list[str], ending: str
+    ) -> str:
         line = summary_line(minutes, ledger, end, wrong)
         report = {
             "line": line,
@@ -44,8 +56,8 @@ class Report:
             "end": asdict(end) if end else None,
             "samples": ledger.samples,
         }
-        write_json(self.results / "soak.json", report)
-        write(self.results / "soak.md", markdown(report))
+        write_json(self.results / f"soak{ending}.json", report)
+        write(self.results / f"soak{ending}.md", markdown(report))
         return line
 
 

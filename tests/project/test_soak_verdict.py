@@ -215,13 +215,30 @@ def test_a_soak_that_is_killed_leaves_what_it_had_seen(tmp_path):
     words = ["--minutes", "1", "--dtype", "float32", "--results", str(tmp_path)]
     config = {"num_attention_heads": 16, "num_hidden_layers": 4}
     report = Report(tmp_path, describe(parse_arguments(words), config, words))
-    report.so_far(0.5, sound_ledger())
-    left = json.loads((tmp_path / "soak.json").read_text())
+    report.so_far(31.0, sound_ledger())
+    left = json.loads((tmp_path / "soak_partial.json").read_text())
     assert left["line"].endswith("FAILED: the soak did not come to its end")
     assert (left["end"], left["counts"]["outcomes"]["done"]) == (None, 10)
-    assert "soak: 0.5 min, 40 requests" in (tmp_path / "soak.md").read_text()
-    assert report.write(1.0, sound_ledger(), sound_end(), []).endswith("no NaN")
-    assert json.loads((tmp_path / "soak.json").read_text())["end"]["health"] == 200
+    assert "soak: 31.0 min, 40 requests" in (tmp_path / "soak_partial.md").read_text()
+    assert not list(tmp_path.glob("soak.*"))
+
+
+def test_a_short_soak_does_not_replace_a_whole_one(tmp_path):
+    from soak import describe, parse_arguments
+    from soak_report import Report
+
+    config = {"num_attention_heads": 16, "num_hidden_layers": 4}
+    report = Report(tmp_path, describe(parse_arguments([]), config, []))
+
+    def lines(minutes):
+        assert report.write(minutes, sound_ledger(), sound_end(), []).endswith("no NaN")
+        pages = {path.stem: path.read_text().split("\n")[2] for path in tmp_path.glob("*.md")}
+        assert {path.stem for path in tmp_path.glob("*.json")} == set(pages)
+        return {name: page.split(",")[0].strip() for name, page in pages.items()}
+
+    assert lines(29.9) == {"soak_partial": "soak: 29.9 min"}
+    assert lines(30.1) == {"soak": "soak: 30.1 min"}
+    assert lines(1.0) == {"soak": "soak: 30.1 min", "soak_partial": "soak: 1.0 min"}
 
 
 @pytest.mark.parametrize(
