@@ -87,11 +87,11 @@ def make_vllm_app(events, engine):
         return {"bytes": len(body), "sum": sum(body)}
 
     @app.post("/v1/stream")
-    async def stream():
+    async def stream(named: bool = False, events_first: int = 3):
         async def chunks():
             try:
-                for i in range(3):
-                    yield f"data: {i}\n\n"
+                for i in range(events_first):
+                    yield "event: x\n" * named + f"data: {i}\n\n"
                 await app.state.release.wait()
                 yield "data: [DONE]\n\n"
             except asyncio.CancelledError:

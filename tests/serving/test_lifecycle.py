@@ -2,6 +2,7 @@
 """Admission and shutdown over a real socket, with a stand-in for vLLM."""
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -52,13 +53,13 @@ class Running:
             os.kill(os.getpid(), signal.SIGTERM)
             await self.task
 
-    async def stream(self):
+    async def stream(self, path="/v1/stream"):
         """Lines of a stream that ends when `release` is set; returns after the first line."""
         lines = []
         first = asyncio.Event()
 
         async def read():
-            async with self.client.stream("POST", "/v1/stream") as answer:
+            async with self.client.stream("POST", path) as answer:
                 assert answer.status_code == 200
                 async for line in answer.aiter_lines():
                     lines.append(line)
@@ -67,6 +68,7 @@ class Running:
 
         task = asyncio.create_task(read())
         await asyncio.wait_for(first.wait(), 5)
+        self.lines = lines
         return task
 
     def release(self):
@@ -146,6 +148,44 @@ def test_what_the_end_of_the_drain_cuts_short_is_a_503(stand, openai_error, capf
 
     asyncio.run(run())
     assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_stream_that_the_end_of_the_drain_cuts_short_says_so(stand, named):
+    async def run():
+        async with Running(stand, drain_timeout=0.3) as r:
+            stream = await r.stream(f"/v1/stream?named={named}")
+            os.kill(os.getpid(), signal.SIGTERM)
+            with pytest.raises(httpx.RemoteProtocolError):
+                await stream
+            *before, event = [line for line in r.lines if line]
+            error = json.loads(event.removeprefix("data: "))["error"]
+            assert (error["code"], error["message"]) == (503, "The server is shutting down.")
+            assert before[-1] == ("event: error" if named else "data: 2")
+
+    asyncio.run(run())
+
+
+def test_a_stream_that_has_waited_all_the_drain_says_so(stand):
+    async def run():
+        async with Running(stand, drain_timeout=0.3) as r:
+            said = []
+
+            async def read():
+                async with r.client.stream("POST", "/v1/stream?events_first=0") as answer:
+                    async for line in answer.aiter_lines():
+                        said.append(line)
+
+            reading = asyncio.create_task(read())
+            while r.stand.gate.running < 1:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)  # until the answer has begun
+            os.kill(os.getpid(), signal.SIGTERM)
+            with pytest.raises(httpx.RemoteProtocolError):
+                await reading
+            assert '"code": 503' in said[0]
+
+    asyncio.run(run())
 
 
 def test_a_second_signal_ends_at_once(stand, monkeypatch):

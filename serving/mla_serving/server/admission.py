@@ -6,11 +6,12 @@ import asyncio
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mla_serving.server.errors import error_response
+from mla_serving.server.errors import error_event, error_response, is_event_stream
 from mla_serving.server.paths import route_path
 
 # Answered during a drain too: what watches the server must see it drain.
 _ALWAYS = ("/health", "/metrics", "/mla/info")
+_STOPPING = "The server is shutting down."
 
 
 class Gate:
@@ -69,11 +70,12 @@ class Admission:
             if scope["type"] == "websocket":
                 return await send({"type": "websocket.close", "code": 1013})
             return await refusal(scope, receive, send)
-        started = False
+        start: Message | None = None
+        last: Message = {}  # of those sent
 
         async def send_noted(message: Message) -> None:
-            nonlocal started
-            started = True
+            nonlocal start, last
+            start, last = start or message, message
             await send(message)
 
         gate.enter()
@@ -83,12 +85,17 @@ class Admission:
             # uvicorn cancels what outlives the drain, and would answer 500 and log a traceback.
             if not gate.draining or scope["type"] != "http":
                 raise
-            if not started:
+            if start is None:
                 await _stopping()(scope, receive, send)
+            elif is_event_stream(start) and (last is start or last.get("more_body")):
+                # And no end: it stays an answer that was cut off.
+                named = last.get("body", b"").startswith(b"event:")
+                event = error_event(503, _STOPPING, named)
+                await send({"type": "http.response.body", "body": event, "more_body": True})
         finally:
             gate.leave()
 
 
 def _stopping() -> Response:
     headers = {"Retry-After": "5", "Connection": "close"}
-    return error_response(503, "The server is shutting down.", headers)
+    return error_response(503, _STOPPING, headers)

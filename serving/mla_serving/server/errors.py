@@ -37,6 +37,20 @@ def error_response(
     return JSONResponse(error_body(status, message, param), status, headers)
 
 
+def error_event(status: int, message: str, named: bool) -> bytes:
+    """An error as an event of a stream that has begun. named: its events have names, as those of
+    responses and messages have."""
+    error = error_body(status, message)
+    if not named:
+        return f"data: {json.dumps(error)}\n\n".encode()
+    return f"event: error\ndata: {json.dumps({'type': 'error', **error})}\n\n".encode()
+
+
+def is_event_stream(start: Message) -> bool:
+    """Whether an answer that starts so is one of events."""
+    return Headers(raw=start["headers"]).get("content-type", "").startswith("text/event-stream")
+
+
 def reshaped(status: int, body: bytes) -> bytes | None:
     """`body` in OpenAI's shape with a message, or None where it is so already."""
     try:
@@ -114,6 +128,5 @@ _REPLACED = (b"content-type", b"content-length")
 
 
 def _is_plain_error(start: Message) -> bool:
-    headers = Headers(raw=start["headers"])
-    stream = headers.get("content-type", "").startswith("text/event-stream")
-    return start["status"] >= 400 and not stream and "content-encoding" not in headers
+    packed = "content-encoding" in Headers(raw=start["headers"])
+    return start["status"] >= 400 and not is_event_stream(start) and not packed

@@ -6,17 +6,15 @@ The engine ends such a request with the reason "error" and does not say why; tha
 grammar is in its sampling parameters, whatever field or tool asked for it.
 """
 
-import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mla_serving.server.errors import error_body, error_response
+from mla_serving.server.errors import error_event, error_response, is_event_stream
 
 _TEXT = (
     "No text can be made by the grammar that the request asks for (response_format, "
@@ -82,10 +80,10 @@ class Grammar:
                 if answer.given_up and message["status"] == 500:
                     refused = True
                     return await error_response(400, _TEXT)(scope, receive, send)
-                kind = Headers(raw=message["headers"]).get("content-type", "")
-                streams = kind.startswith("text/event-stream")
+                streams = is_event_stream(message)
             elif answer.given_up and message.get("body", b"").startswith(_EVENT_ERRORS):
-                message = {**message, "body": _event(message["body"].startswith(b"event:"))}
+                named = message["body"].startswith(b"event:")
+                message = {**message, "body": error_event(400, _TEXT, named)}
             await send(message)
 
         try:
@@ -94,11 +92,4 @@ class Grammar:
             if not (answer.given_up and streams):
                 raise
             # vLLM's streamed responses have no event for it, and break off.
-            await send({"type": "http.response.body", "body": _event(named=True)})
-
-
-def _event(named: bool) -> bytes:
-    error = error_body(400, _TEXT)
-    if not named:
-        return f"data: {json.dumps(error)}\n\n".encode()
-    return f"event: error\ndata: {json.dumps({'type': 'error', **error})}\n\n".encode()
+            await send({"type": "http.response.body", "body": error_event(400, _TEXT, named=True)})
