@@ -78,8 +78,16 @@ class Running:
 DONE = ["data: 0", "data: 1", "data: 2", "data: [DONE]"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_finishes_what_runs_and_takes_nothing_new(stand, openai_error, number):
+@pytest.fixture
+def no_hang_up():
+    """By default it would end these tests."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_finishes_what_runs_and_takes_nothing_new(stand, openai_error, no_hang_up, number):
     async def run():
         async with Running(stand) as r:
             stream = await r.stream()
@@ -309,6 +317,56 @@ time.sleep(60)
         time.sleep(0.05)
     else:
         pytest.fail("the child still runs")
+
+
+HANG_UP = """
+import os, signal, subprocess, time
+from multiprocessing import resource_tracker
+from mla_serving.server import lifecycle
+lifecycle.catch_signals_while_starting()
+child = subprocess.Popen(["sleep", "60"])
+for _ in range(2):
+    try:
+        for pid in (os.getpid(), child.pid, resource_tracker._resource_tracker._pid):
+            os.kill(pid, signal.SIGHUP)
+        time.sleep(0.5)
+        print("goes on")
+    except lifecycle.StopRequested:
+        print("told to stop")
+assert child.poll() is None
+os.kill(resource_tracker._resource_tracker._pid, 0)
+child.kill()
+"""
+
+
+def test_a_terminal_that_goes_is_one_signal_and_only_to_the_server():
+    run = [sys.executable, "-c", HANG_UP]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout) == (0, "told to stop\ngoes on\n"), done.stderr
+
+
+def test_nohup_is_respected():
+    run = ["sh", "-c", "trap '' HUP; exec \"$@\"", "sh", sys.executable, "-c", HANG_UP]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout) == (0, "goes on\n" * 2), done.stderr
+
+
+def test_nobody_who_reads_the_lines_is_no_failure():
+    """`mla-backend serve | tee log`: Ctrl-C ends tee first."""
+    code = """
+import sys
+from mla_serving.server.progress import Progress
+sys.stdin.read()
+for _ in range(2):
+    Progress().line("stopping")
+"""
+    run = [sys.executable, "-c", code]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(run, **pipes) as process:
+        process.stdout.close()
+        process.stdin.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
 
 
 def test_shared_memory_does_not_outlive_what_is_killed():

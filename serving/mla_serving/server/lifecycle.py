@@ -18,7 +18,9 @@ import uvicorn
 from mla_serving.server.admission import Gate
 from mla_serving.server.progress import Progress
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# What a terminal sends when it goes, unless nohup has it ignored.
+_HANG_UP = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else set()
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, *_HANG_UP)
 _ENGINE_CHECK_SECONDS = 1.0
 # After the drain: what still runs is cancelled, which aborts it in the engine.
 _CANCEL_SECONDS = 1
@@ -37,19 +39,25 @@ class StopRequested(SystemExit):
 
 
 def catch_signals_while_starting() -> None:
-    """From here on SIGINT and SIGTERM raise StopRequested in the main thread, and end the process
-    and its children if that has not done it soon.
+    """From here on SIGINT, SIGTERM and SIGHUP raise StopRequested in the main thread, and end the
+    process and its children if that has not done it soon.
 
-    SIGINT stays blocked in this thread and so in all threads and processes started later: Ctrl-C
-    goes to the whole process group, and vLLM's workers would die of it in the middle of a drain.
-    One thread waits for it and passes it to this process alone, as SIGTERM. Call it first.
+    SIGINT and SIGHUP stay blocked in this thread and so in all threads and processes started later:
+    Ctrl-C, or the end of a terminal, goes to the whole process group, and vLLM's workers would die
+    of it in the middle of a drain. One thread waits for them and passes them to this process alone,
+    as SIGTERM. Call it first.
     """
-    resource_tracker.ensure_running()  # first: starting it unblocks SIGINT in this thread
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    held = {signal.SIGINT, *_HANG_UP}
+    signal.pthread_sigmask(signal.SIG_BLOCK, held)  # for the resource tracker, too
+    resource_tracker.ensure_running()  # unblocks SIGINT in this thread
+    signal.pthread_sigmask(signal.SIG_BLOCK, held)
 
     def forward() -> None:
+        awaited = set(held)
         while True:
-            signal.sigwait({signal.SIGINT})
+            signal.sigwait(awaited)
+            # A terminal that goes says so more than once, which is no second signal.
+            awaited.discard(signal.SIGHUP)
             os.kill(os.getpid(), signal.SIGTERM)
 
     def stop(*_: object) -> None:
@@ -58,9 +66,9 @@ def catch_signals_while_starting() -> None:
         last_resort.start()
         raise StopRequested
 
-    for number in _SIGNALS:  # SIGINT: for threads that are older than the mask
+    for number in _SIGNALS:  # the blocked ones: for threads that are older than the mask
         signal.signal(number, stop)
-    threading.Thread(target=forward, daemon=True, name="sigint").start()
+    threading.Thread(target=forward, daemon=True, name="signals").start()
 
 
 class Server(uvicorn.Server):
@@ -89,8 +97,8 @@ async def run_until_stopped(
 ) -> int:
     """Serve until a signal or the end of the engine; returns the exit status.
 
-    The first SIGINT or SIGTERM closes the gate and gives running requests `drain_timeout` seconds;
-    a second one ends this process and its children at once.
+    The first SIGINT, SIGTERM or SIGHUP closes the gate and gives running requests `drain_timeout`
+    seconds; a second one ends this process and its children at once.
     """
     stop = asyncio.Event()
 

@@ -1,12 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plain lines on standard output that say how far the start-up is."""
 
+import os
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 _HEARTBEAT_SECONDS = 15.0
+_STDOUT = 1  # the descriptor
+
+
+def say(text: str) -> None:
+    """Print `text`, into nothing once nobody reads: the Ctrl-C that begins a drain ends the `tee`
+    that the output goes through, and a terminal may go."""
+    try:
+        print(text, flush=True)
+    except OSError:
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, _STDOUT)
+        os.close(nothing)
 
 
 class Progress:
@@ -20,7 +33,7 @@ class Progress:
         return time.monotonic() - self._start
 
     def line(self, text: str) -> None:
-        print(f"mla-backend [{self.seconds:6.1f} s] {text}", flush=True)
+        say(f"mla-backend [{self.seconds:6.1f} s] {text}")
 
     @contextmanager
     def waiting(self, text: str) -> Iterator[None]:

@@ -16,7 +16,7 @@ from mla_backend.start_up import heard
 from mla_serving.server import environment, lifecycle
 from mla_serving.server.admission import Gate
 from mla_serving.server.layers import read_layers
-from mla_serving.server.progress import Progress
+from mla_serving.server.progress import Progress, say
 
 
 def serve(argv: list[str] | None) -> int:
@@ -108,7 +108,7 @@ def _say_ready(args: Namespace, model: str, progress: Progress) -> None:
     from mla_serving.server import http, vllm_api
 
     progress.line(f"ready: {model} at {http.url(args)}/v1")
-    print(f"  {example(http.curl(args), model, bool(vllm_api.api_keys(args)))}", flush=True)
+    say(f"  {example(http.curl(args), model, bool(vllm_api.api_keys(args)))}")
 
 
 def example(curl: str, model: str, with_key: bool) -> str:
