@@ -7,6 +7,8 @@ import re
 from argparse import ArgumentTypeError
 from collections.abc import Iterable
 
+_OBJECTIVES = ("ttft", "tpot", "e2el")
+
 
 def count(text: str) -> int:
     """How many of something, at least one."""
@@ -30,6 +32,22 @@ def rate(text: str) -> float:
     if not 0 < value < math.inf:
         raise ArgumentTypeError(f"expected a number above 0, got {text}")
     return value
+
+
+def objectives(text: str) -> str:
+    """Milliseconds as vLLM's load generator takes them, which says so only when it loads a server:
+    "ttft:2000 tpot:50"; "" for none."""
+    for word in text.split():
+        name, _, milliseconds = word.partition(":")
+        try:
+            rate(milliseconds)
+        except (ArgumentTypeError, ValueError):
+            name = ""
+        if name not in _OBJECTIVES:
+            raise ArgumentTypeError(
+                f"expected milliseconds of {', '.join(_OBJECTIVES)}, as in ttft:2000, got {word}"
+            )
+    return text
 
 
 def matching(option: str, wanted: re.Pattern[str], names: Iterable[str]) -> list[str]:

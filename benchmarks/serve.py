@@ -24,7 +24,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from arguments import count, rate
+from arguments import count, objectives, rate
 from ending import CUT_OFF, exit_code, exit_on_signals, shortage
 from outputs import claim, command
 from partial import PARTIAL, lacks, take_away
@@ -103,7 +103,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--rates", nargs="*", type=rate, help="requests a second (default: 0.5 and 0.8 of ours)"
     )
     serve.add_argument("--open-requests", type=count, default=100, help="of each open loop")
-    serve.add_argument("--slo", default="ttft:2000 tpot:50", help="milliseconds, for goodput")
+    slo = serve.add_argument("--slo", type=objectives, default="ttft:2000 tpot:50")
+    slo.help = "milliseconds, for goodput"
     serve.add_argument(
         "--together",
         action="store_true",

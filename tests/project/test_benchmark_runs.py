@@ -111,6 +111,13 @@ def test_a_file_is_whole_or_as_it_was(tmp_path, monkeypatch):
         ("serve", "--concurrency 8 0", "expected 1 or more, got 0"),
         ("serve", "--rates 0", "expected a number above 0, got 0"),
         ("serve", "--rates inf", "expected a number above 0, got inf"),
+        (
+            "serve",
+            "--slo ttft=2000",
+            "milliseconds of ttft, tpot, e2el, as in ttft:2000, got ttft=2000",
+        ),
+        ("serve", "--slo itl:50", "as in ttft:2000, got itl:50"),
+        ("serve", "--slo ttft:fast", "as in ttft:2000, got ttft:fast"),
         ("soak", "--blocks 0", "expected 1 or more, got 0"),
         ("soak", "--max-model-len 731", "expected --max-model-len of 732 or more"),
         ("extends", "--contexts -1", "expected 0 or more, got -1"),
