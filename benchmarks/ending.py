@@ -36,10 +36,12 @@ def need_rows(rows: list[dict[str, Any]], args: Namespace) -> None:
 
 def exit_on_signals() -> None:
     """SIGTERM and SIGHUP raise SystemExit, so that what was started is stopped on the way out. By
-    default they end this process alone, and servers would go on without it."""
+    default they end this process alone, and servers would go on without it. Not what is ignored, as
+    SIGHUP is under nohup."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, leave)
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, leave)

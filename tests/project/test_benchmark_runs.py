@@ -410,3 +410,19 @@ with servers.Server("ours", Path("m"), [], Path({str(tmp_path / "log")!r})) as s
         assert run.wait(30) == 128 + signal.SIGTERM
     psutil.wait_procs(processes, timeout=5)
     assert alive(processes) == []
+
+
+def test_nohup_is_respected():
+    program = f"""
+import os, signal, sys, time
+sys.path.insert(0, {str(BENCHMARKS)!r})
+from ending import exit_on_signals
+exit_on_signals()
+os.kill(os.getpid(), signal.SIGHUP)
+print("goes on", flush=True)
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(10)
+"""
+    run = ["sh", "-c", "trap '' HUP; exec \"$@\"", "sh", sys.executable, "-c", program]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, "goes on\n"), done.stderr
