@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The server's socket: the port that it got, and which address it could not have."""
 
+import asyncio
 import socket
 from argparse import Namespace
 
 import pytest
+import uvicorn
+from mla_serving.server import lifecycle
 
 
 @pytest.fixture
@@ -35,6 +38,39 @@ def test_a_taken_port(bind):
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}: Address already"):
             bind(address(port=port))
+
+
+def test_the_port_of_a_server_that_loads_its_model(bind):
+    args = address()
+    with bind(args), pytest.raises(OSError, match=f"{args.port}: Address already in use"):
+        bind(args)
+
+
+def test_a_port_with_what_is_left_of_connections(bind):
+    """The side that closes first keeps the connection for a minute: here the server."""
+    args = address()
+
+    async def answer(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body"})
+
+    async def serve():
+        listening = asyncio.Event()
+        config = uvicorn.Config(answer, lifespan="off", log_level="warning")
+        server = lifecycle.Server(config, listening.set)
+        serving = asyncio.create_task(server.serve(sockets=[bind(args)]))
+        await listening.wait()
+        reader, writer = await asyncio.open_connection(args.host, args.port)
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        assert b"200 OK" in await reader.read()
+        writer.close()
+        server.should_exit = True
+        await serving
+
+    for _ in range(2):
+        asyncio.run(serve())
+    with socket.socket() as alone, pytest.raises(OSError, match="Address already in use"):
+        alone.bind((args.host, args.port))
 
 
 @pytest.mark.parametrize("port", [-1, 65536])

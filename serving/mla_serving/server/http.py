@@ -71,9 +71,8 @@ def bind(args: Namespace) -> socket.socket:
     else:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         sock, address = socket.socket(family, socket.SOCK_STREAM), (host, port)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        sock.bind(address)
+        _bind(sock, address)
     except (OSError, OverflowError) as error:
         sock.close()
         where = args.uds or f"{host or '*'}:{port}"
@@ -84,6 +83,18 @@ def bind(args: Namespace) -> socket.socket:
     if not args.uds:
         args.port = sock.getsockname()[1]
     return sock
+
+
+def _bind(sock: socket.socket, address: Any) -> None:
+    """Alone, if it can be: with SO_REUSEADDR two that load their models would have one port, and
+    the second hear of it when it listens. What is left of a server's connections needs that."""
+    try:
+        sock.bind(address)
+    except OSError as error:
+        if sock.family == socket.AF_UNIX or error.errno != errno.EADDRINUSE:
+            raise
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
 
 
 def unbind(sock: socket.socket, args: Namespace) -> None:

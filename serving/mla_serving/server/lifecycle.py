@@ -83,6 +83,10 @@ class Server(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        for sock in sockets or ():
+            if sock.family != socket.AF_UNIX:
+                # Its connections have it too: what is left of them keeps no next server away.
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         await super().startup(sockets)
         self._on_listening()
 
