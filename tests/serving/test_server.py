@@ -175,7 +175,6 @@ TEXT_FORMAT = {"format": {"type": "json_schema", "name": "x", "schema": CIRCLE}}
         "completions": {**COMPLETION, "structured_outputs": {"json": CIRCLE}},
         "chat/completions": {**CHAT, "structured_outputs": {"json": CIRCLE}},
         "responses": {"model": MODEL, "input": "x", "text": TEXT_FORMAT},
-        "messages": {**CHAT, "max_tokens": 4, "output_config": TEXT_FORMAT},
     }.items(),
 )
 def test_a_stream_says_that_its_grammar_is_at_fault(client, path, body):
