@@ -18,7 +18,7 @@ import json, sys
 from mla_serving.server import environment
 environment.set_before_import(True)
 from mla_serving.server import args, vllm_api
-from mla_serving.server.layers import read_layers
+from mla_serving.server.settings import read_settings
 
 def shown(namespace):
     return {k: repr(v) for k, v in vars(namespace).items() if not k.startswith(("mla_", "config"))}
@@ -30,7 +30,8 @@ for path in sys.argv[1:]:
     vllm_api.make_arg_parser(serve)
     theirs = shown(theirs.parse_args(["serve", "some/model", "--config", path]))
     ours = args.make_parser()
-    given = read_layers(["some/model", "--config", path], {}).arguments(ours._option_string_actions)
+    settings = read_settings(["some/model", "--config", path], {})
+    given = settings.arguments(ours._option_string_actions)
     ours = shown(ours.parse_args(given))
     theirs.pop("subparser")
     result[path] = {"ours": ours, "theirs": {**theirs, "model": ours["model"]}}

@@ -10,12 +10,12 @@ PARSE = """
 import json, os
 from mla_backend import toolchain
 from mla_serving.demo_model import demo_model_path
-from mla_serving.server.layers import read_layers
+from mla_serving.server.settings import read_settings
 from mla_serving.server.args import parse
 shown = []
 for obstacle in (None, "no C++ compiler (g++)"):
     toolchain.compile_obstacle = lambda: obstacle
-    args = parse(read_layers([str(demo_model_path("v3"))], {}))
+    args = parse(read_settings([str(demo_model_path("v3"))], {}))
     shown.append([args.enforce_eager, os.environ.get("TORCHDYNAMO_DISABLE")])
 print(json.dumps(shown))
 """

@@ -72,28 +72,28 @@ def test_empty_values(parser, given, said):
 def test_what_is_given_empty_is_not_vllms_default(demo_checkpoint, monkeypatch):
     """vLLM would listen on every address, and compute with its own attention."""
     from mla_serving.server import args as server_args
-    from mla_serving.server.layers import read_layers
+    from mla_serving.server.settings import read_settings
 
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     monkeypatch.setattr(server_args.toolchain, "compile_obstacle", lambda: None)
     given = [str(demo_checkpoint("v3")), "--attention-backend", ""]
-    args = server_args.parse(read_layers(given, {"MLA_SERVE_HOST": ""}))
+    args = server_args.parse(read_settings(given, {"MLA_SERVE_HOST": ""}))
     assert args.host == "127.0.0.1"
     assert getattr(args.attention_backend, "name", args.attention_backend) == "CUSTOM"
-    args = server_args.parse(read_layers([*given, "--host", "0.0.0.0"], {}))
+    args = server_args.parse(read_settings([*given, "--host", "0.0.0.0"], {}))
     assert args.host == "0.0.0.0"
 
 
 def test_every_worker_of_a_cpu_has_its_share_of_the_cache(demo_checkpoint, monkeypatch):
     from mla_serving.server import args as server_args
-    from mla_serving.server.layers import read_layers
+    from mla_serving.server.settings import read_settings
 
     seen = []
     monkeypatch.setattr(server_args.environment, "set_cpu_kv_cache", lambda *x: seen.append(x[1:]))
     monkeypatch.setattr(server_args.toolchain, "compile_obstacle", lambda: None)
     given = [str(demo_checkpoint("v3")), "--tensor-parallel-size", "2"]
     for more in ([], ["--pipeline-parallel-size", "2"], ["--data-parallel-size", "3"]):
-        server_args.parse(read_layers([*given, *more], {}))
+        server_args.parse(read_settings([*given, *more], {}))
     assert seen == [(2, 1), (4, 1), (2, 3)]
 
 

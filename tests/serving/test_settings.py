@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from mla_serving.server import environment
-from mla_serving.server.layers import read_layers
+from mla_serving.server.settings import read_settings
 
 GIB = environment.GIB
 
@@ -39,8 +39,8 @@ def write(tmp_path, text):
 def test_command_line_over_environment_over_file(tmp_path):
     path = write(tmp_path, "port: 1\nmax-model-len: 1\nenforce-eager: true\n")
     environ = {"MLA_SERVE_PORT": "2", "MLA_SERVE_MAX_MODEL_LEN": "2", "OTHER": "x"}
-    layers = read_layers(["--port", "3", "--config", path], environ)
-    assert layers.arguments(OPTIONS) == [
+    settings = read_settings(["--port", "3", "--config", path], environ)
+    assert settings.arguments(OPTIONS) == [
         "--port", "1", "--max-model-len", "1", "--enforce-eager",
         "--port", "2", "--max-model-len", "2",
         "--port", "3",
@@ -53,7 +53,7 @@ def test_the_kinds_of_values(tmp_path):
         "api-key: [a, b]\nenable-prefix-caching: false\nenable-log-requests: false\n"
         "compilation-config: {mode: 0}\n",
     )
-    assert read_layers(["--config=" + path], {}).arguments(OPTIONS) == [
+    assert read_settings(["--config=" + path], {}).arguments(OPTIONS) == [
         "--api-key", "a", "b", "--no-enable-prefix-caching", "--compilation-config", '{"mode": 0}',
     ]  # fmt: skip
 
@@ -70,15 +70,15 @@ def test_the_kinds_of_values(tmp_path):
 )
 def test_lists_by_what_their_option_takes(tmp_path, key, value, expected):
     path = write(tmp_path, f"{key}: {value}\n")
-    assert read_layers(["--config", path], {}).arguments(OPTIONS) == expected
+    assert read_settings(["--config", path], {}).arguments(OPTIONS) == expected
     name = "MLA_SERVE_" + key.upper().replace("-", "_")
-    assert read_layers([], {name: value}).arguments(OPTIONS) == expected
+    assert read_settings([], {name: value}).arguments(OPTIONS) == expected
 
 
 def test_the_positional_model_stays_first(tmp_path):
     path = write(tmp_path, "api-key: [a, b]\n")
-    layers = read_layers(["some/model", "--config", path], {})
-    assert layers.arguments(OPTIONS)[0] == "some/model"
+    settings = read_settings(["some/model", "--config", path], {})
+    assert settings.arguments(OPTIONS)[0] == "some/model"
 
 
 @pytest.mark.parametrize(
@@ -93,12 +93,12 @@ def test_the_positional_model_stays_first(tmp_path):
 )
 def test_which_model(tmp_path, argv, environ, expected):
     path = write(tmp_path, "model: from-file\n")
-    assert read_layers([*argv, "--config", path], environ).model() == expected
+    assert read_settings([*argv, "--config", path], environ).model() == expected
 
 
 def test_config_named_by_the_environment(tmp_path):
     environ = {"MLA_SERVE_CONFIG": write(tmp_path, "port: 7\n")}
-    assert read_layers([], environ).arguments(OPTIONS) == ["--port", "7"]
+    assert read_settings([], environ).arguments(OPTIONS) == ["--port", "7"]
 
 
 @pytest.mark.parametrize(
@@ -117,8 +117,8 @@ def test_config_named_by_the_environment(tmp_path):
     ],
 )
 def test_the_kinds_of_variables(name, text, expected):
-    layers = read_layers([], {f"MLA_SERVE_{name}": text})
-    assert layers.arguments(OPTIONS) == expected
+    settings = read_settings([], {f"MLA_SERVE_{name}": text})
+    assert settings.arguments(OPTIONS) == expected
 
 
 @pytest.mark.parametrize("key", ["-x_y=z", "--port", "[-x]"])
@@ -127,11 +127,11 @@ def test_a_key_may_begin_with_a_dash(key, tmp_path):
     parser = argparse.ArgumentParser()
     parser.add_argument("--api-key", nargs="*")
     path = write(tmp_path, f"api-key: {json.dumps(key)}\n")
-    for layers, expected in (
-        (read_layers([], {"MLA_SERVE_API_KEY": key}), key.strip("[]")),
-        (read_layers(["--config", path], {}), key),
+    for settings, expected in (
+        (read_settings([], {"MLA_SERVE_API_KEY": key}), key.strip("[]")),
+        (read_settings(["--config", path], {}), key),
     ):
-        args = parser.parse_args(layers.arguments(parser._option_string_actions))
+        args = parser.parse_args(settings.arguments(parser._option_string_actions))
         assert args.api_key == [expected]
 
 
@@ -139,23 +139,23 @@ def test_a_key_may_begin_with_a_dash(key, tmp_path):
 def test_keys_of_several_may_not_begin_with_a_dash(keys, tmp_path):
     """argparse would take them for options, and repeat them."""
     path = write(tmp_path, f"api-key: {keys}\n")
-    for name, layers in (
-        ("MLA_SERVE_API_KEY", read_layers([], {"MLA_SERVE_API_KEY": keys})),
-        ("api-key", read_layers(["--config", path], {})),
+    for name, settings in (
+        ("MLA_SERVE_API_KEY", read_settings([], {"MLA_SERVE_API_KEY": keys})),
+        ("api-key", read_settings(["--config", path], {})),
     ):
         with pytest.raises(ValueError, match=f"^{name}: expected several values") as refused:
-            layers.arguments(OPTIONS)
+            settings.arguments(OPTIONS)
         assert "s3cret" not in str(refused.value)
 
 
 @pytest.mark.parametrize("date", ["2026-11-27", "2026-02-30", "2026-11-27T10:00:00Z"])
 def test_a_date_is_text(date, tmp_path):
     mapping = f"{{of: {date}, {date}: 1}}"
-    layers = read_layers(
+    settings = read_settings(
         ["--config", write(tmp_path, f"model: {date}\ncompilation-config: {mapping}\n")], {}
     )
-    assert layers.is_local() is False  # no directory of that name
-    assert layers.arguments(OPTIONS) == [
+    assert settings.is_local() is False  # no directory of that name
+    assert settings.arguments(OPTIONS) == [
         "--model", date, "--compilation-config", json.dumps({"of": date, date: 1}),
     ]  # fmt: skip
 
@@ -165,27 +165,27 @@ def test_a_value_of_the_wrong_kind_is_named(tmp_path):
         with pytest.raises(
             ValueError, match="MLA_SERVE_ENFORCE_EAGER: expected true or false, got"
         ):
-            read_layers([], {"MLA_SERVE_ENFORCE_EAGER": text}).arguments(OPTIONS)
+            read_settings([], {"MLA_SERVE_ENFORCE_EAGER": text}).arguments(OPTIONS)
     path = write(tmp_path, "enforce-eager: 1\n")
     with pytest.raises(ValueError, match="enforce-eager: expected true or false, got 1"):
-        read_layers(["--config", path], {}).arguments(OPTIONS)
+        read_settings(["--config", path], {}).arguments(OPTIONS)
     path = write(tmp_path, "api-key: no\n")
     with pytest.raises(ValueError, match="api-key: expected a value, got False"):
-        read_layers(["--config", path], {}).arguments(OPTIONS)
+        read_settings(["--config", path], {}).arguments(OPTIONS)
 
 
 def test_a_model_that_yaml_takes_for_a_number(tmp_path):
-    assert read_layers([], {"MLA_SERVE_MODEL": "007"}).model() == "007"
-    assert read_layers(["--config", write(tmp_path, "model: 7\n")], {}).model() == "7"
+    assert read_settings([], {"MLA_SERVE_MODEL": "007"}).model() == "007"
+    assert read_settings(["--config", write(tmp_path, "model: 7\n")], {}).model() == "7"
 
 
 def test_bad_yaml_names_its_source(tmp_path):
     path = write(tmp_path, "port: [1\n")
     with pytest.raises(ValueError, match=f"{path}: while parsing"):
-        read_layers(["--config", path], {})
+        read_settings(["--config", path], {})
     for key in ("[s3cret", "{s3cret-Key,42", "[s3cret\t: 1"):  # a key is not repeated
         with pytest.raises(ValueError, match=r"^MLA_SERVE_API_KEY: (expected|found)") as error:
-            read_layers([], {"MLA_SERVE_API_KEY": key}).arguments(OPTIONS)
+            read_settings([], {"MLA_SERVE_API_KEY": key}).arguments(OPTIONS)
         assert "s3cret" not in str(error.value)
 
 
@@ -193,7 +193,7 @@ def test_a_file_that_is_no_text_is_named(tmp_path):
     path = tmp_path / "settings.yaml"
     path.write_bytes(b"port: 1 # \xff\n")
     with pytest.raises(ValueError, match=f"^{path}: not UTF-8"):
-        read_layers(["--config", str(path)], {})
+        read_settings(["--config", str(path)], {})
 
 
 @pytest.mark.parametrize(
@@ -207,19 +207,19 @@ def test_a_file_that_is_no_text_is_named(tmp_path):
 def test_an_empty_name_is_not_no_file(argv, environ):
     """The file may be where the API key is."""
     with pytest.raises(ValueError, match=r"\(MLA_SERVE_CONFIG\) is empty"):
-        read_layers(argv, environ)
+        read_settings(argv, environ)
 
 
 def test_unknown_settings_are_named(tmp_path):
     with pytest.raises(ValueError, match="MLA_SERVE_PROT: there is no option --prot"):
-        read_layers([], {"MLA_SERVE_PROT": "1"}).arguments(OPTIONS)
+        read_settings([], {"MLA_SERVE_PROT": "1"}).arguments(OPTIONS)
     path = write(tmp_path, "prot: 1\n")
     with pytest.raises(ValueError, match="prot: there is no option --prot"):
-        read_layers(["--config", path], {}).arguments(OPTIONS)
+        read_settings(["--config", path], {}).arguments(OPTIONS)
     with pytest.raises(ValueError, match="5: there is no option --5"):
-        read_layers(["--config", write(tmp_path, "5: 1\n")], {}).arguments(OPTIONS)
+        read_settings(["--config", write(tmp_path, "5: 1\n")], {}).arguments(OPTIONS)
     with pytest.raises(ValueError, match="expected a mapping"):
-        read_layers(["--config", write(tmp_path, "- a\n")], {})
+        read_settings(["--config", write(tmp_path, "- a\n")], {})
 
 
 @pytest.mark.parametrize(
@@ -242,18 +242,18 @@ def test_what_is_on_this_machine_is_not_looked_up(said, local, tmp_path, monkeyp
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "y.yaml").write_text("port: 1\n")
     monkeypatch.chdir(tmp_path)
-    layers = read_layers(said.format(here=tmp_path).split(), {})
-    assert layers.is_local() is local
+    settings = read_settings(said.format(here=tmp_path).split(), {})
+    assert settings.is_local() is local
     environ = {}
-    environment.set_before_import(layers.is_local(), environ)
+    environment.set_before_import(settings.is_local(), environ)
     assert (environ.get("HF_HUB_OFFLINE") == "1") is local
     assert environ["VLLM_NO_USAGE_STATS"] == environ["DO_NOT_TRACK"] == "1"
 
 
 def test_files_and_variables_name_things_of_the_hub_too(tmp_path):
     path = write(tmp_path, f"model: {tmp_path}\nspeculative-config: {{model: org/name}}\n")
-    assert not read_layers(["--config", path], {}).is_local()
-    assert not read_layers([], {"MLA_SERVE_TOKENIZER": "org/name"}).is_local()
+    assert not read_settings(["--config", path], {}).is_local()
+    assert not read_settings([], {"MLA_SERVE_TOKENIZER": "org/name"}).is_local()
 
 
 def test_what_the_user_set_stays(tmp_path):
@@ -309,6 +309,6 @@ def test_vllm_is_not_imported_before_the_environment_is_set():
 def test_underscores_of_a_file_are_dashes(key, tmp_path):
     parser = argparse.ArgumentParser()
     parser.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction)
-    layers = read_layers(["--config", write(tmp_path, f"{key}: false\n")], {})
-    given = layers.arguments(parser._option_string_actions)
+    settings = read_settings(["--config", write(tmp_path, f"{key}: false\n")], {})
+    given = settings.arguments(parser._option_string_actions)
     assert parser.parse_args(given).enable_prefix_caching is False

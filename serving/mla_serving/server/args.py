@@ -13,7 +13,7 @@ from mla_backend import envs, toolchain
 from mla_backend.plugin import WORKER_EXTENSION_CLASS
 from mla_serving.demo_model import FAMILIES, SERVED_NAME, demo_model_path
 from mla_serving.server import environment, vllm_api
-from mla_serving.server.layers import Layers
+from mla_serving.server.settings import Settings
 
 DEFAULT_HOST = "127.0.0.1"
 _NOT_MLA = (
@@ -106,7 +106,7 @@ def _count(text: str) -> int:
     return int(_number(text, allowed=whole, ok=lambda v: v >= 0 and v.is_integer()))
 
 
-def parse(layers: Layers) -> Namespace:
+def parse(settings: Settings) -> Namespace:
     """The settings of a run: the user's, and ours where the user said nothing.
 
     Makes the demo model when no model is given. Raises ValueError for a setting that this server
@@ -114,7 +114,7 @@ def parse(layers: Layers) -> Namespace:
     """
     envs.check_all()
     parser = make_parser()
-    given = layers.arguments(parser._option_string_actions)
+    given = settings.arguments(parser._option_string_actions)
     args = _parse(parser, given)
     _refuse_other_launchers(args)
     _refuse_empty(args)

@@ -15,8 +15,8 @@ from pydantic import ValidationError
 from mla_backend.start_up import heard
 from mla_serving.server import environment, lifecycle
 from mla_serving.server.admission import Gate
-from mla_serving.server.layers import read_layers
 from mla_serving.server.progress import Progress, say
+from mla_serving.server.settings import read_settings
 
 
 def serve(argv: list[str] | None) -> int:
@@ -30,12 +30,12 @@ def _start(argv: list[str] | None, refused: Callable[[], str]) -> int:
     lifecycle.catch_signals_while_starting()
     sock: socket.socket | None = None
     try:
-        layers = read_layers(sys.argv[1:] if argv is None else argv, os.environ)
-        environment.set_before_import(layers.is_local())
+        settings = read_settings(sys.argv[1:] if argv is None else argv, os.environ)
+        environment.set_before_import(settings.is_local())
         with progress.waiting("importing vLLM"):
             from mla_serving.server import args as server_args
             from mla_serving.server import http, vllm_api
-        args = server_args.parse(layers)
+        args = server_args.parse(settings)
         vllm_api.prepare(args)
         sock = http.bind(args)
         import uvloop  # comes with vLLM

@@ -26,7 +26,7 @@ _FLAG_WORDS |= {"false": False, "no": False, "off": False, "0": False}
 
 
 @dataclass(frozen=True)
-class Layers:
+class Settings:
     """The three sources, weakest first. Keys are option names without dashes."""
 
     file: Mapping[str, Any]
@@ -79,7 +79,7 @@ class Layers:
         return [*head, *weak, *rest]
 
 
-def read_layers(argv: list[str], environ: Mapping[str, str]) -> Layers:
+def read_settings(argv: list[str], environ: Mapping[str, str]) -> Settings:
     """The sources named by a command line (--config) and an environment (MLA_SERVE_CONFIG).
 
     Raises OSError for a config file that cannot be read, ValueError for one that is no mapping or
@@ -98,7 +98,7 @@ def read_layers(argv: list[str], environ: Mapping[str, str]) -> Layers:
     content = _read_yaml(path) if path else None
     if content is not None and not isinstance(content, dict):
         raise ValueError(f"{path}: expected a mapping of option names to values")
-    return Layers(content or {}, environment, tuple(rest))
+    return Settings(content or {}, environment, tuple(rest))
 
 
 def _scan(option: str, argv: Sequence[str]) -> tuple[str | None, list[str]]:
