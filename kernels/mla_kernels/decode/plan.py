@@ -187,17 +187,12 @@ def plan_mla_decode(
     if choice.impl in ("hopper", "triton"):
         from mla_kernels.decode.triton.plan import build_plan
 
-        spare = 0
         if choice.impl == "hopper":
-            from mla_kernels.decode.hopper.support import parts_for, spare_for
-
-            rows = num_heads * s_q
-            num_parts = parts_for(rows, seq_lens.device, kv_cache_dtype, dtype)
-            spare = spare_for(rows, kv_cache_dtype)
+            from mla_kernels.decode.hopper.support import parts_and_spare
         else:
-            from mla_kernels.decode.triton.plan import parts_for as triton_parts_for
-
-            num_parts = triton_parts_for(num_heads * s_q, seq_lens.device, kv_cache_dtype)
+            from mla_kernels.decode.triton.plan import parts_and_spare
+        rows = num_heads * s_q
+        parts, spare = parts_and_spare(rows, seq_lens.device, kv_cache_dtype, dtype)
         device_plan = build_plan(
             seq_lens,
             num_heads=num_heads,
@@ -205,7 +200,7 @@ def plan_mla_decode(
             kv_lora_rank=kv_lora_rank,
             deterministic=deterministic,
             max_seq_len=max_seq_len,
-            num_parts=num_parts,
+            num_parts=parts,
             spare=spare,
             lender=lender.device_plan if lender else None,
         )

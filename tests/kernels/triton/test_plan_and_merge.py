@@ -168,7 +168,7 @@ def test_the_hopper_kernel_without_a_plan_spares_the_same_cuts(monkeypatch, head
         raise PlanAskedError
 
     monkeypatch.setattr(hopper_launcher, "build_plan", stop)
-    monkeypatch.setattr(hopper_launcher, "parts_for", lambda *args: 132)
+    monkeypatch.setattr(hopper_support, "parts_for", lambda *args: 132)
     case = decode_case([300, 70], num_heads=heads, s_q=s_q)
     lse = torch.empty(case.q.shape[:3])
     with pytest.raises(PlanAskedError):

@@ -14,7 +14,7 @@ from mla_kernels.decode.hopper.fp8.configs import choose_config
 from mla_kernels.decode.hopper.fp8.launcher import launch_fp8
 from mla_kernels.decode.hopper.fp8_query.launcher import launch_fp8_query
 from mla_kernels.decode.hopper.kernel import hopper_decode_kernel
-from mla_kernels.decode.hopper.support import FORMATS, parts_for, spare_for
+from mla_kernels.decode.hopper.support import FORMATS, parts_and_spare
 from mla_kernels.decode.plan import MlaDecodePlan
 from mla_kernels.decode.query import Query, first_part, row_parts
 from mla_kernels.decode.rescale import scale_to_log2
@@ -52,14 +52,15 @@ def mla_decode_hopper(
     q_dtype = first_part(q).dtype
     device_plan = None if plan is None else plan.device_plan
     if device_plan is None:
+        parts, spare = parts_and_spare(s_q * H, seq_lens.device, kv_cache.dtype, q_dtype)
         device_plan = build_plan(
             seq_lens,
             num_heads=H,
             s_q=s_q,
             deterministic=deterministic,
             max_seq_len=block_table.shape[1] * kv_cache.shape[1],
-            num_parts=parts_for(s_q * H, seq_lens.device, kv_cache.dtype, q_dtype),
-            spare=spare_for(s_q * H, kv_cache.dtype),
+            num_parts=parts,
+            spare=spare,
         )
     call = DecodeCall(
         q, kv_cache, block_table, seq_lens, device_plan, out, lse,

@@ -43,11 +43,15 @@ def _fp8_query_refusal(kv_cache_dtype: torch.dtype, rescale: str) -> str | None:
     return None
 
 
+def parts_and_spare(
+    rows: int, device: torch.device, kv_cache_dtype: torch.dtype, dtype: torch.dtype
+) -> tuple[int, int]:
+    """Into how many parts a plan cuts a step, and their spare (triton/plan.py)."""
+    return parts_for(rows, device, kv_cache_dtype, dtype), spare_for(rows, kv_cache_dtype)
+
+
 def parts_for(
-    rows: int,
-    device: torch.device,
-    kv_cache_dtype: torch.dtype = torch.bfloat16,
-    dtype: torch.dtype = torch.bfloat16,
+    rows: int, device: torch.device, kv_cache_dtype: torch.dtype, dtype: torch.dtype
 ) -> int:
     """Parts for which parts x row tiles fill the device, one CTA an SM."""
     tile = layouts.BLOCK.value

@@ -21,7 +21,7 @@ from mla_kernels.decode.triton.few_rows.tiles import choose_few_rows
 from mla_kernels.decode.triton.hopper.launcher import launch_many_rows, takes_many_rows
 from mla_kernels.decode.triton.kernel import mla_decode_kernel
 from mla_kernels.decode.triton.merge import launch_merge
-from mla_kernels.decode.triton.plan import arch_of, build_plan, parts_for
+from mla_kernels.decode.triton.plan import arch_of, build_plan, parts_and_spare
 from mla_kernels.decode.triton.tiles import Tile, choose_tile, tile_rows
 from mla_kernels.layouts import Fp8DsMlaLayout, MlaDims
 from mla_kernels.triton_common.alignment import row_alignment
@@ -52,6 +52,7 @@ def mla_decode_triton(
     checks.check_last_contiguous("q", q)
     device_plan = None if plan is None else plan.device_plan
     if device_plan is None:
+        parts, spare = parts_and_spare(s_q * H, q.device, kv_cache.dtype, q.dtype)
         device_plan = build_plan(
             seq_lens,
             num_heads=H,
@@ -59,7 +60,8 @@ def mla_decode_triton(
             kv_lora_rank=kv_lora_rank,
             deterministic=deterministic,
             max_seq_len=block_table.shape[1] * kv_cache.shape[1],
-            num_parts=parts_for(s_q * H, q.device, kv_cache.dtype),
+            num_parts=parts,
+            spare=spare,
         )
     arch = arch_of(q.device)
     kv_format = cache_format(kv_cache.dtype)

@@ -159,6 +159,14 @@ def arch_of(device: torch.device) -> Arch:
     return ARCHS[90] if device.type == "cpu" else device_arch(device)
 
 
+def parts_and_spare(
+    rows: int, device: torch.device, kv_cache_dtype: torch.dtype, dtype: torch.dtype
+) -> tuple[int, int]:
+    """Into how many parts a plan for the portable kernels cuts a step, and their spare: none,
+    whatever the queries' dtype. Those of the Hopper kernels: decode/hopper/support.py."""
+    return parts_for(rows, device, kv_cache_dtype), 0
+
+
 def parts_for(rows: int, device: torch.device, kv_cache_dtype: torch.dtype = torch.bfloat16) -> int:
     """Parts for which the portable kernel's programs, parts x row tiles, fill the device."""
     ctas = ctas_per_sm(rows, arch_of(device), cache_format(kv_cache_dtype))
