@@ -107,6 +107,26 @@ def test_figures_of_the_readme_are_those_measured():
         assert said in measured, f"README's row of {path} is not what was measured last"
 
 
+def test_engines_and_servers_of_the_readme_are_as_measured():
+    text = (ROOT / "README.md").read_text()
+    page, share = r"\]\((benchmarks/results/\S+\.md)\)[^|]*", r"(\d+ of \d+)"
+    steps = re.findall(rf"{page}\| ([\d.]+) \| {share} \| ([\d.]+), {share} \|\n", text)
+    assert len(steps) == 5
+    for path, mean, faster, gpu_mean, gpu_faster in steps:
+        said = (
+            f"Whole steps, best peer / ours: geometric mean {mean}, at least as fast in {faster} "
+            f"cases.\n\nGPU, best peer / ours: geometric mean {gpu_mean}, at least as fast in "
+            f"{gpu_faster} cases."
+        )
+        assert said in (ROOT / path).read_text(), f"README's row of {path}"
+    loads = re.findall(rf"{page}\| ([\d.]+) \| (\d+) of (\d+) \|\n", text)
+    assert len(loads) == 7
+    for path, mean, theirs, of in loads:
+        ours = int(of) - int(theirs)
+        said = f"geometric mean {mean}, at least as many in {ours} of {of} loads"
+        assert said in (ROOT / path).read_text(), f"README's row of {path}"
+
+
 @pytest.mark.parametrize(
     "version, old, new, cases, queries",
     [
