@@ -4,24 +4,11 @@
 import pytest
 import torch
 from mla_kernels import dispatch
-from mla_kernels.arch import get_arch
 from mla_kernels.decode import api, choice
 from mla_kernels.layouts import MlaDims
 from mla_kernels.testing.cases import decode_case
 
 GPU = torch.device("cuda:0")
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    """gpu(90) makes it an sm_90; needs Triton, which every GPU has."""
-    pytest.importorskip("triton")
-
-    def make(sm):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: divmod(sm, 10))
-        monkeypatch.setattr(dispatch, "device_arch", lambda device: get_arch(sm))
-
-    return make
 
 
 @pytest.mark.parametrize(("sm", "impl"), [(90, "hopper"), (80, "triton"), (100, "triton")])

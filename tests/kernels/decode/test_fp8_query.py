@@ -5,8 +5,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from mla_kernels import dispatch, mla_decode, plan_mla_decode
-from mla_kernels.arch import get_arch
+from mla_kernels import mla_decode, plan_mla_decode
 from mla_kernels.decode import choice
 from mla_kernels.decode.reference import mla_decode_reference
 from mla_kernels.decode.tokens import mla_decode_tokens
@@ -133,18 +132,6 @@ def test_the_sparse_attention_takes_none():
     slots = torch.zeros(1, 8, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"q.dtype in .*got torch.float8_e4m3fn"):
         mla_sparse_attention(q[:, 0], case.kv_cache, slots, scale=0.1, kv_scale=0.02)
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    """gpu(90) makes it an sm_90."""
-    pytest.importorskip("triton")
-
-    def make(sm):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: divmod(sm, 10))
-        monkeypatch.setattr(dispatch, "device_arch", lambda device: get_arch(sm))
-
-    return make
 
 
 def choose(impl="auto", **changes):

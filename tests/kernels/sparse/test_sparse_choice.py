@@ -3,8 +3,7 @@
 
 import pytest
 import torch
-from mla_kernels import checks, dispatch, mla_sparse_attention
-from mla_kernels.arch import get_arch
+from mla_kernels import checks, mla_sparse_attention
 from mla_kernels.layouts import MlaDims
 from mla_kernels.sparse import api, choice
 
@@ -22,18 +21,6 @@ def refusals(monkeypatch):
 
     monkeypatch.setattr(choice, "choose_impl", record)
     return calls
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    """gpu(90) makes GPU an sm_90."""
-    pytest.importorskip("triton")
-
-    def make(sm):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: divmod(sm, 10))
-        monkeypatch.setattr(dispatch, "device_arch", lambda device: get_arch(sm))
-
-    return make
 
 
 @pytest.mark.parametrize(
