@@ -108,8 +108,7 @@ def flash_mla_with_kvcache(
     kinds = *map(kind, tensors), *map(kind, modes)
     if kinds != meta.checked:
         _check_decode(*tensors, *modes)
-    B, s_q, H, Dk = q.shape
-    scale = Dk**-0.5 if softmax_scale is None else softmax_scale
+    scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
     kv_cache = k_cache.squeeze(2)
     if is_fp8_kvcache:
         kv_cache = kv_cache.view(torch.uint8)
@@ -121,19 +120,7 @@ def flash_mla_with_kvcache(
             f"got {shape}"
         )
     if indices is not None:
-        kv_cache = _as_blocks(kv_cache)
-        lengths = None if topk_length is None else topk_length.repeat_interleave(s_q)
-        result, lse = mla_sparse_attention(
-            q.flatten(0, 1),
-            kv_cache,
-            indices.flatten(0, 1),
-            scale=scale,
-            kv_lora_rank=head_dim_v,
-            lengths=lengths,
-            sink=attn_sink,
-            out=None if out is None else out.view(B * s_q, H, head_dim_v),
-        )
-        result, lse = result.view(B, s_q, H, head_dim_v), lse.view(B, s_q, H)
+        result, lse = _sparse(q, kv_cache, indices, topk_length, attn_sink, scale, head_dim_v, out)
     else:
         assert block_table is not None and cache_seqlens is not None  # checked above
         if q.device.type == "cpu":  # where `mla_decode` refuses them too, by its own names
@@ -147,6 +134,31 @@ def flash_mla_with_kvcache(
     # Only now: what was refused leaves the metadata as it was.
     meta.shape, meta.checked = shape, kinds
     return result, _lonely_to_inf(lse).transpose(1, 2)
+
+
+def _sparse(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    indices: torch.Tensor,
+    topk_length: torch.Tensor | None,
+    attn_sink: torch.Tensor | None,
+    scale: float,
+    head_dim_v: int,
+    out: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse [B, s_q, H]) of `mla_sparse_attention`, to which a row is a token."""
+    B, s_q, H, _ = q.shape
+    result, lse = mla_sparse_attention(
+        q.flatten(0, 1),
+        _as_blocks(kv_cache),
+        indices.flatten(0, 1),
+        scale=scale,
+        kv_lora_rank=head_dim_v,
+        lengths=None if topk_length is None else topk_length.repeat_interleave(s_q),
+        sink=attn_sink,
+        out=None if out is None else out.view(B * s_q, H, head_dim_v),
+    )
+    return result.view(B, s_q, H, head_dim_v), lse.view(B, s_q, H)
 
 
 def _dense(
