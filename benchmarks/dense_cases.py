@@ -8,12 +8,13 @@ import torch
 from mla_kernels.cache.rows import rows_as_float
 from mla_kernels.cache.torch_impl import encode_rows
 from mla_kernels.decode.rescale import scale_to_log2
+from mla_kernels.layouts import Fp8DsMlaLayout
 from mla_kernels.numerics import LOG2E
 
 LATENT, ROPE, PAGE = 512, 64, 64
 WIDTH = LATENT + ROPE
 SCALE = WIDTH**-0.5
-ROW_BYTES = {"bf16": 2 * WIDTH, "fp8": WIDTH, "fp8_ds_mla": 656}
+ROW_BYTES = {"bf16": 2 * WIDTH, "fp8": WIDTH, "fp8_ds_mla": Fp8DsMlaLayout().row_bytes}
 CACHE_DTYPES = {
     "bf16": torch.bfloat16,
     "fp8": torch.float8_e4m3fn,
@@ -44,9 +45,12 @@ class Shape:
         return sum(self.lengths) * ROW_BYTES[self.cache] + rows * (WIDTH + LATENT) * 2
 
     def floor_us(self, roofs: dict[str, float]) -> float:
-        """What the machine's measured roofs allow."""
-        compute = self.flops / roofs["bf16_gemm_tflops"] / 1e6
-        return max(compute, self.bytes / roofs["read_gbps"] / 1e3)
+        return least_us(self.flops, self.bytes, roofs)
+
+
+def least_us(flops: int, bytes_: int, roofs: dict[str, float]) -> float:
+    """What the machine's measured roofs allow."""
+    return max(flops / roofs["bf16_gemm_tflops"] / 1e6, bytes_ / roofs["read_gbps"] / 1e3)
 
 
 def even(batch: int, heads: int, s_q: int, tokens: int, cache: str = "bf16") -> Shape:

@@ -4,7 +4,7 @@
 from dataclasses import dataclass
 
 import torch
-from dense_cases import LATENT, PAGE, ROPE, ROW_BYTES, SCALE, WIDTH
+from dense_cases import LATENT, PAGE, ROPE, ROW_BYTES, SCALE, WIDTH, least_us
 from gpu import DEVICE
 from mla_kernels.sparse.reference import mla_sparse_attention_reference
 
@@ -78,9 +78,7 @@ class Shape:
         return rows * ROW_BYTES[self.cache] + self.tokens * per_token
 
     def floor_us(self, roofs: dict[str, float]) -> float:
-        """What the machine's measured roofs allow."""
-        compute = self.flops / roofs["bf16_gemm_tflops"] / 1e6
-        return max(compute, self.bytes / roofs["read_gbps"] / 1e3)
+        return least_us(self.flops, self.bytes, roofs)
 
 
 SHAPES = [
