@@ -20,6 +20,20 @@ COLOURS = {
 
 
 def serve_lines(report: Report) -> list[str]:
+    loads = median_runs(serve_rows(report))
+    reduced = ["", "A reduced list of loads, for want of time on the machine."]
+    lines = [_conditions(report, loads), *(reduced * report.settings["reduced"]), ""]
+    lines += [*_gate_lines([row for row in report.rows if "start_s" in row]), ""]
+    for row in report.rows:
+        if "gpu_memory_gib" in row:
+            gib = f"{row['gpu_memory_gib']:.1f} GiB"
+            lines += [f"* GPU memory of {label(row['backend'])} at the end: {gib}"]
+    lines += ["", *_load_lines(loads, report.backends), ""]
+    return [*lines, f"Times in milliseconds. {FEW_SAMPLES}", "", *_serve_ratios(report)]
+
+
+def _conditions(report: Report, loads: list[Row]) -> str:
+    """Which model, servers and loads: the paragraph above the tables."""
     settings = report.settings
     model = f"the shapes in configs/models/{settings['model']}"
     layers = settings["layers"]
@@ -35,7 +49,6 @@ def serve_lines(report: Report) -> list[str]:
         "time, so while one is measured the others do nothing; "
     )
     open_loops = f"Open loops: {settings['open_requests']} requests, Poisson arrivals. "
-    loads = median_runs(serve_rows(report))
     repeated = (
         f"All loads were repeated{', another server first each time' * settings['together']}: "
         "shown is the run with the median of output tokens a second, in brackets the least and "
@@ -45,7 +58,7 @@ def serve_lines(report: Report) -> list[str]:
         " So few layers make steps of a few milliseconds: with many clients the HTTP server and "
         "the load generator, which are Python, take as long as the GPU."
     )
-    lines = [
+    return (
         f"Random weights of {model}; the vocabulary is the tokenizer's, the demo models' of 2048 "
         f"where {settings['model']} has none. {settings['dtype']}, "
         f"{'torch.compile' if settings['compile'] else 'no torch.compile'}, "
@@ -58,20 +71,14 @@ def serve_lines(report: Report) -> list[str]:
         f"{repeated if any('spread' in row for row in loads) else ''}"
         f"Goodput: requests a second within {settings['slo']}, in milliseconds. "
         "Prefill is vLLM's own in every row."
-        f"{few_layers if not settings['as_is'] and layers < FEW_LAYERS else ''}",
-        *(["", "A reduced list of loads, for want of time on the machine."] * settings["reduced"]),
-        "",
-        *_gate_lines([row for row in report.rows if "start_s" in row]),
-    ]
-    lines.append("")
-    for row in report.rows:
-        if "gpu_memory_gib" in row:
-            gib = f"{row['gpu_memory_gib']:.1f} GiB"
-            lines += [f"* GPU memory of {label(row['backend'])} at the end: {gib}"]
-    heads = " | ".join(TIME_HEADS)
-    lines += ["", f"| shape | load | backend | output tok/s | goodput | {heads} |"]
+        f"{few_layers if not settings['as_is'] and layers < FEW_LAYERS else ''}"
+    )
+
+
+def _load_lines(loads: list[Row], backends: list[str]) -> list[str]:
+    """The table of all loads."""
+    lines = [f"| shape | load | backend | output tok/s | goodput | {' | '.join(TIME_HEADS)} |"]
     lines.append("|---|---|---|--:|--:|" + "--:|" * len(TIME_HEADS))
-    backends = report.backends
     for row in sorted(loads, key=lambda row: (load_key(row), backends.index(row["backend"]))):
         shape, kind, size = load_key(row)
         load = f"{size:g} clients" if kind == "closed" else f"{size:g} a second"
@@ -80,7 +87,7 @@ def serve_lines(report: Report) -> list[str]:
         cells.append(number(row.get("goodput_s"), 2))
         cells += times(row, row["completed"], shape.output_len)
         lines.append("| " + " | ".join(cells) + " |")
-    return [*lines, "", f"Times in milliseconds. {FEW_SAMPLES}", "", *_serve_ratios(report)]
+    return lines
 
 
 def _gate_lines(rows: list[Row]) -> list[str]:
