@@ -40,7 +40,7 @@ MERGE_TILES = (
 
 
 def specialisations(arch: Arch) -> list[KernelSpec]:
-    return [*_decode(arch), *_plan(arch), *_merge(arch)]
+    return [*_decode(arch), *_plan(), *_merge(arch)]
 
 
 def _decode(arch: Arch) -> Iterator[KernelSpec]:
@@ -164,7 +164,7 @@ def _decode_spec(
     )
 
 
-def _plan(arch: Arch) -> Iterator[KernelSpec]:
+def _plan() -> Iterator[KernelSpec]:
     names = ("lens_ptr", "parts_ptr", "requests_ptr", "outgrown_ptr")
     pointers = dict.fromkeys(names, "*i32")
     for chunk, spare in ((0, 0), (0, SPARE), (CHUNK, 0)):

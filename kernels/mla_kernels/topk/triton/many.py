@@ -15,9 +15,9 @@ from triton.language.extra.cuda import gdc_wait
 from mla_kernels.topk import plan
 from mla_kernels.topk.triton import ptx
 from mla_kernels.topk.triton.keys import LOWEST, ordered_key, score_of_key
+from mla_kernels.topk.triton.ptx import BINS
 from mla_kernels.topk.triton.select import row_length
 from mla_kernels.topk.triton.threshold import (
-    BINS,
     BITS,
     count_digits,
     digit_shift,
@@ -52,8 +52,8 @@ def group_maxima(scores_ptr, n, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def find_floor(scores, counters, K: tl.constexpr, N: tl.constexpr, PTX: tl.constexpr):
-    """A score that at least K of the N reach and not many more, by bins of equal width between the
+def find_floor(scores, counters, K: tl.constexpr, PTX: tl.constexpr):
+    """A score that at least K of them reach and not many more, by bins of equal width between the
     smallest and the largest; -FLT_MAX where fewer than K can be selected."""
     if PTX:
         ptx.clear_counters(counters)
@@ -249,7 +249,7 @@ def many_rows_kernel(
     if n > ROOM:
         bitmap_ptr += row * stride_bitmap
         maxima = group_maxima(scores_ptr, n, ROOM)
-        floor = ordered_key(find_floor(maxima, counters, K, ROOM, PTX))
+        floor = ordered_key(find_floor(maxima, counters, K, PTX))
         last = n * 0 + LAST_PLACE
         too_low = n < 0
         while end > ROOM:

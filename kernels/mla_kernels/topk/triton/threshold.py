@@ -10,10 +10,9 @@ import triton
 import triton.language as tl
 
 from mla_kernels.topk.triton import ptx
+from mla_kernels.topk.triton.ptx import BINS, ROW
 
 BITS = tl.constexpr(10)
-BINS = tl.constexpr(1024)
-ROW = tl.constexpr(32)
 # A word that describes an entry: FOUND, 11 bits of keys above it, its number.
 FOUND = tl.constexpr(1 << 24)
 

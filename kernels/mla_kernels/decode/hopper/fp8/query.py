@@ -54,9 +54,9 @@ def load_query(q_desc, q_rope_desc, request, query, query_rope, full):
 
 
 @gluon.constexpr_function
-def by_groups(rows, columns):
-    """[rows, columns] of a warpgroup, a group of a row a thread; 16-byte accesses of eight threads
-    meet no bank twice."""
+def by_groups(rows):
+    """[rows, any columns] of a warpgroup, a group of a row a thread; 16-byte accesses of eight
+    threads meet no bank twice."""
     down = min(4, max(1, rows // 16))
     return gl.BlockedLayout([1, GROUP.value], [16, 2], [down, 4 // down], [1, 0])
 
@@ -178,14 +178,13 @@ def convert_query(
     last = first + HALF + WITH_ROPE + zero
     last_latent = first + HALF + zero if SCALE_OF == "tile" else last
     blocks = wide_blocks(query)
-    L: gl.constexpr = by_groups(N, 4096 // N)
+    L: gl.constexpr = by_groups(N)
     most = gl.full([N, 4096 // N], LEAST_SIZE, gl.int16, L)
     for g in range(first, last):
         most = larger(blocks.index(g).load(L), most)
     if ME == 1 and N < 64:
-        ROPE: gl.constexpr = by_groups(N, 64)
-        least = gl.full([N, 64], LEAST_SIZE, gl.int16, ROPE)
-        top = size_of_largest(larger(rope_of(query_rope, 0).load(ROPE), least))
+        least = gl.full([N, 64], LEAST_SIZE, gl.int16, L)
+        top = size_of_largest(larger(rope_of(query_rope, 0).load(L), least))
     else:
         top = gl.to_tensor(0.0)
     top = gl.maximum(top, size_of_largest(largest_of_thread(most)))
@@ -200,7 +199,7 @@ def convert_query(
         else:
             blocks.index(g).store(times(x, over_first))
     if ME == 1 and N < 64:
-        values = times(rope_of(query_rope, 0).load(ROPE), down)
+        values = times(rope_of(query_rope, 0).load(L), down)
         if SCALE_OF == "tile":
             values = times(values, over_first)
         if SCALE_OF == "cache":
