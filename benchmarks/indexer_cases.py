@@ -14,6 +14,10 @@ HEADS, DIM = 64, 128
 KEY_BYTES = {"fp8": DIM + 4, "bf16": 2 * DIM}
 
 
+# Some rows, and the scores that they should have.
+Golden = tuple[list[int], torch.Tensor]
+
+
 @dataclass(frozen=True)
 class Shape:
     """One case: `batch` requests of `keys` tokens, of each the last s_q are rows. cache: "fp8",
@@ -113,7 +117,7 @@ def make_batch(shape: Shape, seed: int = 0) -> Batch:
     return Batch(shape, case, indexer_lengths(seq_lens, shape.rows))
 
 
-def golden(batch: Batch) -> tuple[list[int], torch.Tensor]:
+def golden(batch: Batch) -> Golden:
     """The first and the last row, and their scores in fp64, -inf where they see no key."""
     case, rows = batch.case, [0, batch.shape.rows - 1]
     of = torch.tensor([row // batch.shape.s_q for row in rows], device=case.q.device)

@@ -22,6 +22,7 @@ from gpu import DEVICE, Timer, describe_gpu, need_gpu
 from indexer_cases import (
     SHAPES,
     Batch,
+    Golden,
     Shape,
     chooses_as_well,
     golden,
@@ -112,9 +113,20 @@ def bench_topk(timer: Timer, batch: Batch, scores: torch.Tensor) -> list[dict[st
 
 
 def bench(timer: Timer, shape: Shape) -> list[dict[str, Any]]:
-    name, batch = shape.name, make_batch(shape)
+    batch = make_batch(shape)
     right = golden(batch)
     scores = torch.full((shape.rows, shape.keys), -torch.inf, device=DEVICE)
+    rows = bench_scores(timer, batch, right, scores)
+    if shape.cache == "fp8":  # the top-k is the same behind any cache
+        rows += bench_topk(timer, batch, scores)
+    return rows + bench_both(timer, batch, right, scores)
+
+
+def bench_scores(
+    timer: Timer, batch: Batch, right: Golden, scores: torch.Tensor
+) -> list[dict[str, Any]]:
+    """The scores alone; they are in `scores` then."""
+    name, shape = batch.shape.name, batch.shape
     runs: dict[str, Run] = {}
     extra: dict[str, dict[str, Any]] = {}
     rows = []
@@ -141,9 +153,15 @@ def bench(timer: Timer, shape: Shape) -> list[dict[str, Any]]:
                 rows.append(wrong(name, "scores", "deepgemm", why))
     except Exception as problem:
         print(f"{name} DeepGEMM: {problem}", flush=True)  # not installed, or refuses the case
-    rows += rows_of(timer, name, "scores", runs, shape.bytes, shape.flops, extra)
-    if shape.cache == "fp8":  # the top-k is the same behind any cache
-        rows += bench_topk(timer, batch, scores)
+    return rows + rows_of(timer, name, "scores", runs, shape.bytes, shape.flops, extra)
+
+
+def bench_both(
+    timer: Timer, batch: Batch, right: Golden, scores: torch.Tensor
+) -> list[dict[str, Any]]:
+    """Scores and top-k, as two steps and as one function."""
+    name, shape = batch.shape.name, batch.shape
+    rows = []
 
     def two_steps() -> torch.Tensor:
         indexer_scores(*batch.args, **batch.options, clean=False, out=scores)
