@@ -188,23 +188,9 @@ def from_config(config: Mapping[str, Any], name: str, weight_bits: float | None 
     config = config.get("text_config") or config
     if not isinstance(config, Mapping):
         raise ValueError(f"{name}: expected a mapping as text_config, got {config!r}")
-    if config.get("kv_lora_rank") is None:
-        raise ValueError(f"{name} has no kv_lora_rank: it does not use multi-head latent attention")
-    hybrid = [key for key in _HYBRID if config.get(key) not in (None, 1)]
-    if hybrid:
-        raise ValueError(
-            f"{name}: config.json has {hybrid[0]}: not all its layers are latent attention, and "
-            "linear ones keep a state, not rows"
-        )
+    _refuse_other_models(config, name)
     read = partial(_integer, name, config)
     layers = read("num_hidden_layers", most=_MOST_LAYERS)
-    # Of a model whose experts have another name a dense one would be planned, far too small.
-    others = [key for key in _OF_EXPERTS if config.get(key) not in (None, 0)]
-    if others and config.get(_EXPERTS) is None:
-        raise ValueError(
-            f"{name}: config.json has {others[0]} but no {_EXPERTS}: expected the number of "
-            f"experts as {_EXPERTS}, 0 if it has none"
-        )
     experts, index_topk = read(_EXPERTS, 0, 0), read("index_topk", 0, 0)
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     if dtype not in _DTYPE_BYTES:
@@ -245,6 +231,25 @@ def from_config(config: Mapping[str, Any], name: str, weight_bits: float | None 
         scheme=scheme,
         kv_cache_dtype=kv_cache_dtype,
     )
+
+
+def _refuse_other_models(config: Mapping[str, Any], name: str) -> None:
+    """ValueError for a model of which the plan would be wrong."""
+    if config.get("kv_lora_rank") is None:
+        raise ValueError(f"{name} has no kv_lora_rank: it does not use multi-head latent attention")
+    hybrid = [key for key in _HYBRID if config.get(key) not in (None, 1)]
+    if hybrid:
+        raise ValueError(
+            f"{name}: config.json has {hybrid[0]}: not all its layers are latent attention, and "
+            "linear ones keep a state, not rows"
+        )
+    # Of a model whose experts have another name a dense one would be planned, far too small.
+    others = [key for key in _OF_EXPERTS if config.get(key) not in (None, 0)]
+    if others and config.get(_EXPERTS) is None:
+        raise ValueError(
+            f"{name}: config.json has {others[0]} but no {_EXPERTS}: expected the number of "
+            f"experts as {_EXPERTS}, 0 if it has none"
+        )
 
 
 def _integer(
