@@ -50,9 +50,10 @@ def keys(monkeypatch):
     """The set of keys launched, on a pretended H200."""
     from mla_kernels.cache import api as cache_api
     from mla_kernels.cache.triton import launcher  # noqa: F401
+    from mla_kernels.indexer import fused  # noqa: F401
     from mla_kernels.indexer.hopper import launcher as hopper_scores  # noqa: F401
-    from mla_kernels.indexer.triton import fused, row_launchers  # noqa: F401
     from mla_kernels.indexer.triton import launcher as scores
+    from mla_kernels.indexer.triton import row_launchers  # noqa: F401
     from mla_kernels.query.triton import launcher as join  # noqa: F401
     from mla_kernels.sparse.hopper import launcher as hopper_sparse  # noqa: F401
     from mla_kernels.sparse.triton import launcher as sparse

@@ -150,9 +150,9 @@ def indexer_topk(
         lengths = _lengths(choice.impl, seq_lens, T, positions, request_ids)
     args = (q, k_cache, weights, block_table, lengths)
     if choice.impl in ("hopper", "triton"):
-        from mla_kernels.indexer.triton.fused import indexer_topk_triton
+        from mla_kernels.indexer.fused import indexer_topk_fused
 
-        return indexer_topk_triton(
+        return indexer_topk_fused(
             *args,
             k,
             request_ids=request_ids,

@@ -13,10 +13,10 @@ from mla_kernels import (
     indexer_topk,
     positions_to_slots,
 )
+from mla_kernels.indexer import fused as fused_form
 from mla_kernels.indexer.hopper import launcher as launcher_hopper
 from mla_kernels.indexer.hopper.launcher import refusal
 from mla_kernels.indexer.reference import indexer_scores_reference
-from mla_kernels.indexer.triton import fused as fused_launcher
 from mla_kernels.indexer.triton import launcher, specs
 from mla_kernels.testing.indexer_case import make_indexer_case
 from mla_kernels.topk import plan
@@ -255,7 +255,7 @@ def test_fused_equals_the_two_steps_bit_for_bit(s_q, how, lengths, k, fp8, devic
     monkeypatch.setattr(spread_launcher, "resident_programs", lambda device: programs)
     monkeypatch.setattr(plan, "SPREAD_CHUNKS", (256,))
     if how == "plain":
-        monkeypatch.setattr(fused_launcher, "MAX_PREPARED_PAGES", 0)
+        monkeypatch.setattr(fused_form, "MAX_PREPARED_PAGES", 0)
     # Every row takes levels, as rows above 32K do on a device.
     monkeypatch.setattr(plan, "MAX_TOP", 128)
     formats = {"q_fp8": fp8, "k_fp8": fp8}
@@ -310,7 +310,7 @@ def test_turns_take_the_tile_of_the_whole_call(how, hopper, device, monkeypatch)
     lengths = indexer_lengths(case.seq_lens, len(case.q), **case.rows)
     one = indexer_topk_workspace(1, case.block_table.shape[1], torch.device(device))
     for room in (None, torch.empty(4 * one.numel(), dtype=torch.uint8, device=device)):
-        fused_launcher.indexer_topk_triton(
+        fused_form.indexer_topk_fused(
             case.q, case.k_cache, case.weights, case.block_table, lengths, 50,
             request_ids=case.request_ids, workspace=room, hopper=hopper,
         )  # fmt: skip

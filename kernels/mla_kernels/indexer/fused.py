@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores and top-k with one workspace; where it pays the score kernel prepares the selection."""
+"""`indexer_topk` by kernels, Hopper's or portable ones: scores and top-k with one workspace, of as
+many rows at a time as it holds. Where it pays the score kernel prepares the selection."""
+
+import functools
+from typing import Any
 
 import torch
 
@@ -16,7 +20,7 @@ from mla_kernels.topk.triton.spread_launcher import chunk_of_rows
 MAX_PREPARED_PAGES = 4096
 
 
-def indexer_topk_triton(
+def indexer_topk_fused(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     weights: torch.Tensor,
@@ -53,12 +57,15 @@ def indexer_topk_triton(
     rows_per_request = T // max(block_table.shape[0], 1)
     # All turns take the tile of the whole call: another adds the heads in another order.
     requests, ragged = block_table.shape[0], request_ids is not None
+    launch: functools.partial[None]
     if hopper:
         from mla_kernels.indexer.hopper.launcher import launch_hopper_scores, row_tile
 
-        row = row_tile(T, requests, ragged=ragged, fp8_products=fp8_products)
+        tile = row_tile(T, requests, ragged=ragged, fp8_products=fp8_products)
+        launch = functools.partial(launch_hopper_scores, fp8_products=fp8_products, tile=tile)
     else:
         tiles = tiles_of_call(q, k_cache, requests, ragged=ragged)
+        launch = functools.partial(launch_scores, tiles=tiles)
     tables_in_turns = hopper and request_ids is None and rows_per_request == 1
     if step < T and request_ids is None and not tables_in_turns:  # one may end within a request
         request_ids = torch.arange(T, dtype=torch.int32, device=q.device) // rows_per_request
@@ -72,31 +79,17 @@ def indexer_topk_triton(
             prepare = False  # rows that programs share have no levels; on Hopper it costs more
         else:
             prepare = levels > 0 and (b - a) * max_blocks <= MAX_PREPARED_PAGES
-        views = level_views(room, b - a, width) if prepare else None
-        if hopper:
-            launch_hopper_scores(
-                q[a:b],
-                k_cache,
-                weights[a:b],
-                block_table[a:b] if tables_in_turns else block_table,
-                lengths[a:b],
-                scores,
-                request_ids=None if request_ids is None else request_ids[a:b],
-                fp8_products=fp8_products,
-                tile=row,
-            )
-        else:
-            launch_scores(
-                q[a:b],
-                k_cache,
-                weights[a:b],
-                block_table,
-                lengths[a:b],
-                scores,
-                request_ids=None if request_ids is None else request_ids[a:b],
-                levels=views,
-                tiles=tiles,
-            )
+        prepared: dict[str, Any] = {"levels": level_views(room, b - a, width)} if prepare else {}
+        launch(
+            q[a:b],
+            k_cache,
+            weights[a:b],
+            block_table[a:b] if tables_in_turns else block_table,
+            lengths[a:b],
+            scores,
+            request_ids=None if request_ids is None else request_ids[a:b],
+            **prepared,
+        )
         exact_topk_triton(
             scores,
             k,
