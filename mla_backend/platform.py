@@ -16,7 +16,7 @@ from vllm.platforms.cpu import CpuPlatform
 from mla_backend import compat, envs
 from mla_backend.attention import support
 from mla_backend.plugin import is_ours, is_selected, sparse_class_path
-from mla_backend.start_up import RefusalError
+from mla_backend.refusals import RefusalError
 
 logger = init_logger("vllm.mla_backend")
 

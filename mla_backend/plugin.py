@@ -5,7 +5,7 @@ import logging
 from typing import Any
 
 from mla_backend import compat, envs
-from mla_backend.start_up import RefusalError
+from mla_backend.refusals import RefusalError
 
 GENERAL_PLUGIN = "mla_backend"
 PLATFORM_PLUGIN = "mla_backend_cpu"
@@ -13,7 +13,7 @@ OWN_NAME = "MLA_BACKEND"
 
 BACKEND_CLASS = "mla_backend.attention.backend.MlaBackend"
 SPARSE_BACKEND_CLASS = "mla_backend.attention.sparse.backend.SparseMlaBackend"
-REFUSAL_CLASS = "mla_backend.refusal.MlaBackend"
+REFUSAL_CLASS = "mla_backend.unsupported_vllm.MlaBackend"
 CPU_PLATFORM_CLASS = "mla_backend.platform.MlaCpuPlatform"
 CPU_PREFILL_CLASS = "mla_backend.attention.prefill_placeholder.CpuPrefillPlaceholder"
 WORKER_EXTENSION_CLASS = "mla_backend.worker.WorkerExtension"

@@ -12,7 +12,7 @@ from mla_backend.attention import fp8_query, support
 from mla_backend.attention.impl import MlaImpl
 from mla_backend.attention.metadata import MlaMetadataBuilder
 from mla_backend.attention.sparse import fp8_indexer
-from mla_backend.start_up import note
+from mla_backend.refusals import note
 
 
 class MlaBackend(MLACommonBackend):

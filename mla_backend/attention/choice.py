@@ -9,7 +9,7 @@ from mla_kernels.dispatch import Choice
 
 from mla_backend import envs
 from mla_backend.attention import support
-from mla_backend.start_up import RefusalError
+from mla_backend.refusals import RefusalError
 
 
 def choose(kernels: Callable[..., Choice], device: torch.device, **arguments: Any) -> Choice:

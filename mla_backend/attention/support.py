@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mla_backend import compat, envs
-from mla_backend.start_up import RefusalError
+from mla_backend.refusals import RefusalError
 
 BLOCK_SIZE = 64
 DTYPES = ("float16", "bfloat16", "float32")

@@ -355,9 +355,9 @@ def test_an_implementation_that_cannot_run_here(monkeypatch):
 
 def test_a_refusal_reaches_the_server_that_listens():
     from mla_backend.attention.backend import MlaBackend
-    from mla_backend.start_up import RefusalError, heard
+    from mla_backend.refusals import RefusalError, heard
 
-    script = "from mla_backend.start_up import RefusalError as E; E('no, mend it')"
+    script = "from mla_backend.refusals import RefusalError as E; E('no, mend it')"
     with heard() as refused:
         assert refused() == ""
         subprocess.run([sys.executable, "-c", script], check=True)  # a worker

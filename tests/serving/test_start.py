@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse
 from mla_serving.server import run, warmup
 from mla_serving.server.progress import Progress
 
-from mla_backend.start_up import RefusalError
+from mla_backend.refusals import RefusalError
 from tests.serving.conftest import FakeEngine
 
 

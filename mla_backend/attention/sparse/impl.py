@@ -22,7 +22,7 @@ from mla_backend.attention.sparse.kernel import SparseKernel, attention_workspac
 from mla_backend.attention.sparse.metadata import SparseMetadata
 from mla_backend.attention.sparse.rows import max_tokens
 from mla_backend.attention.sparse.short_prompts import ExpandedBytes, are_expanded
-from mla_backend.start_up import RefusalError
+from mla_backend.refusals import RefusalError
 from mla_backend.stats import STATS
 
 # What vLLM's common path of prompts needs beside what every impl is given.

@@ -21,7 +21,7 @@ from mla_backend.attention.sparse.kernel import SparseKernel, topk_workspace
 from mla_backend.attention.sparse.metadata import IndexerMetadata, SparseMetadata
 from mla_backend.attention.sparse.rows import max_tokens
 from mla_backend.attention.sparse.short_prompts import ExpandedBytes
-from mla_backend.start_up import RefusalError
+from mla_backend.refusals import RefusalError
 from mla_backend.stats import STATS
 
 OP_NAME = "mla_backend_sparse_indexer"

@@ -17,7 +17,7 @@ from mla_backend import envs
 from mla_backend.attention.choice import choose
 from mla_backend.attention.kernel import rescale_on
 from mla_backend.attention.sparse import fp8_indexer
-from mla_backend.start_up import RefusalError
+from mla_backend.refusals import RefusalError
 from mla_backend.stats import STATS
 
 logger = init_logger("vllm.mla_backend")

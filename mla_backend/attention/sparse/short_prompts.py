@@ -22,7 +22,7 @@ from vllm.platforms import current_platform
 from mla_backend import compat, envs
 from mla_backend.attention import extends
 from mla_backend.attention.prefill import PrefillTile, plan_prefill
-from mla_backend.start_up import RefusalError
+from mla_backend.refusals import RefusalError
 
 # Tokens that see a cached row, from which on it is better expanded.
 TOKENS_PER_ROW = 170

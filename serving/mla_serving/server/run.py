@@ -12,7 +12,7 @@ from functools import partial
 
 from pydantic import ValidationError
 
-from mla_backend.start_up import heard
+from mla_backend.refusals import heard
 from mla_serving.server import environment, lifecycle
 from mla_serving.server.admission import Gate
 from mla_serving.server.progress import Progress, say
