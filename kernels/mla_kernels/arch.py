@@ -65,7 +65,8 @@ def get_arch(sm: int) -> Arch:
     """
     served = [a for a in ARCHS if a <= sm and a // 10 == sm // 10]
     if not served:
-        raise ValueError(f"Expected a GPU of sm_80, 86, 89, 90, 100 or 120, got sm_{sm}")
+        *first, last = map(str, ARCHS)
+        raise ValueError(f"Expected a GPU of sm_{', '.join(first)} or {last}, got sm_{sm}")
     return ARCHS[max(served)]
 
 
