@@ -59,6 +59,12 @@ def _runnable(op: str, available: tuple[str, ...], device: str) -> Iterator[str]
         yield impl
 
 
+def _must(held: bool, otherwise: str) -> None:
+    """An `assert` that `python -O` keeps."""
+    if not held:
+        raise AssertionError(otherwise)
+
+
 def decode_errors(impl: str, device: str) -> str:
     """The worst error over dtypes, cache layouts and rescales; AssertionError above the bar."""
     import torch
@@ -83,7 +89,7 @@ def decode_errors(impl: str, device: str) -> str:
                 error = measure(out, expected)
                 failures = SHORT_BAR.failures(error)
                 what = f"{dtype}, cache {cache_dtype}, rescale {rescale}"
-                assert not failures, f"{what}: {', '.join(failures)}"
+                _must(not failures, f"{what}: {', '.join(failures)}")
                 torch.testing.assert_close(lse, expected_lse, rtol=0, atol=_LSE_BAR)
                 worst, count = max(worst, error.fro), count + 1
     return f"{count} cases, relative error up to {worst:.1e} (allowed {SHORT_BAR.fro:.1e})"
@@ -122,7 +128,7 @@ def cache_errors(impl: str, device: str) -> str:
         for row, slot in zip(rows.view(torch.uint8), slots.tolist(), strict=True):
             if slot >= 0:
                 wanted[slot] = row
-        assert torch.equal(got, wanted), f"cache {dtype}: other bytes than the reference"
+        _must(torch.equal(got, wanted), f"cache {dtype}: other bytes than the reference")
     return f"{len(layouts)} layouts, the same bytes"
 
 
@@ -150,7 +156,7 @@ def topk_errors(impl: str, device: str) -> str:
     scores[3] = torch.tensor([0.0, -0.0]).repeat(1500)
     scores = scores.to(device)
     wanted = exact_topk(scores, 512, impl="reference")
-    assert torch.equal(exact_topk(scores, 512, impl=impl), wanted), "others than the reference"
+    _must(torch.equal(exact_topk(scores, 512, impl=impl), wanted), "others than the reference")
     return "4 rows of 3000 scores, the same 512"
 
 
@@ -178,6 +184,6 @@ def sparse_errors(impl: str, device: str) -> str:
             got, _ = mla_sparse_attention(q, cache, slots, scale=0.04, impl=impl)
             error = measure(got, wanted)
             failures = SHORT_BAR.failures(error)
-            assert not failures, f"cache {dtype}, {H} heads: {', '.join(failures)}"
+            _must(not failures, f"cache {dtype}, {H} heads: {', '.join(failures)}")
             worst = max(worst, error.fro)
     return f"{2 * len(heads)} cases, relative error up to {worst:.1e} (allowed {SHORT_BAR.fro:.1e})"

@@ -334,6 +334,31 @@ def test_selftest_sees_a_wrong_kernel(monkeypatch):
         assert shown[name].mend
 
 
+@pytest.mark.parametrize("flag", ["-O", "-OO"])
+def test_selftest_sees_a_wrong_kernel_without_assertions(flag):
+    """PYTHONOPTIMIZE=1 takes every `assert` away."""
+    code = (
+        "from mla_backend.doctor import selftest\n"
+        "from mla_kernels.cache import api as cache\n"
+        "from mla_kernels.sparse import api as sparse\n"
+        "from mla_kernels.topk import api as topk\n"
+        "import mla_kernels.decode.api as decode\n"
+        "topk_of, decode_of = topk.exact_topk_torch, decode.mla_decode_torch\n"
+        "sparse_of = sparse.mla_sparse_attention_torch\n"
+        "def scaled(q, *args, out=None, **options):\n"
+        "    result, lse = decode_of(q, *args, out=out, **options)\n"
+        "    return result.mul_(1.1), lse\n"
+        "topk.exact_topk_torch = lambda scores, k, **o: topk_of(-scores, k, **o)\n"
+        "cache.write_kv_cache_torch = lambda *_, **__: None\n"
+        "decode.mla_decode_torch = scaled\n"
+        "sparse.mla_sparse_attention_torch = lambda q, *a, **o: sparse_of(q * 1.1, *a, **o)\n"
+        "print(*(r.name for r in selftest.run() if r.status == 'ok'), sep='\\n')"
+    )
+    run = subprocess.run([sys.executable, flag, "-c", code], capture_output=True, text=True)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert run.stdout.splitlines() == ["selftest indexer_scores torch"]
+
+
 def test_json_shape_and_exit_status(monkeypatch, capsys):
     monkeypatch.setattr(facts_module, "collect", lambda: HEALTHY)
     assert doctor.main(json_output=True) == 0
