@@ -6,6 +6,7 @@ table as Markdown; docs/environment.md is that output, and a test keeps it curre
 """
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,11 @@ PREFIX = "MLA_BACKEND_"
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
+
+_SERVICE = re.compile(
+    r"\w+_(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
+)
+_SERVICE_URL = re.compile(r"(tcp|udp|sctp)://")
 
 
 def _parse_bool(text: str) -> bool:
@@ -160,6 +166,13 @@ def get(name: str, environ: Mapping[str, str] = os.environ) -> Any:
         raise ValueError(f"{name}={text!r}: {error}") from None
 
 
+def of_a_service(name: str, value: str) -> bool:
+    """Whether Kubernetes sets this variable, in every pod beside a Service: one that is called
+    mla-backend or mla-serve has names like those of settings."""
+    url = name.endswith("_PORT") and _SERVICE_URL.match(value) is not None
+    return url or _SERVICE.fullmatch(name) is not None
+
+
 def problems(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Variables that do not parse, and MLA_BACKEND_ ones that are none of ours, in words."""
     found = []
@@ -168,8 +181,11 @@ def problems(environ: Mapping[str, str] = os.environ) -> list[str]:
             get(name, environ)
         except ValueError as error:
             found.append(str(error))
-    ours = (name for name in environ if name.startswith(PREFIX))
-    return found + [f"{name} is no setting of ours" for name in ours if name not in ENV_VARS]
+    return found + [
+        f"{name} is no setting of ours"
+        for name, value in environ.items()
+        if name.startswith(PREFIX) and name not in ENV_VARS and not of_a_service(name, value)
+    ]
 
 
 def check_all() -> None:
@@ -185,7 +201,8 @@ def markdown_table() -> str:
     head = (
         "# Environment variables\n\nWritten by `python -m mla_backend.envs`.\n\n"
         "Every option of `mla-backend serve` can also be given as `MLA_SERVE_<OPTION>`, such as "
-        "`MLA_SERVE_MAX_MODEL_LEN`.\n"
+        "`MLA_SERVE_MAX_MODEL_LEN`. Variables that Kubernetes makes of a Service with such a name "
+        "are passed over.\n"
     )
     return "\n".join([head, "| name | default | meaning |", "|---|---|---|", *rows, ""])
 

@@ -98,6 +98,6 @@ def settings(facts: Facts) -> Result:
     if problems:
         mend = "correct or unset it; the names are in docs/environment.md"
         return Result("settings", "fail", "; ".join(problems), mend)
-    ours = (name for name in facts.environ if name.startswith("MLA_BACKEND_"))
+    ours = (name for name in facts.environ if name in envs.ENV_VARS)
     shown = ", ".join(f"{name}={facts.environ[name]}" for name in ours)
     return Result("settings", "ok", shown or "all MLA_BACKEND_* at their defaults")

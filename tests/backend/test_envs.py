@@ -57,6 +57,29 @@ def test_all_are_checked_at_once(monkeypatch):
         envs.check_all()
 
 
+def service(name):
+    """What Kubernetes sets in a pod for a Service of one port."""
+    tcp = f"{name}_PORT_8000_TCP"
+    host, url = "10.0.171.239", "tcp://10.0.171.239:8000"
+    return {
+        f"{name}_SERVICE_HOST": host,
+        f"{name}_SERVICE_PORT": "8000",
+        f"{name}_SERVICE_PORT_HTTP": "8000",
+        f"{name}_PORT": url,
+        tcp: url,
+        f"{tcp}_PROTO": "tcp",
+        f"{tcp}_PORT": "8000",
+        f"{tcp}_ADDR": host,
+    }
+
+
+@pytest.mark.parametrize("name", ["MLA_BACKEND", "MLA_BACKEND_V3"])
+def test_a_kubernetes_service_is_no_setting(name):
+    assert envs.problems(service(name)) == []
+    for typo in ("PORT", "SERVICE", "PORT_8000"):
+        assert envs.problems({f"{name}_{typo}": "1"}) == [f"{name}_{typo} is no setting of ours"]
+
+
 def test_unknown_name():
     with pytest.raises(KeyError):
         envs.get("MLA_BACKEND_NOT_THERE")

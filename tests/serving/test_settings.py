@@ -96,6 +96,21 @@ def test_which_model(tmp_path, argv, environ, expected):
     assert read_settings([*argv, "--config", path], environ).model() == expected
 
 
+def test_a_kubernetes_service_is_no_option():
+    """A Service called mla-serve; its _PORT is an option's name, with another value."""
+    url = "tcp://10.0.171.239:8000"
+    environ = {
+        "MLA_SERVE_SERVICE_HOST": "10.0.171.239",
+        "MLA_SERVE_SERVICE_PORT_HTTP": "8000",
+        "MLA_SERVE_PORT": url,
+        "MLA_SERVE_PORT_8000_TCP": url,
+        "MLA_SERVE_PORT_8000_TCP_ADDR": "10.0.171.239",
+    }
+    assert read_layers([], environ).arguments(OPTIONS) == []
+    environ["MLA_SERVE_PORT"] = "8001"
+    assert read_layers([], environ).arguments(OPTIONS) == ["--port", "8001"]
+
+
 def test_config_named_by_the_environment(tmp_path):
     environ = {"MLA_SERVE_CONFIG": write(tmp_path, "port: 7\n")}
     assert read_settings([], environ).arguments(OPTIONS) == ["--port", "7"]

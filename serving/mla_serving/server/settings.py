@@ -18,6 +18,8 @@ from typing import Any
 
 import yaml
 
+from mla_backend.envs import of_a_service
+
 ENV_PREFIX = "MLA_SERVE_"
 # org/name, by itself, behind --option= or as a string within JSON.
 _HUB_NAME = re.compile(r'(?:^|[="])(\w[\w.-]*/\w[\w.-]*)(?=$|")')
@@ -89,7 +91,7 @@ def read_settings(argv: list[str], environ: Mapping[str, str]) -> Settings:
     environment = {
         name.removeprefix(ENV_PREFIX).lower().replace("_", "-"): value
         for name, value in environ.items()
-        if name.startswith(ENV_PREFIX)
+        if name.startswith(ENV_PREFIX) and not of_a_service(name, value)
     }
     in_environment = environment.pop("config", None)
     path = in_environment if named is None else named
