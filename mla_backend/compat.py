@@ -97,7 +97,11 @@ def vllm_version_status() -> VllmVersionStatus:
     if version is not None and OLDEST <= version <= NEWEST:
         return VllmVersionStatus(True, f"vLLM {installed} is within {RANGE_TEXT}")
     refusal = f"mla-backend supports vLLM {RANGE_TEXT}; vLLM {installed} is installed"
-    if envs.get("MLA_BACKEND_ALLOW_UNTESTED_VLLM"):
+    try:
+        allowed = envs.get("MLA_BACKEND_ALLOW_UNTESTED_VLLM")
+    except ValueError as error:  # in a plugin it would keep vLLM from starting, selected or not
+        return VllmVersionStatus(installed, False, f"{refusal}; {error}")
+    if allowed:
         message = f"{refusal}; used all the same (MLA_BACKEND_ALLOW_UNTESTED_VLLM)"
         return VllmVersionStatus(True, message)
     mend = "install one in that range, or set MLA_BACKEND_ALLOW_UNTESTED_VLLM=1 to try"

@@ -163,24 +163,28 @@ class MlaCpuPlatform(CpuPlatform):
             vllm_config.cache_config.block_size = chosen
 
     @classmethod
-    def get_attn_backend_cls(
-        cls,
-        selected_backend: Any,
-        attn_selector_config: Any,
-        num_heads: int | None = None,
-    ) -> str:
-        """Path of the attention class for one layer; ours after the same checks as on a GPU."""
+    def get_attn_backend_cls(cls, selected_backend: Any, *args: Any, **kwargs: Any) -> str:
+        """Path of the attention class for one layer; ours after the same checks as on a GPU.
+
+        What is not ours goes to vLLM as it came: outside the supported range its arguments differ.
+        """
         if not is_ours(selected_backend):
-            return super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)
-        sparse = sparse_class_path(selected_backend, attn_selector_config, None)
-        if sparse is not None:
-            logger.info_once("Using %s (mla-backend, sparse) on CPU.", selected_backend.name)
-            return sparse
-        backend = selected_backend.get_class()
-        reasons = backend.validate_configuration(
-            device_capability=None, **attn_selector_config._asdict()
-        )
-        if reasons:
-            raise RefusalError(f"{selected_backend.name} cannot serve this: {'; '.join(reasons)}")
-        logger.info_once("Using %s (mla-backend) on CPU.", selected_backend.name)
-        return selected_backend.get_path()
+            return super().get_attn_backend_cls(selected_backend, *args, **kwargs)
+        return _our_class(selected_backend, *args, **kwargs)
+
+
+def _our_class(
+    selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
+) -> str:
+    sparse = sparse_class_path(selected_backend, attn_selector_config, None)
+    if sparse is not None:
+        logger.info_once("Using %s (mla-backend, sparse) on CPU.", selected_backend.name)
+        return sparse
+    backend = selected_backend.get_class()
+    reasons = backend.validate_configuration(
+        device_capability=None, **attn_selector_config._asdict()
+    )
+    if reasons:
+        raise RefusalError(f"{selected_backend.name} cannot serve this: {'; '.join(reasons)}")
+    logger.info_once("Using %s (mla-backend) on CPU.", selected_backend.name)
+    return selected_backend.get_path()

@@ -33,7 +33,10 @@ def register() -> None:
     status = compat.vllm_version_status()
     if not status.supported:
         logger.error("%s. The backend is not available.", status.message)
-        compat.register_attention_backend(REFUSAL_CLASS, OWN_NAME)
+        try:
+            compat.register_attention_backend(REFUSAL_CLASS, OWN_NAME)
+        except Exception:  # its registry is elsewhere, or none: vLLM would not start for any model
+            logger.debug("CUSTOM cannot be made to refuse", exc_info=True)
         return
     names = compat.register_attention_backend(BACKEND_CLASS, OWN_NAME)
     compat.share_settings_with_ray()
@@ -95,9 +98,10 @@ def cpu_platform() -> str | None:
 
 def is_selected(vllm_config: Any) -> bool:
     """Whether a vLLM configuration names this backend, for all layers or for some."""
-    attention = vllm_config.attention_config
+    attention = getattr(vllm_config, "attention_config", None)  # versions below the range have none
     per_kind = getattr(attention, "backend_per_kind", None) or {}
-    return any(is_ours(backend) for backend in (attention.backend, *per_kind.values()))
+    named = (getattr(attention, "backend", None), *per_kind.values())
+    return any(map(is_ours, named))
 
 
 def is_ours(backend: Any) -> bool:
@@ -106,5 +110,5 @@ def is_ours(backend: Any) -> bool:
         return False
     try:
         return backend.get_path() in (BACKEND_CLASS, REFUSAL_CLASS)
-    except ValueError:  # CUSTOM, registered by nobody
+    except (AttributeError, ValueError):  # an enum of old; CUSTOM, registered by nobody
         return False

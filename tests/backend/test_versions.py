@@ -229,3 +229,44 @@ def test_outside_the_range_selecting_fails_with_the_range(vllm_version, monkeypa
     sys.modules.pop(module, None)
     with pytest.raises(RuntimeError, match=r"0\.26 to 0\.33; vLLM 0\.34\.0 is installed"):
         importlib.import_module(module)
+
+
+@pytest.mark.parametrize("version", ["0.12.0", "0.34.0"])
+@pytest.mark.parametrize("registry", [None, types.ModuleType("registry")])  # not there, or another
+def test_outside_the_range_vllm_starts_without_our_registry(
+    vllm_version, monkeypatch, caplog, registry, version
+):
+    """vLLM calls plugins with nothing around them: an error here ends it for every model."""
+    vllm_version(version)
+    monkeypatch.setitem(sys.modules, "vllm.v1.attention.backends.registry", registry)
+    monkeypatch.setattr(plugin.logger, "propagate", True)
+    plugin.register()
+    assert f"vLLM {version} is installed" in caplog.text
+    monkeypatch.setenv("MLA_BACKEND_ALLOW_UNTESTED_VLLM", "maybe")
+    plugin.register()
+    assert "MLA_BACKEND_ALLOW_UNTESTED_VLLM='maybe': expected one of" in caplog.text
+
+
+def test_below_the_range_the_cpu_platform_is_vllms_own(monkeypatch):
+    """There the arguments are others, a configuration has no attention_config, and the enum's
+    members no get_path."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    from mla_backend.platform import MlaCpuPlatform
+
+    seen = []
+    stock = classmethod(lambda cls, *args, **kwargs: seen.append((args, kwargs)))
+    monkeypatch.setattr(CpuPlatform, "get_attn_backend_cls", stock)
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", stock)
+    member = enum.Enum("_Backend", ["TORCH_SDPA"]).TORCH_SDPA
+    for selected in (None, member):
+        MlaCpuPlatform.get_attn_backend_cls(selected, 64, torch.bfloat16, use_mla=False)
+    config = types.SimpleNamespace(
+        model_config=object(), parallel_config=types.SimpleNamespace(worker_cls="auto")
+    )
+    MlaCpuPlatform.check_and_update_config(config)
+    assert seen == [
+        ((None, 64, torch.bfloat16), {"use_mla": False}),
+        ((member, 64, torch.bfloat16), {"use_mla": False}),
+        ((config,), {}),
+    ]
