@@ -12,6 +12,8 @@ from mla_backend.doctor.report import Result
 OLDEST_PYTHON = (3, 11)
 # PyPI has no CPU builds; the Makefile names the same index.
 _CPU_INDEX = "--extra-index-url https://download.pytorch.org/whl/cpu"
+# Where pip puts packages; the second is Debian's, also in vLLM's own images.
+_SITE = {"site-packages", "dist-packages"}
 
 
 def python(facts: Facts) -> Result:
@@ -25,7 +27,8 @@ def own_package(facts: Facts) -> Result:
     version = facts.versions["mla-backend"]
     if version is None:
         found = "mla-backend is importable but not installed: vLLM cannot find its plugins"
-        return Result("mla-backend", "fail", found, "pip install mla-backend (or pip install -e .)")
+        mend = "in this project's folder: pip install . (or pip install -e .)"
+        return Result("mla-backend", "fail", found, mend)
     return Result("mla-backend", "ok", f"mla-backend {version}")
 
 
@@ -109,7 +112,8 @@ def kernels_package(facts: Facts) -> Result:
     origin = facts.kernels_origin
     if origin is None:
         return Result("package kernels", "ok", "no package shadows Hugging Face's `kernels`")
-    if facts.versions["kernels"] is not None and "site-packages" in Path(origin).parts:
+    installed = not _SITE.isdisjoint(Path(origin).parts)
+    if facts.versions["kernels"] is not None and installed:
         return Result("package kernels", "ok", f"Hugging Face kernels {facts.versions['kernels']}")
     found = f"{origin} is imported as `kernels`, which transformers takes for Hugging Face's"
     mend = f"remove {Path(origin).parent} from the current directory or PYTHONPATH, or rename it"

