@@ -7,6 +7,7 @@ more), 2 wrong usage, 130 interrupted.
 
 import argparse
 import importlib.metadata
+import io
 import os
 import platform
 import sys
@@ -32,6 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: Sequence[str]) -> int:
+    # A letter of a path that this locale cannot write comes out as its code, as on stderr.
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
             parsed = _parser().parse_args(args)

@@ -3,6 +3,7 @@
 
 import importlib.metadata
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -79,6 +80,17 @@ def test_output_that_nobody_takes(unbuffered, argv):
         )
         os.close(stdout)
         assert (done.returncode, done.stderr) == (1, said)
+
+
+def test_letters_that_the_locale_cannot_write(tmp_path):
+    folder = tmp_path / "modèle"
+    folder.mkdir()
+    shutil.copy(Path(LITE) / "config.json", folder)
+    command = [sys.executable, "-m", "mla_serving.cli", "plan", "--gpus", "1", "--model", folder]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert run.stdout.startswith("model      mod\\xe8le: 15.7 B parameters")
 
 
 def test_interrupt_is_130(monkeypatch):
