@@ -31,7 +31,7 @@ DEV := $(VENV)/.installed-dev
 TORCH_CPU := torch==$(shell sed -n 's/^cpu = \["torch==\([0-9.]*\)".*/\1/p' pyproject.toml)+cpu
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: help setup serve test test-gpu test-fast bench lint lint-kernels clean distclean
+.PHONY: help setup serve test test-gpu test-fast bench lint lint-kernels clean distclean in-place
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## /\1|/p' $(MAKEFILE_LIST) | \
@@ -84,8 +84,16 @@ $(BIN)/python:
 	    { echo "'$(PYTHON)' has no venv module; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed-cpu: pyproject.toml | $(BIN)/python
+# Copied or moved with its folder, a .venv runs the code of the old place, or none.
+in-place:
+	@[[ -e $(BIN)/activate ]] || exit 0; \
+	home=$$(set +eu; VIRTUAL_ENV=; . $(BIN)/activate; echo "$$VIRTUAL_ENV"); \
+	[[ -z $$home || $$home -ef $(VENV) ]] || \
+	    { echo "$(VENV) was set up as $$home; here run: make distclean, then again" >&2; exit 1; }
+
+$(VENV)/.installed-cpu: pyproject.toml | $(BIN)/python in-place
 	@$(call refuse_other,cuda)
+	@$(refuse_old)
 	@$(ensure_pip)
 	@$(BIN)/python -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || \
 	    { echo "vLLM on a CPU needs libnuma: apt install libnuma1 (or dnf install numactl-libs)" >&2; exit 1; }
@@ -97,8 +105,9 @@ $(VENV)/.installed-cpu: pyproject.toml | $(BIN)/python
 	$(BIN)/pip uninstall -y torchvision torchaudio torchcodec
 	@touch $@
 
-$(VENV)/.installed-cuda: pyproject.toml | $(BIN)/python
+$(VENV)/.installed-cuda: pyproject.toml | $(BIN)/python in-place
 	@$(call refuse_other,cpu)
+	@$(refuse_old)
 	@$(ensure_pip)
 	$(BIN)/pip install -e ".[cuda]"
 	@touch $@
@@ -112,5 +121,8 @@ define refuse_other
 if [[ -e $(VENV)/.installed-$(1) ]]; then \
     echo "$(VENV) was set up for $(1); for $(DEVICE) run: make distclean, then again" >&2; exit 1; fi
 endef
+# Of a .venv that was made by hand.
+refuse_old = $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+    { echo "Python 3.11 or newer is needed and that of $(VENV) is not; run: make distclean, then again" >&2; exit 1; }
 # A set-up that was killed at its start leaves a Python without pip.
 ensure_pip = [[ -e $(BIN)/pip ]] || $(BIN)/python -m ensurepip --default-pip

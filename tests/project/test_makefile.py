@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import tomllib
+import venv
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,31 @@ def test_a_venv_whose_python_is_gone_is_not_taken_for_a_finished_one(fake_venv):
     done = make("serve", f"VENV={fake_venv}")
     assert done.returncode != 0
     assert "is gone; run: make distclean" in done.stderr
+
+
+@pytest.mark.parametrize("move", [shutil.move, shutil.copytree])
+def test_a_venv_of_another_folder_is_not_run(move, tmp_path, fake_venv):
+    """Its scripts name their Python, and the installed package its folder, by absolute paths."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    venv.create(first, with_pip=False)
+    for name in ("bin/mla-backend", ".installed-cpu"):
+        shutil.copy(fake_venv / name, first / name)
+    linked = tmp_path / "linked"
+    linked.symlink_to(first)
+    for here in (first, linked):  # a link is no copy
+        assert make("serve", f"VENV={here}").stdout == "[serve]\n"
+    move(first, second)
+    done = make("serve", f"VENV={second}")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"{second} was set up as {first}; here run: make distclean" in done.stderr
+
+
+def test_a_venv_with_an_old_python_is_not_filled(tmp_path):
+    script(tmp_path / "bin" / "python", 'case "$*" in *version_info*) exit 1;; esac')
+    script(tmp_path / "bin" / "pip", "echo pip; exit 1")
+    done = make("setup", f"VENV={tmp_path}")
+    assert (done.returncode, "pip" in done.stdout) == (2, False)
+    assert f"and that of {tmp_path} is not; run: make distclean" in done.stderr
 
 
 def test_a_set_up_that_was_killed_gets_its_pip(tmp_path):
