@@ -2,6 +2,9 @@
 """The command `mla-backend plan`: what it prints, and what it refuses."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -125,3 +128,16 @@ def test_bits_of_a_weight_need_not_be_whole(capsys):
 def test_a_context_that_the_model_does_not_have_is_said(capsys, context, said):
     status, out, _ = run(capsys, *V3, "--gpus", "8", "--context", context)
     assert status == 0 and ("beyond the model's 163,840" in out) is said
+
+
+@pytest.mark.parametrize("endpoint", ["hf-mirror.invalid", "http://"])
+def test_a_wrong_address_of_the_hub_is_a_sentence(endpoint, tmp_path):
+    command = [sys.executable, "-m", "mla_serving.cli", "plan", "--gpus", "1", "--model", "a/b"]
+    environ = {k: v for k, v in os.environ.items() if k != "HF_HUB_OFFLINE"}
+    environ |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environ)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    said = done.stderr.splitlines()[-1]
+    assert said.startswith("mla-backend plan: a/b is no path here, and its config.json did not")
+    assert said.endswith("Give the path of a config.json")

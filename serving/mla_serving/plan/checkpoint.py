@@ -52,8 +52,8 @@ def _download(model: str) -> Path:
 
     try:
         return Path(hf_hub_download(model, "config.json"))
-    except _failures() as error:
-        reason = str(error).splitlines()[0]
+    except Exception as error:  # also of its HTTP client, as for an HF_ENDPOINT without https://
+        reason = (str(error) or type(error).__name__).splitlines()[0]
         raise OSError(
             f"{model} is no path here, and its config.json did not come from the Hugging Face Hub "
             f"({reason}). Give the path of a config.json"
