@@ -33,8 +33,13 @@ def note(words: str) -> None:
 @contextlib.contextmanager
 def heard() -> Iterator[Callable[[], str]]:
     """Listens to the engines started inside: gives a function for their last refusal, "" if none
-    was."""
-    with tempfile.TemporaryDirectory() as folder:
+    was, or nothing can be written on this machine: then vLLM does not start, and says so."""
+    try:
+        temporary = tempfile.TemporaryDirectory()
+    except OSError:
+        yield str
+        return
+    with temporary as folder:
         path = Path(folder) / "refusal"
         os.environ[_FILE] = str(path)
         try:

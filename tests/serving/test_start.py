@@ -2,6 +2,7 @@
 """The start-up with a stand-in for vLLM: what it says when it fails."""
 
 import asyncio
+import subprocess
 import sys
 from argparse import Namespace
 from contextlib import asynccontextmanager
@@ -52,6 +53,21 @@ def test_a_start_that_fails_gives_its_address_back(refusal, said, monkeypatch, c
     assert run.serve([]) == 1
     assert capsys.readouterr().err == "".join(f"mla-backend serve: {x}\n" for x in said)
     assert closed == [("socket", "args")]
+
+
+def test_no_directory_for_temporary_files_is_a_sentence():
+    """As in a container whose root is read-only."""
+    code = (
+        "import sys, tempfile; from mla_serving.cli import main\n"
+        "tempfile._candidate_tempdir_list = lambda: ['/nowhere']\n"
+        "sys.exit(main(['serve']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        "mla-backend serve: [Errno 2] No usable temporary directory found in ['/nowhere']"
+    )
+    assert "Traceback" not in done.stderr
 
 
 def test_an_engine_that_dies_in_the_first_answer(monkeypatch):
