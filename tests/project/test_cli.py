@@ -2,6 +2,7 @@
 """The command line: quick help, subcommands that reach their code, exit codes, clear errors."""
 
 import importlib.metadata
+import io
 import os
 import shutil
 import subprocess
@@ -40,12 +41,17 @@ def test_nothing_heavy_is_imported_for_help():
     assert run.stdout.splitlines()[-1] == "[]"
 
 
-@pytest.mark.parametrize("argv", [[], ["sevre"], ["doctor", "--jsn"], ["demo-model", "--family"]])
-def test_wrong_usage_is_2(argv, capsys):
+@pytest.mark.parametrize(
+    "argv",
+    [[], ["sevre"], ["doctor", "--jsn"], ["demo-model", "--family"], ["demo-model", "--out", ""]],
+)
+def test_wrong_usage_is_2(argv, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as stop:
         cli.main(argv)
     assert stop.value.code == 2
     assert "usage: mla-backend" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_serve_hands_its_arguments_on_untouched(monkeypatch):
@@ -91,6 +97,14 @@ def test_letters_that_the_locale_cannot_write(tmp_path):
     run = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert (run.returncode, run.stderr) == (0, "")
     assert run.stdout.startswith("model      mod\\xe8le: 15.7 B parameters")
+
+
+def test_the_server_too_writes_what_the_locale_cannot(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="ascii"))
+    monkeypatch.setattr("mla_serving.server.main", lambda argv: print("loading", *argv, flush=True))
+    cli.main(["serve", "/modèle"])
+    assert written.getvalue() == b"loading /mod\\xe8le\n"
 
 
 def test_interrupt_is_130(monkeypatch):
