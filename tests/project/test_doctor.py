@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from mla_kernels import versions as triton_versions
 from mla_kernels.cache import torch_impl as cache_torch
 from mla_kernels.decode.torch_impl import mla_decode_torch
 from mla_kernels.dispatch import Choice
@@ -500,6 +501,15 @@ def test_a_container_may_have_less_than_the_machine(files, left, tmp_path, monke
     for name, value in (nothing | files).items():
         (tmp_path / name).write_text(f"{value}\n")
     assert memory.available_bytes(tmp_path) == left * GIB
+
+
+@pytest.mark.parametrize("name", triton_versions._DISTRIBUTIONS)
+def test_triton_by_any_name_that_the_kernels_know(name, monkeypatch):
+    """Nightly builds of torch bring it as pytorch-triton; one more beside it would overwrite it."""
+    monkeypatch.setattr(facts_module, "run_probe", lambda: (seen(gpus=[GPU])["seen"], ""))
+    monkeypatch.setattr(facts_module, "_version", {name: "3.7.0"}.get)
+    triton = run_all(facts_module.collect())["triton"]
+    assert (triton.status, triton.found) == ("ok", "triton 3.7.0")
 
 
 def test_memory_is_that_of_the_container(monkeypatch):
