@@ -75,9 +75,13 @@ def platform(facts: Facts) -> Result:
         return Result("platform", "ok", found)
     if "cpu" in active.lower():
         found = f"{active} is active: on a CPU it never selects --attention-backend CUSTOM"
-        mend = "see VLLM_PLUGINS above"
-        if vllm_plugins_filter(facts).status == "ok":
-            mend = "unset MLA_BACKEND_CPU_PLATFORM and uninstall other CPU platform plugins"
+        mend = "unset MLA_BACKEND_CPU_PLATFORM and uninstall other CPU platform plugins"
+        if vllm_plugins_filter(facts).status != "ok":
+            mend = "see VLLM_PLUGINS above"
+        elif facts.environ.get("VLLM_TARGET_DEVICE", "").lower() == "cpu":
+            mend = "unset VLLM_TARGET_DEVICE: with cpu vLLM asks no plugin for a platform"
+        elif "zen" in active.lower():
+            mend = "uninstall zentorch, for which vLLM takes a CPU platform of its own"
         return Result("platform", "warn", found, mend)
     return Result("platform", "ok", f"{active} (vLLM's own; this plugin does not touch it)")
 

@@ -153,6 +153,21 @@ BROKEN = [
     ("backend", no_vllm_import(), "fail", "ImportError: libfoo"),
     ("backend", {"seen": {}, "probe_failure": "it crashed"}, "fail", "it crashed"),
     ("platform", vllm_sees(platform="vllm.platforms.cpu.CpuPlatform"), "warn", "never selects"),
+    (
+        "platform",
+        {
+            **vllm_sees(platform="vllm.platforms.cpu.CpuPlatform"),
+            "environ": {"VLLM_TARGET_DEVICE": "CPU"},
+        },
+        "warn",
+        "| unset VLLM_TARGET_DEVICE",
+    ),
+    (
+        "platform",
+        vllm_sees(platform="vllm.platforms.zen_cpu.ZenCpuPlatform"),
+        "warn",
+        "| uninstall zentorch",
+    ),
     ("platform", no_vllm_import(), "fail", "unknown"),
     (
         "settings",
