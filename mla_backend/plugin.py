@@ -39,6 +39,8 @@ def register() -> None:
             logger.debug("CUSTOM cannot be made to refuse", exc_info=True)
         return
     names = compat.register_attention_backend(BACKEND_CLASS, OWN_NAME)
+    for problem in envs.problems():  # our server refuses them; nothing would ask for a wrong name
+        logger.warning("%s (docs/environment.md lists the settings)", problem)
     compat.share_settings_with_ray()
 
     from vllm.platforms import current_platform

@@ -169,3 +169,15 @@ def test_without_settings_nothing_is_changed_for_ray(monkeypatch):
             monkeypatch.delenv(setting)
     plugin.register()
     assert name not in os.environ
+
+
+def test_a_misspelt_setting_is_said_without_our_server():
+    """`vllm serve` has no check of its own: an unknown variable would have no effect, silently."""
+    code = "from vllm.plugins import load_general_plugins; load_general_plugins()"
+    command = [sys.executable, "-c", code]
+    for name, said in (("MLA_BACKEND_FP8_QUREY", 1), ("MLA_BACKEND_FP8_QUERY", 0)):
+        environ = {**os.environ, name: "1"}
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr[-3000:]
+        log = done.stdout + done.stderr
+        assert log.count(f"{name} is no setting of ours") == said
