@@ -178,3 +178,16 @@ def test_cache_is_shared_and_follows_the_code(tmp_path, monkeypatch):
     monkeypatch.setattr("mla_serving.demo_model.build.make_demo_model", make_demo_model)
     monkeypatch.setattr("mla_serving.demo_model.build._stamp", lambda: "0123456789ab")
     assert demo_model_path("v3") != first
+
+
+def test_a_cached_model_that_lost_a_file_is_made_again(tmp_path, monkeypatch):
+    """Cleaners of caches take what is large or old, file by file."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = demo_model_path("v3")
+    files = {file.name: file.read_bytes() for file in path.iterdir()}
+    assert files.keys() == FILES
+    for name in FILES:
+        (path / name).unlink()
+        assert demo_model_path("v3") == path
+        assert {file.name: file.read_bytes() for file in path.iterdir()} == files
+    assert list(path.parent.iterdir()) == [path]

@@ -12,6 +12,15 @@ from typing import Any
 from mla_serving.demo_model.config import family_config
 from mla_serving.demo_model.tokenizer import training_text, write_tokenizer
 
+_FILES = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
+
 
 def make_demo_model(
     family: str,
@@ -63,17 +72,23 @@ def demo_model_path(family: str) -> Path:
     family_config(family)
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mla-backend"
     target = root / f"demo-{family}-{_stamp()}"
-    if target.is_dir():
+    if _whole(target):
         return target
     root.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=root, prefix=".making-") as scratch:
         made = make_demo_model(family, Path(scratch) / family)
+        if target.is_dir() and not _whole(target):  # by a cleaner of caches
+            target.rename(Path(scratch) / "rest")
         try:
             made.rename(target)  # whole or not at all
         except OSError:
             if not target.is_dir():  # anything but another process having been first
                 raise
     return target
+
+
+def _whole(directory: Path) -> bool:
+    return all((directory / name).is_file() for name in _FILES)
 
 
 def _stamp() -> str:
