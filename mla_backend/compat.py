@@ -100,7 +100,7 @@ def vllm_version_status() -> VllmVersionStatus:
     try:
         allowed = envs.get("MLA_BACKEND_ALLOW_UNTESTED_VLLM")
     except ValueError as error:  # in a plugin it would keep vLLM from starting, selected or not
-        return VllmVersionStatus(installed, False, f"{refusal}; {error}")
+        return VllmVersionStatus(False, f"{refusal}; {error}")
     if allowed:
         message = f"{refusal}; used all the same (MLA_BACKEND_ALLOW_UNTESTED_VLLM)"
         return VllmVersionStatus(True, message)

@@ -106,9 +106,9 @@ def test_a_kubernetes_service_is_no_option():
         "MLA_SERVE_PORT_8000_TCP": url,
         "MLA_SERVE_PORT_8000_TCP_ADDR": "10.0.171.239",
     }
-    assert read_layers([], environ).arguments(OPTIONS) == []
+    assert read_settings([], environ).arguments(OPTIONS) == []
     environ["MLA_SERVE_PORT"] = "8001"
-    assert read_layers([], environ).arguments(OPTIONS) == ["--port", "8001"]
+    assert read_settings([], environ).arguments(OPTIONS) == ["--port", "8001"]
 
 
 def test_config_named_by_the_environment(tmp_path):
