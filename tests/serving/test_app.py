@@ -177,8 +177,9 @@ def test_a_page_reads_refusals_too(stand):
         assert answer.headers["access-control-allow-origin"] == "http://x"
 
 
-def test_the_scheme_is_of_any_case(stand):
-    headers = {"Authorization": "bearer secret"}
+@pytest.mark.parametrize("words", ["bearer secret", "Bearer  secret"])
+def test_the_scheme_is_of_any_case_and_any_space_is_behind_it(stand, words):
+    headers = {"Authorization": words}
     assert stand(keys=["secret"]).request("GET", "/mla/info", headers=headers).status_code == 200
 
 
@@ -276,6 +277,29 @@ def test_who_stalls_in_a_body_that_is_too_large_is_told_so(stand, monkeypatch, c
     scope = {"type": "http", "method": "POST", "path": "/v1/echo", "headers": headers}
     asyncio.run(asyncio.wait_for(s.app(scope, receive, send), 30))
     assert sent[0]["status"] == 413 and s.gate.running == 0
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_of_a_body_that_is_too_large_so_much_is_read(stand, monkeypatch, chunked):
+    """Who sends without end, and fast, is answered before the seconds of who stalls."""
+    from mla_serving.server import body_limit
+
+    monkeypatch.setattr(body_limit, "_DISCARD_BYTES", 5 * 1049)
+    monkeypatch.setattr(body_limit, "_DISCARD_SECONDS", 60.0)
+    s, sent, pieces = stand(body_mib=0.001), [], []
+
+    async def receive():
+        pieces.append(b"x" * 1049)
+        assert len(pieces) <= 6
+        return {"type": "http.request", "body": pieces[-1], "more_body": True}
+
+    async def send(message):
+        sent.append(message)
+
+    headers = [(b"transfer-encoding", b"chunked") if chunked else (b"content-length", b"99999999")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/echo", "headers": headers}
+    asyncio.run(s.app(scope, receive, send))
+    assert sent[0]["status"] == 413 and len(pieces) == 5 + chunked
 
 
 def test_a_chunked_body_is_read_on_even_if_its_client_asked_first(stand):
@@ -399,6 +423,18 @@ def test_info_asks_a_hung_engine_one_question_at_a_time(stand, monkeypatch):
             assert len(asked) == 2  # with an answer, anew
 
     asyncio.run(run())
+
+
+def test_info_of_a_dead_engine_is_what_its_workers_said_last(stand):
+    s = stand()
+    said = s.request("GET", "/mla/info").json()["attention"]["workers"]
+    s.engine.errored, s.engine.rpc_delay = True, 10
+
+    async def run():
+        async with s.client() as client:
+            return await asyncio.wait_for(client.get("/mla/info"), 1)
+
+    assert asyncio.run(run()).json()["attention"]["workers"] == said is not None
 
 
 def test_info_sums_over_engines(stand):

@@ -110,6 +110,22 @@ def test_many_headers(in_one_piece):
     )
 
 
+def test_a_request_with_too_many_headers_is_not_run(monkeypatch):
+    """Its body may be there too: the answer would be computed for nobody."""
+    asked, answers = [], app
+
+    async def noted(scope, receive, send):
+        asked.append(scope["path"])
+        await answers(scope, receive, send)
+
+    monkeypatch.setitem(globals(), "app", noted)
+    whole = head(*[b"X: y"] * HEADERS, b"Content-Length: 3") + b"abc"
+    assert refusal(ask(whole))[0] == TOO_LARGE
+    assert asked == []
+    assert ask(head(b"Content-Length: 3") + b"abc") == (200, b"3")
+    assert asked == ["/"]
+
+
 def test_a_trailer_that_never_ends():
     start = head(b"Transfer-Encoding: chunked") + b"3\r\nabc\r\n0\r\nX: "
     assert refusal(ask(start, *[b"y" * 10_000] * 50))[0] == TOO_LARGE

@@ -16,6 +16,7 @@ import psutil
 import pytest
 import uvicorn
 from mla_serving.server import lifecycle
+from mla_serving.server.admission import Admission, Gate
 from mla_serving.server.progress import Progress
 
 
@@ -119,6 +120,43 @@ def test_a_server_that_nobody_asked_stops_at_once(stand):
         async with Running(stand, drain_timeout=60.0) as r:
             os.kill(os.getpid(), signal.SIGTERM)
             assert await asyncio.wait_for(r.task, 20) == 0
+
+    asyncio.run(run())
+
+
+def test_the_drain_waits_for_every_request(stand):
+    """Not until the first of several is done."""
+
+    async def run():
+        gate = stand().gate
+        gate.enter()
+        gate.enter()
+        gate.leave()
+        assert not await gate.wait_idle(0.01)
+        gate.leave()
+        assert await gate.wait_idle(0.01)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("kind, draining", [("http", False), ("websocket", True)])
+def test_a_cancellation_that_is_not_the_drains_is_passed_on(kind, draining):
+    """Whoever cancels a request would take it for answered; a websocket is sent no HTTP."""
+
+    async def run():
+        gate, sent = Gate(), []
+
+        async def app(scope, receive, send):
+            gate.draining = draining
+            raise asyncio.CancelledError
+
+        async def send(message):
+            sent.append(message)
+
+        scope = {"type": kind, "method": "POST", "path": "/v1/echo", "headers": []}
+        with pytest.raises(asyncio.CancelledError):
+            await Admission(app, gate)(scope, None, send)
+        assert sent == [] and gate.running == 0
 
     asyncio.run(run())
 
@@ -297,6 +335,7 @@ def test_a_start_that_swallows_its_signal_ends_all_the_same():
     code = """
 import os, signal, subprocess, time
 from mla_serving.server import lifecycle
+from mla_serving.server.admission import Admission, Gate
 lifecycle._START_STOP_SECONDS = 0.3
 lifecycle.catch_signals_while_starting()
 child = subprocess.Popen(["sleep", "60"])
@@ -374,6 +413,7 @@ def test_shared_memory_does_not_outlive_what_is_killed():
 import multiprocessing, time
 from multiprocessing.shared_memory import SharedMemory
 from mla_serving.server import lifecycle
+from mla_serving.server.admission import Admission, Gate
 
 def work(pipe):
     pipe.send(SharedMemory(create=True, size=64).name)
@@ -403,6 +443,7 @@ def test_vllm_does_not_swallow_a_signal_while_its_engine_loads(tmp_path):
     code = f"""
 import os, signal, sys, time, zmq
 from mla_serving.server import lifecycle
+from mla_serving.server.admission import Admission, Gate
 from vllm.utils.network_utils import zmq_socket_ctx
 lifecycle.catch_signals_while_starting()
 try:
