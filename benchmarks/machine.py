@@ -41,9 +41,9 @@ def commit() -> str:
 
 def nvidia_smi(*fields: str, of: str = "gpu") -> list[list[str]]:
     """`fields` of each GPU, or of each process ("compute-apps"), without a CUDA context of this
-    process; [] where there is none."""
+    process; [] where there is none, or no driver, which nvidia-smi says where values would be."""
     if shutil.which("nvidia-smi") is None:
         return []
     command = ["nvidia-smi", f"--query-{of}={','.join(fields)}", "--format=csv,noheader,nounits"]
     done = subprocess.run(command, capture_output=True, text=True)
-    return [line.split(", ") for line in done.stdout.splitlines()]
+    return [] if done.returncode else [line.split(", ") for line in done.stdout.splitlines()]

@@ -4,9 +4,11 @@
 import importlib
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -141,3 +143,51 @@ def test_only_the_naive_layer_may_run_out_of_memory(impl, note, code, tmp_path, 
     words = ["mla_layer.py", "--prefill", "512", "--results", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", words)
     assert mla_layer.main() == code
+
+
+def test_a_layer_that_is_wrong_is_not_timed(monkeypatch):
+    """NaN among it: it is above no bar."""
+    import mla_layer
+
+    want = torch.ones(1, 4)
+
+    def gives(x):
+        return lambda *_: lambda: x * torch.ones(2, 4)
+
+    monkeypatch.setattr(mla_layer, "golden", lambda *_: want)
+    monkeypatch.setattr(mla_layer, "floor_us", lambda *_: (1.0, "memory"))
+    monkeypatch.setattr(mla_layer, "refusal", lambda impl: "")
+    monkeypatch.setattr(mla_layer, "Timer", Timer)
+    monkeypatch.setattr(mla_layer, "eager_us", lambda run: 9.0)
+    errors = {"hopper": 1.005, "triton": float("nan")}
+    monkeypatch.setattr(mla_layer, "ours", lambda case, impl: gives(errors[impl])())
+    monkeypatch.setattr(mla_layer, "absorbed_torch", gives(1.02))
+    monkeypatch.setattr(mla_layer, "naive_torch", gives(1.01))
+    naive, rows = (lambda *_: (1.01 * want,)), torch.zeros(1, 4)
+    case = SimpleNamespace(batch=1, name="b1_p8", naive=naive, x=rows, past=rows)
+    rows = mla_layer.run_case(case, list(errors), {})
+    assert [row["us"] for row in rows] == [50.0, None, None, 9.0]
+    assert [row["note"][:6] for row in rows] == ["", "wrong:", "wrong:", ""]
+
+
+class Timer:
+    def medians(self, runs):
+        return dict.fromkeys(runs, 50.0)
+
+
+def test_the_floor_of_a_layer_is_its_weights_and_its_cache():
+    import mla_layer
+
+    matrices = ("down", "q_up", "k_up", "v_up", "out")
+    weights = SimpleNamespace(**{name: torch.empty(3, 100) for name in matrices})
+    cache = SimpleNamespace(head_dim=576)
+    config = SimpleNamespace(cache=cache, kv_lora_rank=512, num_heads=4)
+    naive = SimpleNamespace(config=config)
+    case = SimpleNamespace(weights=weights, naive=naive, batch=2, prefill=9)
+    moved = 2 * (1500 + 2 * 10 * 576)
+    flop = 2 * 2 * (1500 + 4 * 10 * (576 + 512))
+    slow_memory, slow_gemm = (
+        {"read_gbps": gbps, "bf16_gemm_tflops": tflops} for gbps, tflops in ((1, 1), (1000, 1e-3))
+    )
+    assert mla_layer.floor_us(case, slow_memory) == (pytest.approx(moved / 1e3), "memory")
+    assert mla_layer.floor_us(case, slow_gemm) == (pytest.approx(flop / 1e3), "compute")

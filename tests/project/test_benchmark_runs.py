@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -72,6 +73,26 @@ def test_a_machine_without_a_gpu_is_told_so(name, tmp_path, monkeypatch, signals
     with pytest.raises(SystemExit, match="needs an NVIDIA GPU"):
         importlib.import_module(name).main()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("said", "status", "rows"),
+    [
+        ("NVIDIA H100 80GB HBM3, 81559\nNVIDIA H100 NVL, 95830", 0, 2),
+        ("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.", 9, 0),
+        ("No devices were found", 6, 0),
+    ],
+)
+def test_a_gpu_is_what_nvidia_smi_finds(said, status, rows, tmp_path, monkeypatch):
+    """Without a driver it says so on standard output: that is no GPU's name."""
+    from machine import nvidia_smi
+
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f'#!/bin/sh\necho "{said}"\nexit {status}\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    found = nvidia_smi("name", "memory.total")
+    assert found == [line.split(", ") for line in said.splitlines()[:rows]]
 
 
 def test_a_folder_is_made_and_left_empty(tmp_path):
@@ -151,6 +172,19 @@ def test_results_stay_where_no_case_matches(name, no_gpu_needed, tmp_path):
     with pytest.raises(SystemExit, match="nothing matches --cases b9999; expected"):
         importlib.import_module(name).main(["--cases", "b9999", "--results", str(tmp_path)])
     assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
+
+
+def test_results_stay_where_nothing_that_was_chosen_runs(tmp_path):
+    """As of a kernel that this GPU lacks."""
+    import re
+
+    from partial import gather
+
+    args = Namespace(results=tmp_path, cases=re.compile("b1"), impls=re.compile("hopper"))
+    written = []
+    with pytest.raises(SystemExit, match="nothing matches --cases b1 and --impls hopper"):
+        gather("x", {}, ["b1"], lambda _: [], lambda *_: written.append(1), args, some=True)
+    assert not written
 
 
 @pytest.mark.parametrize(

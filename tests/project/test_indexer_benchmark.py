@@ -62,7 +62,10 @@ def test_every_kind_of_case_passes_its_gates_and_is_timed(i):
     assert not [row for row in rows if "failed" in row]
     ops = ["scores", "topk", "scores+topk", "scores+topk"]
     assert [row["op"] for row in rows] == [op for op in ops if op != "topk" or i in (0, 1, 2, 4)]
-    assert rows[0]["gbps"] == round(shape.bytes / 50e3, 1)
+    seen = sum(range(shape.keys - shape.s_q + 1, shape.keys + 1)) * shape.batch
+    for row in rows:
+        moved = 4 * seen if row["op"] == "topk" else shape.bytes
+        assert row["gbps"] == round(moved / 50e3, 1)
     assert rows[0]["tflops"] == round(shape.flops / 50e6, 1)
 
 
@@ -158,6 +161,9 @@ def test_of_equal_scores_any_may_be_chosen():
     want = sorted_topk(scores, lengths, 2)
     assert want.tolist() == [[0, 1]]
     for found, well in (([2, 1], True), ([0, 2], False), ([1, 3], False), ([1, 1], False)):
+        assert chooses_as_well(torch.tensor([found]), want, scores, lengths) == well
+    want = sorted_topk(scores, lengths, 3)  # twice the first for it and its equal
+    for found, well in (([2, 1, 0], True), ([0, 1, 0], False)):
         assert chooses_as_well(torch.tensor([found]), want, scores, lengths) == well
     want = sorted_topk(scores, lengths, 4)
     for found, well in (([2, 1, 0, -1], True), ([3, 2, 1, 0], True), ([2, 1, 0, 0], False)):

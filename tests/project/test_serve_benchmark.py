@@ -3,6 +3,7 @@
 
 import importlib
 import io
+import itertools
 import json
 import math
 import subprocess
@@ -534,6 +535,71 @@ def test_each_server_begins_as_often_and_an_open_loop_keeps_its_rate(monkeypatch
     ]  # fmt: skip
 
 
+def test_open_loops_have_the_rate_of_the_fullest_closed_one(monkeypatch):
+    """Not that of the last one, of another shape or of another server."""
+    import serve_load
+    from serve_cases import Load, Shape
+
+    small, large = Shape(8, 8), Shape(16, 8)
+    loads = [Load(small, 4), Load(small, 8), Load(small, share=0.5), Load(large, share=0.5)]
+    speeds = {("CUSTOM", 4): 6.0, ("CUSTOM", 8): 4.0}
+
+    def load(url, model, **how):
+        asked.append(how["rate"])
+        return {"failed": 0, "request_s": speeds.get((url, how["concurrency"]), 100.0)}
+
+    rows, asked = [], []
+    monkeypatch.setattr(serve_load, "run_load", load)
+    args = MagicMock(rounds=1, repetitions=1)
+    runner = serve_load.Runner(args, loads, Path(), math.inf, rows.append)
+    for name in ("CUSTOM", "FLASHMLA"):  # one behind the other, as without --together
+        runner.run([MagicMock(backend=name, url=name)])
+    assert asked == [None, None, 3.0] * 2
+    unknown = "no closed loop of that shape was run on the first server"
+    assert [row.get("not_run") for row in rows] == [None, None, None, unknown] * 2
+
+
+def test_only_the_first_server_sets_rates(monkeypatch):
+    import serve_load
+    from serve_cases import Load, Shape
+
+    loads = [Load(Shape(8, 8), 4), Load(Shape(8, 8), share=0.5)]
+    monkeypatch.setattr(
+        serve_load, "run_load", lambda url, *_, **how: {"failed": url == "CUSTOM", "request_s": 9.0}
+    )
+    rows = []
+    args = MagicMock(rounds=1, repetitions=1)
+    runner = serve_load.Runner(args, loads, Path(), math.inf, rows.append)
+    for name in ("CUSTOM", "FLASHMLA"):
+        runner.run([MagicMock(backend=name, url=name)])
+    assert ["not_run" in row for row in rows] == [False, True] * 2
+
+
+def test_servers_that_run_together_share_the_gpu():
+    import serve_load
+    from serve import parse_arguments
+    from serve_cases import Load, Shape
+
+    loads = [Load(Shape(2000, 500), 4), Load(Shape(100, 100), 32), Load(Shape(8, 8), share=0.5)]
+    backends = ["--backends", "CUSTOM", "FLASHMLA", "TRITON_MLA"]
+    for together, share in (([], "0.900"), (["--together"], "0.300")):
+        args = parse_arguments([*backends, *together, "--cache-gib", "2"])
+        words = serve_load.server_options(args, loads, args.model)
+        options = dict(itertools.pairwise(words))
+        assert options["--gpu-memory-utilization"] == share
+        assert options.get("--kv-cache-memory-bytes") == (str(2 << 30) if together else None)
+        assert int(options["--max-model-len"]) >= 2500 and options["--max-num-seqs"] == "32"
+
+
+def test_memory_of_a_gpu_is_that_of_the_servers_own_processes(monkeypatch):
+    import serve_load
+
+    said = [["7", "1024"], ["8", "512"], ["9", "4096"], ["8", "[N/A]"], ["No running processes"]]
+    monkeypatch.setattr(serve_load, "nvidia_smi", lambda *_, of: said)
+    assert serve_load.gpu_memory_gib({7, 8}) == 1.5
+    assert serve_load.gpu_memory_gib({5}) is None
+
+
 def test_of_repetitions_the_median_is_shown(tmp_path):
     ours = [serve_row("CUSTOM", speed, tpot_p50=speed) for speed in (300.0, 100.0, 200.0)]
     theirs = [serve_row("FLASHMLA", speed, tpot_p50=50.0) for speed in (100.0, 160.0)]
@@ -668,6 +734,15 @@ def test_only_results_of_this_benchmark_are_rendered(text, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["--report", str(path)])
     assert "is no result of serve.py" in capsys.readouterr().err
+
+
+def test_the_round_with_the_lowest_median_counts():
+    """Not the one with the fastest step, which may have slow ones beside it."""
+    from step_driver import summary
+
+    row = summary([[1.0, 9.0, 9.0], [4.0, 5.0, 9.0], [6.0, 6.0, 6.0]], batch=3)
+    assert (row["step_ms"], row["mean_ms"], row["rounds_ms"]) == (5.0, 6.0, [9.0, 5.0, 6.0])
+    assert row["out_tok_s"] == pytest.approx(500.0) and row["steps"] == 3
 
 
 def test_p99_is_of_the_slow_steps():
