@@ -9,6 +9,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,14 +77,19 @@ def run(args: argparse.Namespace, save: Callable[[Row], None]) -> None:
         runner = Runner(args, asked, tokenizer, deadline, save)
         for group in groups:
             with contextlib.ExitStack() as stack:
+                # Left after the servers, whose end ends the waiting for them.
+                pool = stack.enter_context(ThreadPoolExecutor(len(group)))
                 servers = [
                     stack.enter_context(
                         Server(backend, args.model, options, Path(folder) / f"{backend}.log")
                     )
                     for backend in group
                 ]
+                # At once: prompts, and what others say, take time that is not a server's own.
+                waits = [pool.submit(server.wait_ready) for server in servers]
                 runner.prepare()
-                started = [server for server in servers if runner.ready(server)]
+                pairs = zip(servers, waits, strict=True)
+                started = [server for server, wait in pairs if runner.ready(server, wait)]
                 for server in started:
                     runner.warm_up(server)
                 runner.run(started)
@@ -124,15 +130,16 @@ class Runner:
         for load in self.asked:
             make_prompts(self.args.model, **self._describe(load))
 
-    def ready(self, server: Server) -> bool:
-        """Wait for it and ask it the prompts of the gate; False if it is not to be measured."""
+    def ready(self, server: Server, wait: Future[float]) -> bool:
+        """Ask a server the prompts of the gate after `wait`, its `wait_ready`; False if it is not
+        to be measured."""
         try:
-            server.wait_ready()
+            seconds = wait.result()
         except RuntimeError as error:
             reason = f"{error}: {last_error(server.log)}"
             self.save({"backend": server.backend, "error": reason})
             return False
-        row: Row = {"backend": server.backend, "start_s": time.monotonic() - server.started}
+        row: Row = {"backend": server.backend, "start_s": seconds}
         most = serve_gate.tolerance(self.args.kv_cache_dtype, self.args.backends)
         try:
             answers = serve_gate.ask(server.url, NAME)

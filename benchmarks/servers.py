@@ -87,15 +87,17 @@ class Server:
     def __enter__(self) -> "Server":
         return self
 
-    def wait_ready(self) -> None:
+    def wait_ready(self) -> float:
+        """Seconds from its start until it was ready. RuntimeError if it does not get there."""
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
                 break
             try:
                 with urllib.request.urlopen(f"{self.url}/health", timeout=HEALTH_SECONDS):
+                    seconds = time.monotonic() - self.started
                     self._tree.update(self._children())  # who outlives a server that crashes
-                    return
+                    return seconds
             except (OSError, http.client.HTTPException):  # not there yet, or not well
                 time.sleep(0.5)
         print(self.log.read_text()[-4000:], file=sys.stderr)  # its folder may go with this process

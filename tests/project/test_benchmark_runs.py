@@ -397,6 +397,26 @@ def test_nothing_of_a_server_is_left(text, tmp_path, monkeypatch):
     assert alive(processes) == []
 
 
+# In the place of Python: a server that is well half a second after its start.
+WELL = f"""sleep 0.5\nexec {sys.executable} -c '
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[-1])), Handler).serve_forever()' "$@"
+"""
+
+
+def test_a_server_says_how_long_it_took(tmp_path, monkeypatch):
+    import servers
+
+    monkeypatch.setattr(servers.sys, "executable", fake_python(tmp_path, WELL))
+    with servers.Server("ours", tmp_path, [], tmp_path / "log") as server:
+        seconds = server.wait_ready()
+        assert 0.5 < seconds < time.monotonic() - server.started
+
+
 # In the place of Python: a server that listens, the port is its last word, and never answers.
 MUTE = f"""exec {sys.executable} -c '
 import socket, sys, time

@@ -138,14 +138,57 @@ def test_a_server_that_differs_is_not_loaded(monkeypatch, answers, said):
     rows = []
     args = MagicMock(kv_cache_dtype="auto", backends=["CUSTOM", "FLASHMLA"])
     runner = serve_load.Runner(args, [], Path(), math.inf, rows.append)
-    servers = [
-        MagicMock(backend=name, started=0.0) for name in ("CUSTOM", "FLASHMLA", "TRITON_MLA")
-    ]
-    assert [runner.ready(server) for server in servers] == [True, True, False]
+    servers = [MagicMock(backend=name) for name in ("CUSTOM", "FLASHMLA", "TRITON_MLA")]
+    wait = MagicMock(result=lambda: 40.0)
+    assert [runner.ready(server, wait) for server in servers] == [True, True, False]
     assert [row.get("nats_from_first") for row in rows[:2]] == [0, 0]
     assert rows[2]["red"] and rows[3]["backend"] == "TRITON_MLA"
     assert rows[3]["error"] == said
     json.dumps(rows, allow_nan=False)
+
+
+def test_a_server_is_ready_when_it_says_so(monkeypatch):
+    """Not when the prompts have been made and the servers before it have been asked."""
+    import serve_gate
+    import serve_load
+    from serve import parse_arguments
+
+    waited_for = {name: threading.Event() for name in ("CUSTOM", "FLASHMLA", "TRITON_MLA")}
+
+    class Server(contextlib.nullcontext):
+        url = log = None
+        pids = frozenset()
+
+        def __init__(self, backend, *_):
+            super().__init__(self)
+            self.backend = backend
+
+        def terminate(self):
+            pass
+
+        def wait_ready(self):
+            waited_for[self.backend].set()
+            if self.backend == "TRITON_MLA":
+                raise RuntimeError("TRITON_MLA did not start")
+            return 40.0 + len(self.backend)
+
+    made, rows = [], []
+
+    def prepare(runner):
+        made.append(all(one.wait(10) for one in waited_for.values()))
+
+    monkeypatch.setattr(serve_load.Runner, "prepare", prepare)
+    monkeypatch.setattr(serve_load, "Server", Server)
+    monkeypatch.setattr(serve_load, "nvidia_smi", lambda *_, of="gpu": [["G"]])
+    monkeypatch.setattr(serve_load, "run_load", lambda *_, **how: {"failed": 1})
+    monkeypatch.setattr(serve_load, "last_error", lambda log: "why")
+    monkeypatch.setattr(serve_gate, "ask", lambda *_: SOUND)
+    words = ["--together", "--reduced", "--repetitions", "1", "--backends", *waited_for]
+    serve_load.run(parse_arguments(words), rows.append)
+    assert made == [True]
+    said = {row["backend"]: row["start_s"] for row in rows if "start_s" in row}
+    assert said == {"CUSTOM": 46.0, "FLASHMLA": 48.0}
+    assert {"backend": "TRITON_MLA", "error": "TRITON_MLA did not start: why"} in rows
 
 
 def gate(backend, nats, **more):
