@@ -15,6 +15,7 @@ from vllm.v1.attention.backends.utils import reorder_batch_to_split_decodes_and_
 from vllm.v1.spec_decode.utils import extend_all_queries_by_N
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from mla_backend import compat
 from tests.backend.test_gpu_support import build, drafting, one_layer
 
 DRAFTS = 2
@@ -121,15 +122,39 @@ def test_unequal_drafts_see_what_was_accepted(builder, extend_tokens):
     assert alone.block_table[0].tolist() == list(range(80, 120))
 
 
-def test_a_draft_model_runs_over_a_token_more_of_each_request(builder):
-    """Which vLLM does not add to the host's lengths: the prompt that begins has no context."""
+@pytest.mark.parametrize("new", [(60, 40), (1 + DRAFTS, 1 + DRAFTS)])
+def test_a_draft_model_runs_over_a_token_more_of_each_request(builder, new):
+    """Which vLLM does not add to the host's lengths: the prompt that begins has no context. That
+    token may be the one that makes prompts of requests."""
     made = builder(0)
-    common = Batch(("goes on", 640, 900, 60, 0), ("begins", 0, 700, 40, 0)).step()
-    slots = torch.zeros(102, dtype=torch.int64)
+    common = Batch(("goes on", 640, 900, new[0], 0), ("begins", 0, 700, new[1], 0)).step()
+    slots = torch.zeros(sum(new) + 2, dtype=torch.int64)
     longer = extend_all_queries_by_N(common, 1, torch.arange(3, dtype=torch.int32), slots)
     metadata = made.build(0, longer)
     assert (metadata.num_decodes, metadata.num_prefills) == (0, 2)
     assert metadata.prefill.chunked_context.context_lens_list[1] == 0
+
+
+def test_what_is_cached_is_asked_of_prompts_alone(builder, monkeypatch):
+    """vLLM 0.26 and 0.27 take the leading prompts for those with a context (compat)."""
+    asked = []
+    monkeypatch.setattr(compat, "merge_every_context", lambda _, cached: asked.append(cached()))
+    batch = Batch(
+        ("answers", 1003, 900, 3, 1), ("begins", 0, 700, 40, 0), ("late", 640, 900, 60, 0)
+    )
+    builder(0).build(0, batch.step())
+    assert [cached.tolist() for cached in asked] == [[0, 640]]
+
+
+def test_prompts_on_a_cpu_are_read_behind_the_answers_of_the_step(builder):
+    made = builder(0)
+    made._on_cpu, made.kv_cache_spec = True, SimpleNamespace(block_size=64)
+    batch = Batch(("answers", 1003, 900, 3, 1), ("prompt", 70, 900, 10, 0))
+    metadata = made.build(0, batch.step())
+    assert (metadata.num_decodes, metadata.num_prefills) == (1, 1)
+    (tile,) = metadata.prefill_tiles
+    assert tile.slots.tolist() == [*range(40 * 64, 40 * 64 + 80)]
+    assert [piece.causal for piece in tile.pieces] == [False, True]
 
 
 def test_vllm_still_sees_who_reads_what_is_being_written(builder):

@@ -352,6 +352,16 @@ def test_plans_have_the_heads_of_the_layers(monkeypatch):
     assert plan.num_heads == 16
 
 
+def test_plans_of_every_length_are_made_before_the_first_step(monkeypatch):
+    """Of pieces of prompts too: none is allocated while the engine serves."""
+    builder = build(monkeypatch, one_layer(monkeypatch))
+    monkeypatch.delattr(DecodeKernel, "plan")
+    lengths = torch.tensor([40, 70], dtype=torch.int32)
+    assert builder._longest_piece == 8
+    for s_q in range(1, 9):
+        assert builder._plans.for_step(lengths, s_q).s_q == s_q
+
+
 def test_graphs_may_hold_more_requests_than_are_scheduled(monkeypatch):
     """A replay is of the size that was captured, padding included."""
     config = one_layer(monkeypatch)
