@@ -222,6 +222,28 @@ def test_a_gpu_gets_what_the_common_path_of_vllm_reads(monkeypatch):
     assert (outputs[0] - outputs[1]).abs().max() < 1e-5
 
 
+def test_steps_of_two_builders_do_not_share_what_the_backend_was_told():
+    """Of microbatches, and of a draft model beside the model: both are described, then attend."""
+
+    class Backend:
+        told = None
+
+        def clone(self):
+            return Backend()
+
+        def prepare_metadata(self, prefill):
+            self.told = prefill
+
+    backend = Backend()
+    builders = [short_prompts(backend=backend) for _ in range(2)]
+    steps = []
+    for builder, new in zip(builders, ([1, 80], [1, 40, 100]), strict=True):
+        builder._workspace = torch.empty(128, 8)
+        steps.append(builder.describe(common_metadata(new, [300, 60, 0][: len(new)]), 1)[0])
+    assert [step.prefill_backend.told for step in steps] == steps
+    assert backend.told is None  # the layer's own is that of vLLM's builders
+
+
 def test_a_step_whose_longest_request_is_padding_has_none():
     common = common_metadata([1, 1], [900, 3])
     common.max_query_len = 512  # as of a step made up for a CUDA graph
