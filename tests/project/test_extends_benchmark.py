@@ -5,6 +5,7 @@ import json
 import math
 import os
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -138,6 +139,42 @@ def test_engines_take_turns_and_the_lowest_turn_counts():
     assert len(found["sound"]["logprobs"]) == ROUNDS
     assert asked[:5] == [("sound", 0), ("broken", 0), ("other", 0), ("other", 1), ("sound", 1)]
     assert len(asked) == 2 * ROUNDS + 1
+
+
+def test_a_page_has_the_lowest_turns_and_the_best_peer(monkeypatch):
+    import extends
+
+    ms = {"absorbed": [4.0, 2.0, 3.0], "expanded": [5.0, 8.0], "FLASHMLA": [9.0, 6.0], "FA": [7.0]}
+    found = {name: {"ms": turns, "logprobs": [{"1": -0.1}]} for name, turns in ms.items()}
+    monkeypatch.setattr(extends, "Engine", MagicMock())
+    monkeypatch.setattr(extends, "all_ask", lambda engines, do: [{}] * len(engines))
+    monkeypatch.setattr(extends, "in_turns", lambda engines, ask: found)
+    args = extends.parse_arguments(["--contexts", "512", "--new", "4"])
+    args.engines = {name: ("", {}) for name in ms}
+    (row,) = extends.measure(args, 16, math.inf)
+    assert row["ms"] == {"absorbed": 2.0, "expanded": 5.0, "FLASHMLA": 6.0, "FA": 7.0}
+    about = {"machine": {}, "command": "x", "layers": 2, "engines": list(ms)}
+    page = extends.markdown({**about, "rows": [row]})
+    assert "| 16 | 512 | 4 | 2.00 | 5.00 | 6.00 | 7.00 | 2.50 | 3.00 |" in page
+
+
+def test_the_first_tokens_that_warm_up_are_not_timed():
+    """But compared: they are answers like the others."""
+    from extend_worker import Worker
+
+    worker, asked = Worker({}), []
+
+    def first_token(name, prompt):
+        asked.append(prompt)
+        return float(len(asked)), {len(asked): -0.1}, 64
+
+    worker.first_token = first_token
+    said = worker.time(turn=0, context=64, new=4, repeats=2)
+    assert said["ms"] == [3.0, 4.0]
+    assert [list(one) for one in said["logprobs"]] == [[2], [3], [4]]
+    assert [len(prompt) for prompt in asked] == [65, 68, 68, 68]
+    assert all(prompt[:64] == asked[0][:64] for prompt in asked)
+    assert len({tuple(prompt[64:]) for prompt in asked}) == 4
 
 
 # In one engine alone the oldest block of the cache is read twice, and the newest not at all.

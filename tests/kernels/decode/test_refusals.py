@@ -127,6 +127,17 @@ BAD = {
         lambda c: {"plan": plan_mla_decode(c.seq_lens, num_heads=16, s_q=1, deterministic=True)},
         "plan with deterministic=False, got True",
     ),
+    "plan of a mode that was not asked of it": (
+        lambda c: {
+            "plan": plan_mla_decode(c.seq_lens, num_heads=16, s_q=1),
+            "deterministic": True,
+        },
+        "plan with deterministic=True, got False",
+    ),
+    "plan of a larger rank": (
+        lambda c: {"plan": plan_mla_decode(c.seq_lens, num_heads=16, s_q=1, kv_lora_rank=1024)},
+        "plan with kv_lora_rank=512, got 1024",
+    ),
     "plan of another rank": (
         lambda c: {"plan": plan_mla_decode(c.seq_lens, num_heads=16, s_q=1, kv_lora_rank=256)},
         "plan with kv_lora_rank=512, got 256",

@@ -331,6 +331,8 @@ def test_when_rows_are_shared():
     assert plan.spread_chunk(8, 131072, 132) == 8192
     assert plan.spread_chunk(64, 32768, 132) == 16384
     assert plan.spread_chunk(64, 131072, 132) is None
+    assert plan.spread_chunk(66, 32768, 132) == 16384  # as many programs as run at once, not one
+    assert plan.spread_chunk(67, 32768, 132) is None  # more: they wait for each other
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     assert spread_launcher.chunk_of_rows(1, 16384, 2048, device) is None  # one program holds it
 
