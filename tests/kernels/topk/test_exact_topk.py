@@ -290,6 +290,8 @@ def test_torch_takes_a_prompt_over_a_long_context_in_turns(monkeypatch, device):
     with LargestResult() as largest:
         torch_impl.exact_topk_torch(given, k)
     assert largest.elements <= 2500
+    monkeypatch.setattr(torch_impl, "MAX_ELEMENTS", n - 1)  # one row is more than is taken at once
+    check(scores, k, "torch", device, lengths)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
