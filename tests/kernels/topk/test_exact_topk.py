@@ -357,6 +357,15 @@ def test_a_small_workspace_and_a_row_too_long_are_refused(how, device, request):
         plan.topk_tiles(plan.MAX_WIDTH + 1, 3)
 
 
+@pytest.mark.parametrize("width", [1, 4095, 4097, 70_000])
+def test_rows_of_a_bitmap_do_not_overlap(width):
+    """A program writes the bits of LIST_ROOM scores at a time, past the end of a row too."""
+    workspace = plan.exact_topk_workspace(3, width, torch.device("cpu"))
+    _, bitmaps = plan.list_views(workspace, 3, width)
+    assert bitmaps.shape[1] * plan.BITMAP_WORD >= width
+    assert bitmaps.shape[1] * plan.BITMAP_WORD % plan.LIST_ROOM == 0
+
+
 def test_workspaces_of_no_size():
     cpu = torch.device("cpu")
     for rows, width, name in ((-1, 9, "rows"), (9, -1, "width"), (1, plan.MAX_WIDTH + 1, "width")):
