@@ -115,13 +115,14 @@ def test_a_signal_finishes_what_runs_and_takes_nothing_new(stand, openai_error, 
     asyncio.run(run())
 
 
-def test_a_server_that_nobody_asked_stops_at_once(stand):
+def test_a_server_that_nobody_asked_stops_at_once(stand, capfd):
     async def run():
         async with Running(stand, drain_timeout=60.0) as r:
             os.kill(os.getpid(), signal.SIGTERM)
             assert await asyncio.wait_for(r.task, 20) == 0
 
     asyncio.run(run())
+    assert "aborted" not in capfd.readouterr().out
 
 
 def test_the_drain_waits_for_every_request(stand):
@@ -161,7 +162,7 @@ def test_a_cancellation_that_is_not_the_drains_is_passed_on(kind, draining):
     asyncio.run(run())
 
 
-def test_the_drain_is_bounded(stand):
+def test_the_drain_is_bounded(stand, capfd):
     async def run():
         async with Running(stand, drain_timeout=0.3) as r:
             stream = await r.stream()
@@ -174,6 +175,7 @@ def test_the_drain_is_bounded(stand):
             assert "cancelled" in r.stand.events  # so vLLM aborts it in the engine
 
     asyncio.run(run())
+    assert "not finished in time and aborted: 1" in capfd.readouterr().out
 
 
 def test_what_the_end_of_the_drain_cuts_short_is_a_503(stand, openai_error, capfd):
