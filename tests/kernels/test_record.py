@@ -226,6 +226,19 @@ def test_the_boxes_of_an_argument_are_bounded(gpu, monkeypatch):
         assert len(boxes) <= 2
 
 
+def test_a_launch_is_of_its_own_call_while_another_thread_launches():
+    """What is recorded is changed by no replay: of two at once each has its own addresses."""
+    calls = []
+    header, pointers = [1, 1, 1, 0, "function"], [(0, 0, 8)]
+    function = lambda *args: calls.append(args)  # noqa: E731
+    launch = direct.DirectLaunch(function, header, [0, 3], True, pointers, [])
+    launch([100], 7, None)
+    launch([200], 8, (2, 1, 1))
+    assert calls[0] == (1, 1, 1, 7, "function", [108, 3])
+    assert calls[1] == (2, 1, 1, 8, "function", [208, 3])
+    assert (launch.header, launch.values) == ([1, 1, 1, 0, "function"], [0, 3])
+
+
 class Interpreted:
     def __getitem__(self, grid):
         return lambda *args, **named: None
