@@ -228,6 +228,16 @@ def test_decimals_fit_as_whole_numbers_do():
 
 
 @pytest.mark.parametrize(
+    ("times", "dtype"),
+    [([100, 90, 80, 10], np.int8), ([2**62, 1, 2**62, 1], np.int64)]
+    + [([0.1, 0.3, 0.2, 0.1], dtype) for dtype in (np.float16, np.float32, np.float64)],
+)
+def test_numbers_of_numpy_are_what_they_print_as(times, dtype):
+    got, want = Chain.of(np.array(times, dtype)), Chain.of(times)
+    assert (got, got.bound) == (want, want.bound)
+
+
+@pytest.mark.parametrize(
     ("durations", "message"),
     [
         ([], "at least one above 0"),

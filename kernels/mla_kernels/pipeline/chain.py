@@ -43,7 +43,14 @@ class Chain:
                 raise ValueError(f"durations must be finite numbers >= 0, got {time!r}")
         if not any(times):
             raise ValueError(f"durations need at least one above 0, got {times}")
-        exact = [Fraction(t if isinstance(t, Rational) else repr(float(t))) for t in times]
+        exact = [
+            # NumPy's integers overflow where they stay in a fraction, and its floats of fewer bits
+            # print fewer digits than the fp64 next to them.
+            Fraction(int(t.numerator), int(t.denominator))
+            if isinstance(t, Rational)
+            else Fraction(str(t))
+            for t in times
+        ]
         return cls((*exact, *[Fraction(0)] * (len(times) % 2)))
 
     @property
