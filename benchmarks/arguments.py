@@ -37,7 +37,8 @@ def rate(text: str) -> float:
 def objectives(text: str) -> str:
     """Milliseconds as vLLM's load generator takes them, which says so only when it loads a server:
     "ttft:2000 tpot:50"; "" for none."""
-    for word in text.split():
+    words = text.split()
+    for word in words:
         name, _, milliseconds = word.partition(":")
         try:
             rate(milliseconds)
@@ -47,7 +48,7 @@ def objectives(text: str) -> str:
             raise ArgumentTypeError(
                 f"expected milliseconds of {', '.join(_OBJECTIVES)}, as in ttft:2000, got {word}"
             )
-    return text
+    return " ".join(words)
 
 
 def matching(option: str, wanted: re.Pattern[str], names: Iterable[str]) -> list[str]:

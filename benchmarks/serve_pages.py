@@ -54,6 +54,7 @@ def _conditions(report: Report, loads: list[Row]) -> str:
         "shown is the run with the median of output tokens a second, in brackets the least and "
         "the most of all runs. "
     )
+    goodput = f"Goodput: requests a second within {settings['slo']}, in milliseconds. "
     few_layers = (
         " So few layers make steps of a few milliseconds: with many clients the HTTP server and "
         "the load generator, which are Python, take as long as the GPU."
@@ -69,7 +70,7 @@ def _conditions(report: Report, loads: list[Row]) -> str:
         f"Closed loops: {settings['rounds']} requests a client, {FEWEST} in all at least. "
         f"{open_loops if any(row.get('loop') == 'open' for row in report.rows) else ''}"
         f"{repeated if any('spread' in row for row in loads) else ''}"
-        f"Goodput: requests a second within {settings['slo']}, in milliseconds. "
+        f"{goodput if settings['slo'] else ''}"
         "Prefill is vLLM's own in every row."
         f"{few_layers if not settings['as_is'] and layers < FEW_LAYERS else ''}"
     )

@@ -409,6 +409,7 @@ def test_report_of_serving(tmp_path):
     assert "Open loops: 5 requests, Poisson arrivals. Goodput" in page
     closed = [row for row in rows if row.get("loop") != "open"]
     assert "Open loops" not in markdown(Report("serve", "", {}, settings, closed))
+    assert "Goodput" not in markdown(Report("serve", "", {}, settings | {"slo": ""}, rows))
     assert "4 dense layers of DeepSeek-V3's width, 128 heads" in page
     assert "loaded one at a time" in page and "A reduced list of loads" in page
     assert "| mla-backend | 100.0% | 40 |" in page
@@ -557,6 +558,16 @@ def test_open_loops_have_the_rate_of_the_fullest_closed_one(monkeypatch):
     assert asked == [None, None, 3.0] * 2
     unknown = "no closed loop of that shape was run on the first server"
     assert [row.get("not_run") for row in rows] == [None, None, None, unknown] * 2
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"), [(" ", ""), (" tpot:50  ttft:2000\n", "tpot:50 ttft:2000")]
+)
+def test_objectives_are_words(given, taken):
+    """Of spaces alone vLLM's load generator would say that it expects an argument, late."""
+    from serve import parse_arguments
+
+    assert parse_arguments(["--slo", given]).slo == taken
 
 
 def test_only_the_first_server_sets_rates(monkeypatch):
