@@ -80,8 +80,9 @@ DONE = ["data: 0", "data: 1", "data: 2", "data: [DONE]"]
 
 
 @pytest.fixture
-def no_hang_up():
-    """By default it would end these tests."""
+def no_hang_up(monkeypatch):
+    """By default it would end these tests; under nohup the server does not listen to it."""
+    monkeypatch.setattr(lifecycle, "_SIGNALS", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     yield
     signal.signal(signal.SIGHUP, before)
@@ -337,7 +338,6 @@ def test_a_start_that_swallows_its_signal_ends_all_the_same():
     code = """
 import os, signal, subprocess, time
 from mla_serving.server import lifecycle
-from mla_serving.server.admission import Admission, Gate
 lifecycle._START_STOP_SECONDS = 0.3
 lifecycle.catch_signals_while_starting()
 child = subprocess.Popen(["sleep", "60"])
@@ -366,11 +366,12 @@ from multiprocessing import resource_tracker
 from mla_serving.server import lifecycle
 lifecycle.catch_signals_while_starting()
 child = subprocess.Popen(["sleep", "60"])
-for _ in range(2):
+for number, seconds in SENT:
     try:
         for pid in (os.getpid(), child.pid, resource_tracker._resource_tracker._pid):
-            os.kill(pid, signal.SIGHUP)
-        time.sleep(0.5)
+            if number == signal.SIGHUP or pid == os.getpid():
+                os.kill(pid, number)
+        time.sleep(seconds)
         print("goes on")
     except lifecycle.StopRequested:
         print("told to stop")
@@ -378,17 +379,58 @@ assert child.poll() is None
 os.kill(resource_tracker._resource_tracker._pid, 0)
 child.kill()
 """
+# These tests may run under nohup.
+LISTENS = "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
 
 
-def test_a_terminal_that_goes_is_one_signal_and_only_to_the_server():
-    run = [sys.executable, "-c", HANG_UP]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=30)
+@pytest.mark.parametrize("first", [signal.SIGHUP, signal.SIGTERM])
+def test_a_terminal_that_goes_is_one_signal_and_only_to_the_server(first):
+    sent = f"SENT = [({first:d}, 20), ({signal.SIGHUP:d}, 0.5)]"
+    run = [sys.executable, "-c", LISTENS + sent + HANG_UP]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "told to stop\ngoes on\n"), done.stderr
 
 
+def test_a_terminal_that_goes_while_the_server_drains():
+    """It was stopped from elsewhere; what runs is not cut short."""
+    code = """
+import asyncio, os, socket, sys
+from types import SimpleNamespace
+import uvicorn
+from mla_serving.server import lifecycle
+from mla_serving.server.admission import Gate
+from mla_serving.server.progress import Progress
+
+async def run():
+    gate = Gate()
+    gate.enter()
+    server = lifecycle.Server(
+        uvicorn.Config(None, lifespan="off"), lambda: os.kill(os.getpid(), signal.SIGTERM)
+    )
+    engine = SimpleNamespace(errored=False, shutdown=lambda timeout: None)
+    sock = socket.create_server(("127.0.0.1", 0))
+    serving = lifecycle.run_until_stopped(server, sock, engine, gate, 60, Progress())
+    serving = asyncio.create_task(serving)
+    while not gate.draining:
+        await asyncio.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGHUP)
+    await asyncio.sleep(0.5)
+    gate.leave()
+    return await serving
+
+lifecycle.catch_signals_while_starting()
+sys.exit(asyncio.run(run()))
+"""
+    run = [sys.executable, "-c", LISTENS + code]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "aborted" not in done.stdout
+
+
 def test_nohup_is_respected():
-    run = ["sh", "-c", "trap '' HUP; exec \"$@\"", "sh", sys.executable, "-c", HANG_UP]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=30)
+    sent = f"SENT = [({signal.SIGHUP:d}, 0.5)] * 2"
+    run = ["sh", "-c", "trap '' HUP; exec \"$@\"", "sh", sys.executable, "-c", sent + HANG_UP]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "goes on\n" * 2), done.stderr
 
 
@@ -415,7 +457,6 @@ def test_shared_memory_does_not_outlive_what_is_killed():
 import multiprocessing, time
 from multiprocessing.shared_memory import SharedMemory
 from mla_serving.server import lifecycle
-from mla_serving.server.admission import Admission, Gate
 
 def work(pipe):
     pipe.send(SharedMemory(create=True, size=64).name)
@@ -445,7 +486,6 @@ def test_vllm_does_not_swallow_a_signal_while_its_engine_loads(tmp_path):
     code = f"""
 import os, signal, sys, time, zmq
 from mla_serving.server import lifecycle
-from mla_serving.server.admission import Admission, Gate
 from vllm.utils.network_utils import zmq_socket_ctx
 lifecycle.catch_signals_while_starting()
 try:

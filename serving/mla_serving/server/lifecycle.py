@@ -21,6 +21,7 @@ from mla_serving.server.progress import Progress
 # What a terminal sends when it goes, unless nohup has it ignored.
 _HANG_UP = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else set()
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, *_HANG_UP)
+_told = threading.Event()  # by a first signal
 _ENGINE_CHECK_SECONDS = 1.0
 # After the drain: what still runs is cancelled, which aborts it in the engine.
 _CANCEL_SECONDS = 1
@@ -55,12 +56,14 @@ def catch_signals_while_starting() -> None:
     def forward() -> None:
         awaited = set(held)
         while True:
-            signal.sigwait(awaited)
-            # A terminal that goes says so more than once, which is no second signal.
+            number = signal.sigwait(awaited)
+            # A terminal that goes says so more than once, and is no second signal.
             awaited.discard(signal.SIGHUP)
-            os.kill(os.getpid(), signal.SIGTERM)
+            if number != signal.SIGHUP or not _told.is_set():
+                os.kill(os.getpid(), signal.SIGTERM)
 
     def stop(*_: object) -> None:
+        _told.set()
         last_resort = threading.Timer(_START_STOP_SECONDS, kill_everything)
         last_resort.daemon = True
         last_resort.start()
@@ -102,13 +105,14 @@ async def run_until_stopped(
     """Serve until a signal or the end of the engine; returns the exit status.
 
     The first SIGINT, SIGTERM or SIGHUP closes the gate and gives running requests `drain_timeout`
-    seconds; a second one ends this process and its children at once.
+    seconds; a second SIGINT or SIGTERM ends this process and its children at once.
     """
     stop = asyncio.Event()
 
     def on_signal() -> None:
         if stop.is_set():
             kill_everything()
+        _told.set()
         stop.set()
 
     loop = asyncio.get_running_loop()
