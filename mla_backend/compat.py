@@ -143,7 +143,7 @@ def share_settings_with_ray() -> None:
     Ray starts them without the server's environment, and vLLM copies variables of its own and few
     others: `MLA_BACKEND_FP8_QUERY=1` would hold in the server alone, and nothing would say so.
     """
-    if not any(name.startswith(envs.PREFIX) for name in os.environ):
+    if envs.ENV_VARS.keys().isdisjoint(os.environ):
         return
     asked = os.environ.get(_RAY_PREFIXES, "")
     if envs.PREFIX not in (prefix.strip() for prefix in asked.split(",")):

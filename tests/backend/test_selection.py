@@ -167,6 +167,7 @@ def test_without_settings_nothing_is_changed_for_ray(monkeypatch):
     for setting in [*os.environ]:
         if setting.startswith("MLA_BACKEND_") or setting == name:
             monkeypatch.delenv(setting)
+    monkeypatch.setenv("MLA_BACKEND_SERVICE_HOST", "10.0.171.239")  # of Kubernetes, for a Service
     plugin.register()
     assert name not in os.environ
 
