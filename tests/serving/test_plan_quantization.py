@@ -4,7 +4,9 @@
 import json
 from pathlib import Path
 
+import huggingface_hub
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 from mla_serving.plan import cost, report
 from mla_serving.plan.layout import GIB, Layout
 from mla_serving.plan.model import from_config, load
@@ -270,16 +272,18 @@ def test_a_file_that_makes_no_sense(folder, beside, said):
         load(str(folder(beside)))
 
 
-def test_the_file_is_looked_for_on_the_hub(folder, monkeypatch):
-    import huggingface_hub
-    from huggingface_hub.errors import LocalEntryNotFoundError
+class DisconnectedError(Exception):
+    """As those of the Hub's HTTP client, of which each of its versions has others."""
 
+
+@pytest.mark.parametrize("missing", [LocalEntryNotFoundError, DisconnectedError])
+def test_the_file_is_looked_for_on_the_hub(folder, monkeypatch, missing):
     place, asked = folder(FILE), []
 
     def download(model, name):
         asked.append((model, name))
         if not (place / name).exists():
-            raise LocalEntryNotFoundError("not there")
+            raise missing("not there")
         return str(place / name)
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)

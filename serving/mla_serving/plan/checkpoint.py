@@ -67,11 +67,5 @@ def _also_on_hub(model: str) -> Path | None:
 
     try:
         return Path(hf_hub_download(model, QUANTISATION_FILE))
-    except _failures():
+    except Exception:  # as in `_download`
         return None
-
-
-def _failures() -> tuple[type[Exception], ...]:
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
-
-    return HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
