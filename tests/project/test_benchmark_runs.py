@@ -59,6 +59,7 @@ def signals():
     """Handlers are the process's: they are put back."""
     numbers = (signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.getsignal(number) for number in numbers}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored, if the tests run under nohup
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
