@@ -65,7 +65,7 @@ def make_parser() -> Any:
         type=_seconds,
         metavar="SECONDS",
         default=30.0,
-        help="seconds that running requests have to finish after SIGINT or SIGTERM",
+        help="seconds that running requests have to finish after SIGINT, SIGTERM or SIGHUP",
     )
     ours.add_argument(
         "--mla-hang-timeout",
