@@ -71,6 +71,8 @@ def test_a_port_with_what_is_left_of_connections(bind):
         asyncio.run(serve())
     with socket.socket() as alone, pytest.raises(OSError, match="Address already in use"):
         alone.bind((args.host, args.port))
+    with bind(args), pytest.raises(OSError, match=f"{args.port}: Address already in use"):
+        bind(args)  # while the one before it loads its model
 
 
 @pytest.mark.parametrize("port", [-1, 65536])

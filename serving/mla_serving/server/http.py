@@ -86,8 +86,8 @@ def bind(args: Namespace) -> socket.socket:
 
 
 def _bind(sock: socket.socket, address: Any) -> None:
-    """Alone, if it can be: with SO_REUSEADDR two that load their models would have one port, and
-    the second hear of it when it listens. What is left of a server's connections needs that."""
+    """Alone: with SO_REUSEADDR two that load their models would have one port, and the second hear
+    of it when it listens. What is left of a server's connections needs it to bind, no longer."""
     try:
         sock.bind(address)
     except OSError as error:
@@ -95,6 +95,7 @@ def _bind(sock: socket.socket, address: Any) -> None:
             raise
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
 
 
 def unbind(sock: socket.socket, args: Namespace) -> None:
