@@ -218,17 +218,16 @@ def test_a_stream_that_the_end_of_the_drain_cuts_short_says_so(stand, named):
 def test_a_stream_that_has_waited_all_the_drain_says_so(stand):
     async def run():
         async with Running(stand, drain_timeout=0.3) as r:
-            said = []
+            said, begun = [], asyncio.Event()
 
             async def read():
                 async with r.client.stream("POST", "/v1/stream?events_first=0") as answer:
+                    begun.set()
                     async for line in answer.aiter_lines():
                         said.append(line)
 
             reading = asyncio.create_task(read())
-            while r.stand.gate.running < 1:
-                await asyncio.sleep(0.01)
-            await asyncio.sleep(0.1)  # until the answer has begun
+            await asyncio.wait_for(begun.wait(), 5)
             os.kill(os.getpid(), signal.SIGTERM)
             with pytest.raises(httpx.RemoteProtocolError):
                 await reading
