@@ -8,8 +8,11 @@ from outputs import write
 from partial import PARTIAL
 from serve_gate import withhold
 from serve_pages import plot_serve, serve_lines
-from serve_report import Report
+from serve_report import Report, Row
 from step_pages import plot_steps, steps_lines
+
+ENGINE = ("backend", "heads", "layers")
+CASE = ("shape", "loop", "concurrency", "rate", "batch", "context")
 
 
 def write_results(report: Report, folder: Path, ending: str = "") -> None:
@@ -48,10 +51,21 @@ def markdown(report: Report) -> str:
     lines = [f"# {title}", "", f"{machine}.", "", f"`{report.command}`", ""]
     lines += [report.note, ""] if report.note else []
     lines += (steps_lines if report.mode == "steps" else serve_lines)(report)
-    left_out = [row for row in report.rows if "error" in row or "not_run" in row]
-    if left_out:
-        lines += ["", "Not measured:", ""]
-        for row in left_out:
-            case = " ".join(f"{k} {v}" for k, v in row.items() if k not in ("error", "not_run"))
-            lines.append(f"* {case}: {row.get('error') or row['not_run']}")
+    if missing := left_out(report.rows):
+        lines += ["", "Not measured:", "", *missing]
     return "\n".join(lines) + "\n"
+
+
+def left_out(rows: list[Row]) -> list[str]:
+    """What was not measured, or not to its end, and why: one line for all cases of an engine that
+    have the same reason, as an engine that has failed fails in each that follows."""
+    cases: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if reason := row.get("error") or row.get("not_run"):
+            engine = " ".join(f"{key} {row[key]}" for key in ENGINE if key in row)
+            case = " ".join(f"{key} {row[key]}" for key in CASE if key in row)
+            cases.setdefault((engine, reason.strip().splitlines()[0]), []).append(case)
+    return [
+        f"* {engine}{f' ({named})' if (named := '; '.join(filter(None, found))) else ''}: {reason}"
+        for (engine, reason), found in cases.items()
+    ]

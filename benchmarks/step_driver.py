@@ -71,7 +71,9 @@ class Engine:
         if line:
             row: Row = json.loads(line)
             return row
-        tail = [text for text in self.log.read_text().splitlines() if "Error" in text][-1:]
+        said = self.log.read_text().splitlines()
+        # A frame of C++ names c10::Error, not what happened.
+        tail = [text for text in said if "Error" in text and "frame #" not in text][-1:]
         return {"error": "the engine has died: " + "".join(tail)[-300:]}
 
     def ask(self, do: str, **command: Any) -> Row:

@@ -176,6 +176,8 @@ def test_an_engine_that_hangs_is_killed_and_the_others_go_on(tmp_path, monkeypat
         assert said == {"error": "the engine has given no answer in 1 s"}
         assert 1 <= time.monotonic() - begin < 10
         assert "the engine has died" in engine.ask("stop")["error"]
+        (tmp_path / "log").write_text("CUDA error: Error 7\nframe #0: c10::Error::Error()\n")
+        assert engine.ask("stop") == {"error": "the engine has died: CUDA error: Error 7"}
     finally:
         engine.kill()
 
@@ -293,7 +295,7 @@ def test_report_of_steps(tmp_path):
     assert f"{slower}1 x 16384 (GPU 0.50, our rounds 2.00 to 2.40 ms).\n" in page
     assert "| 1 x 16384 (2 layers) | 2.000" in page and "## 128 heads, 6 layers" in page
     assert "the host's doing: mla-backend 1 of 2, FLASHMLA 1 of 2, TRITON_MLA 0 of 1." in page
-    assert "* heads 128 batch 8 context 65536 backend CUSTOM: no time" in page
+    assert "* backend CUSTOM heads 128 (batch 8 context 65536): no time" in page
     assert (tmp_path / "engine_steps.png").stat().st_size > 1000
     # A page that was given another name keeps it when it is rendered again.
     (tmp_path / "engine_steps.json").rename(tmp_path / "steps_v3.2.json")
@@ -302,6 +304,26 @@ def test_report_of_steps(tmp_path):
     assert (tmp_path / "steps_v3.2.md").read_text() == page
     assert (tmp_path / "steps_v3.2.png").stat().st_size > 1000
     assert (tmp_path / "engine_steps.md").read_text() == "another run"
+
+
+def test_what_was_not_measured_is_said_once_an_engine_and_reason():
+    from serve_results import left_out
+
+    engine = {"heads": 128, "layers": 2, "backend": "B"}
+    late = {"not_run": "no time was left"}
+    assert left_out(
+        [
+            {**engine, "batch": 1, "context": 64, "step_ms": 2.5, "error": "lost\n\nadvice"},
+            {**engine, "batch": 8, "context": 64, "step_ms": 2.5},
+            {**engine, "batch": 9, "context": 64, "error": "lost\nother advice"},
+            {"backend": "A", "shape": "8/8", "loop": "open", "rate": 2, **late},
+            {"backend": "A", "error": "did not start"},
+        ]
+    ) == [
+        "* backend B heads 128 layers 2 (batch 1 context 64; batch 9 context 64): lost",
+        "* backend A (shape 8/8 loop open rate 2): no time was left",
+        "* backend A: did not start",
+    ]
 
 
 def test_family_names_model_backends_and_results():
@@ -508,7 +530,7 @@ def test_a_load_with_failed_requests_is_not_measured(failed, monkeypatch):
     assert ("output_tok_s" in row) == (not failed) == bool(runner.fullest)
     if failed:
         page = serve_page(row, serve_row("FLASHMLA", 50.0))
-        assert "loop closed concurrency 4: 3 of 20 requests failed" in page
+        assert "loop closed concurrency 4): 3 of 20 requests failed" in page
         assert "geometric mean" not in page
 
 
@@ -732,7 +754,7 @@ def test_a_run_whose_time_is_over_says_so_and_replaces_nothing(tmp_path, monkeyp
     page = (tmp_path / "serving_partial.md").read_text()
     assert "\nNot whole: no time was left for 1 rows.\n" in page
     assert "| 8/8 | 4 clients | mla-backend | 100 |" in page
-    assert "* backend CUSTOM shape 8/8 loop open rate 1.0: no time was left" in page
+    assert "* backend CUSTOM (shape 8/8 loop open rate 1.0): no time was left" in page
 
 
 @pytest.mark.parametrize("text", [None, "{", "[1]", '{"rows": []}'])
