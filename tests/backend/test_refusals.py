@@ -103,7 +103,7 @@ def test_block_size(start_up, demo_checkpoint, block_size):
 def test_vllm_version(start_up, demo_checkpoint, monkeypatch):
     from mla_backend import compat
 
-    monkeypatch.setattr(compat, "installed_vllm_version", lambda: "0.34.0")
+    monkeypatch.setattr(compat.versions, "installed_vllm_version", lambda: "0.34.0")
     with pytest.raises(RuntimeError, match=r"0\.26 to 0\.33; vLLM 0\.34\.0 is installed"):
         start_up(demo_checkpoint("v3"))
 
@@ -292,7 +292,7 @@ def test_sparse_layers_where_triton_has_no_fp8_type(capability, needs_fp8, monke
 def test_which_vllm_needs_the_fp8_type(version, needs, monkeypatch):
     from mla_backend import compat
 
-    monkeypatch.setattr(compat, "_before", lambda limit: version < limit)
+    monkeypatch.setattr(compat.versions, "before", lambda limit: version < limit)
     assert compat.indexer_needs_fp8_type() is needs
 
 

@@ -253,7 +253,7 @@ def test_a_step_whose_longest_request_is_padding_has_none():
 def where_prompts_expand(monkeypatch, *, on_cpu=False, invariant=False, version="0.32.0"):
     from mla_backend.attention.sparse import short_prompts as module
 
-    monkeypatch.setattr(compat, "installed_vllm_version", lambda: version)
+    monkeypatch.setattr(compat.versions, "installed_vllm_version", lambda: version)
     platform = types.SimpleNamespace(is_cpu=lambda: on_cpu)
     monkeypatch.setattr(module, "current_platform", platform)
     monkeypatch.setattr(module, "vllm_envs", types.SimpleNamespace(VLLM_BATCH_INVARIANT=invariant))

@@ -16,7 +16,7 @@ from mla_backend import compat, plugin
 @pytest.fixture
 def vllm_version(monkeypatch):
     def pretend(version):
-        monkeypatch.setattr(compat, "installed_vllm_version", lambda: version)
+        monkeypatch.setattr(compat.versions, "installed_vllm_version", lambda: version)
 
     return pretend
 

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every difference between the vLLM versions this plugin serves, and every place where vLLM is
+changed or asked what it does not offer. Nowhere else may a version matter, but for where the server
+finds vLLM's names (`mla_serving.server.vllm_api`).
+
+Callers write `compat.name`, so that one sees where a version matters. Import-light: vLLM is
+imported inside functions only, because the platform entry point runs while `vllm.platforms` is
+still resolving.
+
+| module | function | for vLLM | what it makes up for |
+|---|---|---|---|
+| versions | | all | the range served; `before` is how the others ask for a version |
+| selection | register_attention_backend | all | CUSTOM is the only name before 0.32 |
+| | select_class_by_layer | all | one name stands for one class |
+| ray | share_settings_with_ray | all | Ray's workers lack the server's environment |
+| kv_cache | layer_compact_layouts | 0.29 on | layouts go by name, not by stride order |
+| | block_table_width | all | nowhere said before the first step |
+| prompts | register_cpu_prefill_backend | to 0.28 | a CPU is given FLASH_ATTN's class |
+| | mla_prefill_backend | 0.29 on | an error says that there is none |
+| | expands_prompts_of_sparse_layers | 0.29 on | step metadata decide; before, versions differ |
+| step_metadata | skip_chunked_context_metadata | to 0.27 | on CPU they want pinned memory |
+| | merge_every_context | to 0.27 | leading prompts alone are merged with their context |
+| | bound_lengths | all | a drafter's new token is missing in the host's lengths |
+| | request_ids | all | metadata builders are told no names |
+| weights | keep_kv_b_weight | to 0.28 | on CPU `kv_b_proj.weight` is freed after packing |
+| indexer | replace_indexer | all | its class takes no other kernels; on CPU none quantises |
+| | (below sm_89) | to 0.28 | the fused kernel of its queries does not compile |
+| | indexer_needs_fp8_type | 0.29 on | nor can one do without it: refused |
+| | route_fused_indexer | 0.29 on | on CUDA a function in the model's file, not the module's op |
+| | (on sm_100) | 0.33 | its keys' scales are four bytes of ue8m0: refused |
+| | build_indexers_without_deepgemm | all | its op asks for DeepGEMM while it is built |
+| | split_graph_at | all | piecewise CUDA graphs split at vLLM's own op only |
+
+These need no code, as the methods concerned serve both forms:
+
+| what differs | 0.26 | since | what then |
+|---|---|---|---|
+| `validate_configuration`'s keywords | fewer | 0.28 to 0.30 | + use_dcp, use_rswa, ... |
+| model runner on a GPU | the first, for most models | 0.29 | the second |
+| top-k buffer of DeepSeek-V3.2's draft on CUDA | its own | 0.30 | the model's, given late |
+| `get_supported_kernel_block_sizes` | () | 0.31 | (kv_cache_spec=None) |
+| metadata builder's `_build_decode` | no max_query_len | 0.31 | max_query_len |
+| block size on CPU | chosen before the layers | 0.33 | and again, by their classes |
+| `do_kv_cache_update` | 6 arguments | 0.33 | + skip_scale |
+"""
+
+from mla_backend.compat.indexer import (
+    build_indexers_without_deepgemm,
+    indexer_needs_fp8_type,
+    replace_indexer,
+    route_fused_indexer,
+    split_graph_at,
+)
+from mla_backend.compat.kv_cache import block_table_width, layer_compact_layouts
+from mla_backend.compat.prompts import (
+    expands_prompts_of_sparse_layers,
+    mla_prefill_backend,
+    register_cpu_prefill_backend,
+)
+from mla_backend.compat.ray import share_settings_with_ray
+from mla_backend.compat.selection import register_attention_backend, select_class_by_layer
+from mla_backend.compat.step_metadata import (
+    bound_lengths,
+    merge_every_context,
+    request_ids,
+    skip_chunked_context_metadata,
+)
+from mla_backend.compat.versions import (
+    NEWEST,
+    OLDEST,
+    RANGE_TEXT,
+    VllmVersionStatus,
+    installed_vllm_version,
+    parse_version,
+    require_supported_vllm,
+    vllm_version_status,
+)
+from mla_backend.compat.weights import keep_kv_b_weight
+
+__all__ = [
+    "NEWEST",
+    "OLDEST",
+    "RANGE_TEXT",
+    "VllmVersionStatus",
+    "block_table_width",
+    "bound_lengths",
+    "build_indexers_without_deepgemm",
+    "expands_prompts_of_sparse_layers",
+    "indexer_needs_fp8_type",
+    "installed_vllm_version",
+    "keep_kv_b_weight",
+    "layer_compact_layouts",
+    "merge_every_context",
+    "mla_prefill_backend",
+    "parse_version",
+    "register_attention_backend",
+    "register_cpu_prefill_backend",
+    "replace_indexer",
+    "request_ids",
+    "require_supported_vllm",
+    "route_fused_indexer",
+    "select_class_by_layer",
+    "share_settings_with_ray",
+    "skip_chunked_context_metadata",
+    "split_graph_at",
+    "vllm_version_status",
+]

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layouts of vLLM's KV cache, and how wide its block tables are."""
+
+import math
+from typing import Any
+
+# A row of a block table is a multiple of so many tokens.
+_TABLE_TOKENS = 128
+
+
+def layer_compact_layouts() -> tuple[Any, ...] | None:
+    """vLLM's KV cache layouts that keep a layer's pages together, its default first; None before
+    0.29, which asks for a stride order instead."""
+    try:
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+    except ImportError:
+        return None
+    return (KVCacheLayout.LBNHC, KVCacheLayout.LBHNC)
+
+
+def block_table_width(vllm_config: Any, block_size: int) -> int:
+    """Columns, of `block_size` tokens each, of vLLM's block tables: workspaces are sized for them,
+    and kernels specialised.
+
+    vLLM counts in its own blocks (--block-size, more for a hybrid model) and rounds up to 128
+    tokens. Beside layers with larger pages it may count in still larger blocks. Under decode
+    context parallelism a block stands for so many tokens on each rank.
+    """
+    own = max(vllm_config.cache_config.block_size or 0, block_size)
+    ranks = vllm_config.parallel_config.decode_context_parallel_size
+    blocks = -(-vllm_config.model_config.max_model_len // (own * ranks))
+    step = _TABLE_TOKENS // math.gcd(_TABLE_TOKENS, own)
+    return int(-(-blocks // step) * step * own // block_size)

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM says of a step, put right: contexts of prompts, lengths, which requests it has."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mla_backend.compat import versions
+
+
+def skip_chunked_context_metadata() -> None:
+    """On CPU, keep vLLM's metadata builder from describing contexts chunk by chunk.
+
+    vLLM 0.26 and 0.27 allocate that description in pinned memory, which a CPU build of torch
+    refuses. Only their CUDA prefill reads it, and no other MLA backend runs on a CPU in them.
+    """
+    if not versions.before((0, 28)):
+        return
+    from vllm.model_executor.layers.attention import mla_attention
+
+    mla_attention.build_mla_chunked_context_metadata = lambda **_: None
+
+
+def merge_every_context(prefill: Any, cached_tokens: Callable[[], Any]) -> None:
+    """Have vLLM merge the attention of all prompts of a step with that of their cached context.
+
+    prefill        vLLM's MLACommonPrefillMetadata
+    cached_tokens  [R] of each prompt, a numpy array; asked for if it matters
+
+    0.26 and 0.27 count how many prompts have a context and take the leading ones for them, as their
+    first model runner orders a step. The second, which they take for DeepSeek-V2 and dense models,
+    orders by new tokens: prompts behind a shorter new one then lose what they had cached. On it
+    tokens were seen to be wrong, with vLLM's own backends too.
+    """
+    chunked = prefill.chunked_context
+    if getattr(chunked, "prefill_tokens_with_context", None) is None:
+        return
+    cached = cached_tokens() > 0
+    if not cached[: cached.sum()].all():
+        chunked.prefill_tokens_with_context = None  # all; prompts without a context are masked
+
+
+def bound_lengths(common: Any) -> Any:
+    """vLLM's CommonAttentionMetadata with no request shorter on the host than its new tokens.
+
+    A drafter that is a model of its own runs over a token more of each request, which vLLM does not
+    add to the host's lengths. A prompt that begins then has a context of -1 tokens; from 0.28 on
+    the engine ends if another prompt of the step has one.
+    """
+    import torch
+
+    upper, new = common.seq_lens_cpu_upper_bound, common.query_start_loc_cpu.diff()
+    if upper is None or not (upper[: len(new)] < new).any():
+        return common
+    return common.replace(seq_lens_cpu_upper_bound=torch.maximum(upper[: len(new)], new))
+
+
+def request_ids() -> Sequence[str]:
+    """Ids of the requests of the step whose metadata is being built, in its order; () if unknown.
+
+    For messages about faults. vLLM tells its metadata builders no names, so this looks for the
+    batch among the callers: its first model runner keeps it as an attribute, the second as a
+    variable. A dummy step has no requests, whatever its runner holds.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name != "_dummy_run":
+        names = frame.f_locals
+        for holder in (names, getattr(names.get("self"), "__dict__", {})):
+            ids = getattr(holder.get("input_batch"), "req_ids", None)
+            if ids is not None:
+                return [str(name) for name in ids]
+        frame = frame.f_back
+    return ()
