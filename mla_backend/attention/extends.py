@@ -21,7 +21,7 @@ from mla_backend import envs
 from mla_backend.attention.kernel import DecodeKernel
 
 MOST_TOKENS = 128
-# On a CPU 48 of 16 heads still pay, 64 behind long contexts only (benchmarks/VERSIONS.md).
+# On a CPU 48 of 16 heads still pay, 64 behind long contexts only (benchmarks/versions/host.md).
 MOST_TOKENS_CPU = 48
 # Rows of a step that are not its decode requests'.
 MOST_ROWS = 512

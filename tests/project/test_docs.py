@@ -183,7 +183,7 @@ def test_what_the_indexer_takes_beside_deepgemm_is_what_was_measured():
     of_fp8 = span(beside, fp8, "deepgemm")
     readme, versions, plugin = (
         " ".join((ROOT / page).read_text().split())
-        for page in ("README.md", "benchmarks/VERSIONS.md", "docs/plugin.md")
+        for page in ("README.md", "benchmarks/versions/indexer_topk.md", "docs/plugin.md")
     )
     assert f"scores take {of_one} times DeepGEMM's time with one new token" in readme
     assert f"and {of_more} times [with several or in prompts]" in readme

@@ -37,7 +37,7 @@ def choose_decode_impl(
 
         # Not by the number of rows: with up to 16 and an fp8 cache, too, it is faster than the
         # portable kernel. H200: 84 us to 100 for 128 requests of 4096 tokens, 34 to 37 for one of
-        # 131072 (benchmarks/VERSIONS.md).
+        # 131072 (benchmarks/versions/decode_hopper_fp8.md).
         hopper_refusal = refusal(dims, dtype, kv_cache_dtype, block_size, rescale)
         if hopper_refusal is None and not contiguous:
             tensors = (

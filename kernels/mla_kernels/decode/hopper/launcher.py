@@ -26,7 +26,8 @@ from mla_kernels.triton_common.launch import launch
 # the two value warpgroups that compiles without spills or serialised wgmma.
 CONFIG = {"SLOTS_A": 3, "SLOTS_B": 2, "SLOTS_P": 2, "WORKER_REGS": 160}
 # Up to here a branch in the loop over tiles costs less than fetching a second copy of its code;
-# with more, long requests take 2 to 5 % longer for it (benchmarks/VERSIONS.md, row 52).
+# with more, long requests take 2 to 5 % longer for it (row 52 of
+# benchmarks/versions/decode_hopper.md).
 MOST_ROWS_IN_ONE_LOOP = 128
 
 

@@ -91,8 +91,8 @@ def _unaligned_tile(m: int, kv_format: str, arch: Arch) -> Tile:
 
 
 def _hopper_tile(m: int, dims: MlaDims, kv_format: str, rescale: str, block_size: int) -> Tile:
-    """Measured on an H200: benchmarks/VERSIONS.md. What decode/triton/hopper takes (16-bit caches,
-    more than 16 rows, pages of 64 tokens) does not come here."""
+    """Measured on an H200: benchmarks/versions/decode_triton.md. What decode/triton/hopper takes
+    (16-bit caches, more than 16 rows, pages of 64 tokens) does not come here."""
     if m == 16 and kv_format == "float":
         return Tile(16, 64, warps=8, stages=5)
     if m == 16:

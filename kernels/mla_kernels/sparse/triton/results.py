@@ -154,7 +154,7 @@ def launch_merge(
     """out and lse of all tokens from their partials, `splits` a token.
 
     few_rows/kernel.py asks for it when its last values are multiplied. Earlier is slower, and after
-    the Hopper kernel it is fastest not to ask (benchmarks/VERSIONS.md).
+    the Hopper kernel it is fastest not to ask (benchmarks/versions/sparse.md, row 21).
     """
     T, H, DV = out.shape
     tile = merge_tile(splits, DV)

@@ -22,6 +22,7 @@ def choose_few_rows(
     heads: int, dims: MlaDims, kv_format: str, arch: Arch, dtype: torch.dtype = torch.bfloat16
 ) -> FewRowsTile | None:
     """The tile where this kernel is taken, else None. 32 heads are two tiles: one of 32 rows was
-    faster for many tokens, but not as fast as the Hopper kernel (benchmarks/VERSIONS.md)."""
+    faster for many tokens, but not as fast as the Hopper kernel (row 14 of
+    benchmarks/versions/sparse.md)."""
     shape = dims == MlaDims() and dtype == torch.bfloat16 and kv_format == "fp8_ds_mla"
     return few_rows_tile(arch) if shape and heads <= 2 * ROWS else None
