@@ -3,9 +3,10 @@
 changed or asked what it does not offer. Nowhere else may a version matter, but for where the server
 finds vLLM's names (`mla_serving.server.vllm_api`).
 
-Callers write `compat.name`, so that one sees where a version matters. Import-light: vLLM is
-imported inside functions only, because the platform entry point runs while `vllm.platforms` is
-still resolving.
+Callers write `compat.name`, so that one sees where a version matters; the modules here ask
+`versions`, where a test that pretends another version patches it. Import-light: vLLM is imported
+inside functions only, because the platform entry point runs while `vllm.platforms` is still
+resolving.
 
 | module | function | for vLLM | what it makes up for |
 |---|---|---|---|
@@ -14,7 +15,7 @@ still resolving.
 | | select_class_by_layer | all | one name stands for one class |
 | ray | share_settings_with_ray | all | Ray's workers lack the server's environment |
 | kv_cache | layer_compact_layouts | 0.29 on | layouts go by name, not by stride order |
-| | block_table_width | all | nowhere said before the first step |
+| | block_table_width | all | backends are not told it before the first step |
 | prompts | register_cpu_prefill_backend | to 0.28 | a CPU is given FLASH_ATTN's class |
 | | mla_prefill_backend | 0.29 on | an error says that there is none |
 | | expands_prompts_of_sparse_layers | 0.29 on | step metadata decide; before, versions differ |
