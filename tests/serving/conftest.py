@@ -38,7 +38,7 @@ GIVEN_UP = {
 class FakeEngine:
     """What the server reads of vLLM's engine client."""
 
-    def __init__(self):
+    def __init__(self, kv_transfer=None):
         self.errored = False
         self.stopped = self.closed = False
         self.rpc_delay = 0.0
@@ -50,6 +50,7 @@ class FakeEngine:
             ),
             attention_config=SimpleNamespace(backend=SimpleNamespace(name="CUSTOM")),
             cache_config=SimpleNamespace(cache_dtype="auto", block_size=64, num_gpu_blocks=101),
+            kv_transfer_config=kv_transfer,
         )
 
     async def collective_rpc(self, method):
@@ -61,8 +62,9 @@ class FakeEngine:
 
     async def generate(self, prompt, sampling_params, request_id):
         """Ends as `prompt` says."""
+        ends = prompt["ends"]
         try:
-            for reason in (None, prompt):
+            for reason in (None, ends):
                 yield SimpleNamespace(outputs=[SimpleNamespace(finish_reason=reason)])
         finally:
             self.closed = True
@@ -127,12 +129,12 @@ def make_vllm_app(events, engine):
         raise ZeroDivisionError("private text")
 
     @app.post("/v1/generate")
-    async def generate(how: str, grammar: bool = True, ends: str = "error"):
+    async def generate(how: str, grammar: bool = True, ends: str = "error", kind: str = "token"):
         """As vLLM's routes say that the engine ended a request with an error."""
         params = SimpleNamespace(structured_outputs="of it" if grammar else None)
 
         async def run():
-            async for output in engine.generate(ends, params, "id"):
+            async for output in engine.generate({"type": kind, "ends": ends}, params, "id"):
                 yield output.outputs[0].finish_reason
 
         async def chunks():
@@ -170,16 +172,14 @@ class Stand:
     def __init__(
         self, *, keys=(), limit=0, body_mib=8.0, root_path="", hang_timeout=0.1, kv_transfer=None
     ):
-        self.engine = FakeEngine()
+        self.engine = FakeEngine(kv_transfer)
         self.events = []
         self.gauges = {}
         self.vllm_app = make_vllm_app(self.events, self.engine)
         self.gate = Gate(limit)
         ask = self.engine.collective_rpc
         self.info = Info(self.engine, self.gate, ["demo"], lambda: self.gauges, ask, "0.32.0")
-        args = Namespace(
-            root_path=root_path, mla_max_body_mib=body_mib, kv_transfer_config=kv_transfer, **CORS
-        )
+        args = Namespace(root_path=root_path, mla_max_body_mib=body_mib, **CORS)
         self.watchdog = Watchdog(self.engine, hang_timeout)
         self.app = build_root_app(
             self.vllm_app, self.engine, self.gate, self.info, self.watchdog, args, list(keys)

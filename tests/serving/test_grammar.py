@@ -45,7 +45,8 @@ def test_a_grammar_that_is_given_up_in_a_stream(stand, how):
     ("path", "how"),
     [
         ("generate?how=unstreamed&grammar=0", {}),
-        ("generate?how=unstreamed", {"kv_transfer": object()}),
+        ("generate?how=unstreamed", {"kv_transfer": object()}),  # whatever option made it
+        ("generate?how=unstreamed&kind=multimodal", {}),
         ("fail?how=raise", {}),
     ],
 )
@@ -53,9 +54,10 @@ def test_other_failures_are_not_the_clients(stand, openai_error, path, how):
     assert openai_error(ask(stand, path, **how))["code"] == 500
 
 
+@pytest.mark.parametrize("of", ["grammar=0", "kind=multimodal"])
 @pytest.mark.parametrize("how", STREAMS)
-def test_other_failures_of_a_stream_arrive_unchanged(stand, how):
-    answer = ask(stand, f"generate?how={how}&grammar=0")
+def test_other_failures_of_a_stream_arrive_unchanged(stand, how, of):
+    answer = ask(stand, f"generate?how={how}&{of}")
     assert events(answer)[0] == "None"
     assert "grammar" not in answer.text
 
@@ -73,7 +75,7 @@ def test_leaving_a_request_with_a_grammar_ends_it_at_once(stand):
     async def leave():
         grammar._answer.set(grammar._Answer())
         params = SimpleNamespace(structured_outputs="of it")
-        outputs = made.engine.generate("stop", params, "id")
+        outputs = made.engine.generate({"ends": "stop"}, params, "id")
         await anext(outputs)
         await outputs.aclose()
         return made.engine.closed

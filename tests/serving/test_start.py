@@ -105,7 +105,7 @@ def test_an_engine_that_dies_in_the_first_answer(monkeypatch):
         model="m", served_model_name=["demo"], root_path="", mla_max_requests=0,
         mla_max_body_mib=1.0, mla_hang_timeout=1.0, mla_no_warmup=False, mla_drain_timeout=1.0,
         allowed_origins=["*"], allow_credentials=False, allowed_methods=["*"],
-        allowed_headers=["*"], kv_transfer_config=None,
+        allowed_headers=["*"],
     )  # fmt: skip
     with pytest.raises(RuntimeError, match=r"first answer failed: .*EngineDeadError"):
         asyncio.run(run._serve(args, None, Progress()))

@@ -39,11 +39,12 @@ def build_root_app(
 
     Args:
         vllm_app: what vLLM's `build_app` made; its lifespan is run with ours.
-        engine: vLLM's engine client; `errored` is read, and what `generate` says of grammars.
+        engine: vLLM's engine client; `errored` and `vllm_config` are read, and what `generate` says
+            of grammars.
         gate: counts and admits requests; the drain closes it.
         info: answers /mla/info.
         watchdog: knows whether the engine hangs.
-        args: root_path, mla_max_body_mib, kv_transfer_config and vLLM's options of CORS.
+        args: root_path, mla_max_body_mib and vLLM's options of CORS.
         keys: API keys; empty leaves the server open.
     """
     app = FastAPI(
@@ -69,9 +70,8 @@ def build_root_app(
     app.router.lifespan_context = lambda _: vllm_app.router.lifespan_context(vllm_app)  # type: ignore[assignment]
 
     # The last one added is the outermost.
-    if args.kv_transfer_config is None:
-        note_given_up(engine)
-        app.add_middleware(Grammar)
+    note_given_up(engine)
+    app.add_middleware(Grammar)
     app.add_middleware(JsonValues)
     app.add_middleware(JsonObject)
     app.add_middleware(BodyLimit, limit=int(args.mla_max_body_mib * MIB))

@@ -3,7 +3,9 @@
 next token, and answers 500 when there is none (or the engine's compiler takes less than the check).
 
 The engine ends such a request with the reason "error" and does not say why; that there was a
-grammar is in its sampling parameters, whatever field or tool asked for it.
+grammar is in its sampling parameters, whatever field or tool asked for it. It ends in the same way
+what a KV connector cannot load, and requests whose images are no longer in its caches: those, with
+a grammar too, keep vLLM's answer.
 """
 
 from collections.abc import AsyncGenerator
@@ -36,18 +38,25 @@ _answer: ContextVar[_Answer | None] = ContextVar("answer", default=None)
 
 
 def note_given_up(engine: Any) -> None:
-    """Have `engine`, vLLM's client, tell `Grammar` which requests ended with an error and had a
-    grammar; others take the way they took."""
+    """Have `engine`, vLLM's client, tell `Grammar` which requests ended with an error that can only
+    be that of their grammar; others take the way they took."""
+    # Not that of the options: --kv-offloading-size makes one too.
+    if engine.vllm_config.kv_transfer_config is not None:
+        return
     generate = engine.generate
 
     def noting(prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
         outputs = generate(prompt, sampling_params, *args, **kwargs)
         answer = _answer.get()
-        if answer is None or sampling_params.structured_outputs is None:
+        if answer is None or sampling_params.structured_outputs is None or _has_media(prompt):
             return outputs
         return _noted(outputs, answer)
 
     engine.generate = noting
+
+
+def _has_media(prompt: Any) -> bool:
+    return isinstance(prompt, dict) and prompt.get("type") == "multimodal"
 
 
 async def _noted(outputs: AsyncGenerator[Any, None], answer: _Answer) -> AsyncGenerator[Any, None]:
@@ -59,8 +68,7 @@ async def _noted(outputs: AsyncGenerator[Any, None], answer: _Answer) -> AsyncGe
 
 
 class Grammar:
-    """ASGI middleware, of an application whose engine went through `note_given_up`. Only without a
-    KV connector, whose failed loads end in the same way."""
+    """ASGI middleware, of an application whose engine went through `note_given_up`."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
