@@ -1,24 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plain lines on standard output that say how far the start-up is."""
 
+import errno
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 _HEARTBEAT_SECONDS = 15.0
 _STDOUT = 1  # the descriptor
+_NOBODY_READS = (errno.EPIPE, errno.EIO)  # of a pipe, of a terminal
 
 
 def say(text: str) -> None:
     """Print `text`, into nothing once nobody reads: the Ctrl-C that begins a drain ends the `tee`
-    that the output goes through, and a terminal may go."""
+    that the output goes through, and a terminal may go. Of what cannot be written for another
+    reason, as to a full disk, that line alone is lost."""
     try:
         print(text, flush=True)
-    except OSError:
-        nothing = os.open(os.devnull, os.O_WRONLY)
+    except OSError as error:
+        stdout, nothing = os.dup(_STDOUT), os.open(os.devnull, os.O_WRONLY)
         os.dup2(nothing, _STDOUT)
+        with suppress(OSError):  # what is still buffered would fail again, at the exit too
+            sys.stdout.flush()
+        if error.errno not in _NOBODY_READS:
+            os.dup2(stdout, _STDOUT)
+        os.close(stdout)
         os.close(nothing)
 
 
