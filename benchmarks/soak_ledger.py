@@ -103,8 +103,9 @@ def moved_too_far(moves: list[float], gap: float | None, tolerance: float) -> st
 
 
 def growth_mib(samples: list[Row], name: str) -> float:
-    """MiB by which `name` grew over the second half of `samples`: twice what its floor rose by from
-    the third to the last quarter. Steps take and give back memory above the floor all the time."""
+    """MiB by which `name`, which at least 4 of them have, grew over the second half of `samples`:
+    twice what its floor rose by from the third to the last quarter. Steps take and give back memory
+    above the floor all the time."""
     values = [row[name] for row in samples if name in row]
     half, quarter = len(values) // 2, len(values) // 4
     return 2 * (min(values[-quarter:]) - min(values[half:-quarter]))
@@ -124,8 +125,10 @@ def verdict(ledger: Ledger, end: End | None) -> list[str]:
         # what leaks.
         if name == "gpu_mib" and end is not None and end.gpu_leak_mib is not None:
             continue
-        if name in ledger.samples[-1] and growth_mib(ledger.samples, name) > GROWTH_MIB:
-            grown = growth_mib(ledger.samples, name)
+        seen = sum(name in row for row in ledger.samples)
+        if 0 < seen < MIN_SAMPLES:
+            wrong.append(f"{seen} samples of memory of the {label} tell nothing")
+        elif seen and (grown := growth_mib(ledger.samples, name)) > GROWTH_MIB:
             wrong.append(f"memory of the {label} grew by {grown:.0f} MiB in the second half")
     return wrong
 

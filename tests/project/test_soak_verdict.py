@@ -162,6 +162,19 @@ def test_too_few_samples_tell_nothing():
     assert verdict(ledger, sound_end()) == ["7 samples of memory tell nothing"]
 
 
+@pytest.mark.parametrize("told", [range(77, 80), range(79)], ids=["late", "not at last"])
+def test_memory_that_not_every_sample_tells(told):
+    """nvidia-smi fails at times."""
+    from soak_ledger import verdict
+
+    ledger = sound_ledger()
+    for i in told:
+        ledger.samples[i]["gpu_mib"] = 9000.0 + 50 * i
+    (wrong,) = verdict(ledger, sound_end())
+    few = "3 samples of memory of the GPU tell nothing"
+    assert wrong == few if len(told) == 3 else "memory of the GPU grew" in wrong
+
+
 @pytest.mark.parametrize("alive", [True, False])
 def test_the_page(alive):
     from dataclasses import asdict
