@@ -75,6 +75,23 @@ clean: ## remove build outputs and caches
 distclean: clean ## remove .venv too
 	rm -rf $(VENV)
 
+# Copied or moved with its folder, a .venv runs the code of the old place, or none.
+in-place:
+	@[[ -e $(BIN)/activate ]] || exit 0; \
+	home=$$(set +eu; VIRTUAL_ENV=; . $(BIN)/activate; echo "$$VIRTUAL_ENV"); \
+	[[ -z $$home || $$home -ef $(VENV) ]] || \
+	    { echo "$(VENV) was set up as $$home; here run: make distclean, then again" >&2; exit 1; }
+
+$(RUNTIME): pyproject.toml | $(BIN)/python in-place
+$(DEV): $(RUNTIME)
+
+# One make at a time sets up; another waits and finds it done.
+ifndef SETTING_UP
+$(BIN)/python $(RUNTIME) $(DEV):
+	@exec 9<Makefile; if command -v flock >/dev/null; then flock -n 9 || { \
+	    echo "another make sets up $(VENV); waiting for it" >&2; flock 9; }; fi; \
+	exec $(MAKE) --no-print-directory SETTING_UP=1 $@
+else
 $(BIN)/python:
 	@if [[ -e $(RUNTIME) ]]; then \
 	    echo "the Python that $(VENV) was set up with is gone; run: make distclean, then again" >&2; exit 1; fi
@@ -84,14 +101,7 @@ $(BIN)/python:
 	    { echo "'$(PYTHON)' has no venv module; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-# Copied or moved with its folder, a .venv runs the code of the old place, or none.
-in-place:
-	@[[ -e $(BIN)/activate ]] || exit 0; \
-	home=$$(set +eu; VIRTUAL_ENV=; . $(BIN)/activate; echo "$$VIRTUAL_ENV"); \
-	[[ -z $$home || $$home -ef $(VENV) ]] || \
-	    { echo "$(VENV) was set up as $$home; here run: make distclean, then again" >&2; exit 1; }
-
-$(VENV)/.installed-cpu: pyproject.toml | $(BIN)/python in-place
+$(VENV)/.installed-cpu:
 	@$(call refuse_other,cuda)
 	@$(refuse_old)
 	@$(ensure_pip)
@@ -105,16 +115,17 @@ $(VENV)/.installed-cpu: pyproject.toml | $(BIN)/python in-place
 	$(BIN)/pip uninstall -y torchvision torchaudio torchcodec
 	@touch $@
 
-$(VENV)/.installed-cuda: pyproject.toml | $(BIN)/python in-place
+$(VENV)/.installed-cuda:
 	@$(call refuse_other,cpu)
 	@$(refuse_old)
 	@$(ensure_pip)
 	$(BIN)/pip install -e ".[cuda]"
 	@touch $@
 
-$(DEV): $(RUNTIME)
+$(DEV):
 	$(BIN)/pip install -e ".[dev$(if $(filter cpu,$(DEVICE)),$(comma)interpreter)]"
 	@touch $@
+endif
 
 comma := ,
 define refuse_other

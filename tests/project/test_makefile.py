@@ -140,6 +140,31 @@ def test_a_set_up_that_was_killed_gets_its_pip(tmp_path):
     assert "-m ensurepip --default-pip" in done.stderr
 
 
+def test_of_two_makes_at_once_one_sets_up(tmp_path):
+    """`make serve` and `make test` in two terminals, on a machine with nothing."""
+    home, log = tmp_path / "venv", tmp_path / "log"
+    pip = script(tmp_path / "pip", f'echo begin >>{log}; sleep 0.3; echo "end $*" >>{log}')
+    script(home / "bin" / "mla-backend", "echo checked")
+    python = script(
+        tmp_path / "python3",
+        f'echo "python $*" >>{log}; case "$*" in "-m venv "*) sleep 0.3; '
+        f"cp {tmp_path}/python3 {home}/bin/python; sleep 0.3; cp {pip} {home}/bin/pip;; esac",
+    )
+    command = ["make", "--no-print-directory", "DEVICE=cpu", "setup"]
+    command += [f"PYTHON={python}", f"VENV={home}"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    both = [subprocess.Popen(command, cwd=ROOT, env=ENV, **pipes) for _ in range(2)]
+    said = [process.communicate(timeout=60) for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    assert all(out.endswith("checked\n") for out, _ in said)
+    assert f"another make sets up {home}; waiting" in "".join(err for _, err in said)
+    did = log.read_text().splitlines()
+    assert sum(line.startswith("python -m venv") for line in did) == 1
+    assert "python -m ensurepip --default-pip" not in did
+    steps = [line.split()[0] for line in did if not line.startswith("python")]
+    assert steps == ["begin", "end"] * 4
+
+
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
