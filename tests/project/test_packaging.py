@@ -2,6 +2,7 @@
 """The wheel: what is in it, and that vLLM's processes find the plugins of an installed one."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,9 @@ import mla_backend
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {"mla_backend": "mla_backend", "mla_kernels": "kernels", "mla_serving": "serving"}
+# A tree that PYTHONPATH names would be imported in place of what is installed.
+_ENV = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+OUTSIDE = {"cwd": "/", "env": _ENV, "capture_output": True, "text": True}
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
@@ -99,7 +103,7 @@ if __name__ == "__main__":
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         print(json.dumps(pool.apply(look)))
 """)
-    done = subprocess.run([python, script], cwd="/", capture_output=True, text=True, timeout=180)
+    done = subprocess.run([python, script], **OUTSIDE, timeout=180)
     assert done.returncode == 0, done.stderr
     origin, platform, custom = json.loads(done.stdout.splitlines()[-1])
     assert origin == str(site / "mla_backend" / "__init__.py")
@@ -109,7 +113,7 @@ if __name__ == "__main__":
 
 def test_the_command_is_installed(installed):
     command = installed[0].with_name("mla-backend")
-    done = subprocess.run([command, "version"], cwd="/", capture_output=True, text=True, check=True)
+    done = subprocess.run([command, "version"], **OUTSIDE, check=True)
     assert done.stdout.startswith(f"mla-backend {mla_backend.__version__}\n")
 
 
