@@ -6,7 +6,8 @@ A step, in order:
 1. vLLM's runner puts decode requests first, those of up to `reorder_batch_threshold` new tokens. It
    reads it between steps, when it is 1 plus the number of drafts.
 2. `build` may raise the threshold for this one step: ends of prompts that are cheaper in absorbed
-   form (extends.py) are then counted among the decodes.
+   form (extends.py) are then counted among the decodes, and so is the token that a draft model of
+   its own has more of each request.
 3. vLLM's `build` splits the step at the threshold, and calls `_build_decode` for the first part.
    The rest are prompts, in expanded form by vLLM (on a CPU by our tiles).
 4. `_build_decode`: requests of as many new tokens each are one launch. Others are cut into pieces,
@@ -21,6 +22,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from mla_kernels import MlaDecodePlan
+from mla_kernels.decode.plan import MAX_S_Q
 from vllm.config import CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention.mla_attention import (
@@ -78,6 +80,8 @@ class MlaMetadataBuilder(StepBuilder, MLACommonMetadataBuilder[MlaMetadata]):
     query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.UNIFORM
     reorder_batch_threshold: int
     _drafts = False
+    # New tokens more of each request than vLLM's host lengths say, in steps of several.
+    _added = 0
     # Of the step at hand, whose query lengths then need not be looked at.
     _one_token_each = False
 
@@ -96,7 +100,10 @@ class MlaMetadataBuilder(StepBuilder, MLACommonMetadataBuilder[MlaMetadata]):
         self._on_cpu = self.device.type == "cpu"
         if self._on_cpu:
             compat.skip_chunked_context_metadata()
-        self._most_s_q = self.reorder_batch_threshold
+        self._added = compat.tokens_added_to_drafts(layer_names, vllm_config)
+        # Beyond what the kernels take, requests of a draft model are prompts to it.
+        threshold = self.reorder_batch_threshold
+        self._most_s_q = max(threshold, min(threshold + self._added, MAX_S_Q))
         self._refuse_steps(vllm_config, heads)
         self._check_steps_of(layer, vllm_config, self.dcp_world_size)
         kernel, requests = layer.impl.decode_kernel, most_requests(vllm_config)
@@ -227,14 +234,15 @@ class MlaMetadataBuilder(StepBuilder, MLACommonMetadataBuilder[MlaMetadata]):
         self._check(common)
         self._one_token_each = common.max_query_len == 1
         if self._drafts and common.max_query_len > self._most_s_q:
-            common = compat.bound_lengths(common)
+            common = compat.bound_lengths(common, self._added)
         # Between steps it is what vLLM orders its batches by, and judges whether microbatches may
         # read what is only being written: a prompt's end is not a decode request to either.
+        between_steps = self.reorder_batch_threshold
         self.reorder_batch_threshold = self._decode_threshold(common)
         try:
             metadata = super().build(common_prefix_len, common, fast_build)
         finally:
-            self.reorder_batch_threshold = self._most_s_q
+            self.reorder_batch_threshold = between_steps
         if metadata.prefill is not None:
             STATS.prefill_steps += 1
             if not self._on_cpu:

@@ -40,19 +40,30 @@ def merge_every_context(prefill: Any, cached_tokens: Callable[[], Any]) -> None:
         chunked.prefill_tokens_with_context = None  # all; prompts without a context are masked
 
 
-def bound_lengths(common: Any) -> Any:
-    """vLLM's CommonAttentionMetadata with no request shorter on the host than its new tokens.
+def tokens_added_to_drafts(layer_names: Sequence[str], vllm_config: Any) -> int:
+    """By how many new tokens of each request a drafter's first step is longer than the model's, for
+    `layer_names`: 1 where they are of a draft model of its own, which gets no hidden states and so
+    begins with what was sampled. Parallel drafting is counted in vLLM's threshold."""
+    if not all(name.startswith("draft_model.") for name in layer_names):
+        return 0
+    speculative = vllm_config.speculative_config
+    return int(speculative.method == "draft_model" and not speculative.parallel_drafting)
 
-    A drafter that is a model of its own runs over a token more of each request, which vLLM does not
-    add to the host's lengths. A prompt that begins then has a context of -1 tokens; from 0.28 on
-    the engine ends if another prompt of the step has one.
+
+def bound_lengths(common: Any, added: int) -> Any:
+    """vLLM's CommonAttentionMetadata with the `added` tokens of a drafter's first step in the
+    host's lengths too, where vLLM does not add them. None is below the number of new tokens.
+
+    A prompt's context would be a token short otherwise, and one of -1 tokens where it begins; from
+    0.28 on the engine ends if another prompt of the step has one.
     """
     import torch
 
     upper, new = common.seq_lens_cpu_upper_bound, common.query_start_loc_cpu.diff()
-    if upper is None or not (upper[: len(new)] < new).any():
+    if upper is None or not (added or (upper[: len(new)] < new).any()):
         return common
-    return common.replace(seq_lens_cpu_upper_bound=torch.maximum(upper[: len(new)], new))
+    longer = torch.maximum(upper[: len(new)] + added, new)
+    return common.replace(seq_lens_cpu_upper_bound=longer)
 
 
 def request_ids() -> Sequence[str]:

@@ -19,6 +19,12 @@ from mla_backend import compat
 from tests.backend.test_gpu_support import build, drafting, one_layer
 
 DRAFTS = 2
+# Of a draft model of its own.
+DRAFT = {
+    "layer": "draft_model.model.layers.0.self_attn.attn",
+    "method": "draft_model",
+    "parallel_drafting": False,
+}
 
 
 class Batch:
@@ -61,11 +67,14 @@ class Batch:
 def builder(monkeypatch):
     """builder(extend_tokens): as on a GPU, where a prompt's context is what vLLM says."""
 
-    def make(extend_tokens, threshold=1 + DRAFTS):
+    def make(extend_tokens, threshold=1 + DRAFTS, layer="layer", **how):
         config = drafting(one_layer(monkeypatch), DRAFTS)
+        vars(config.speculative_config).update(how)
+        layers = config.compilation_config.static_forward_context
+        layers[layer] = layers["layer"]
         config.model_config.max_model_len = 40 * 64
         monkeypatch.setenv("MLA_BACKEND_EXTEND_TOKENS", str(extend_tokens))
-        made = build(monkeypatch, config, threshold)
+        made = build(monkeypatch, config, threshold, layer=layer)
         made._on_cpu = made.use_pcp = made.non_causal_multi_token_decode = False
         made.chunked_prefill_workspace_size, made.page_size = 8192, 64
         made.chunked_prefill_workspace = torch.empty(1)
@@ -127,12 +136,49 @@ def test_a_draft_model_runs_over_a_token_more_of_each_request(builder, new):
     """Which vLLM does not add to the host's lengths: the prompt that begins has no context. That
     token may be the one that makes prompts of requests."""
     made = builder(0)
-    common = Batch(("goes on", 640, 900, new[0], 0), ("begins", 0, 700, new[1], 0)).step()
-    slots = torch.zeros(sum(new) + 2, dtype=torch.int64)
-    longer = extend_all_queries_by_N(common, 1, torch.arange(3, dtype=torch.int32), slots)
-    metadata = made.build(0, longer)
+    batch = Batch(("goes on", 640, 900, new[0], 0), ("begins", 0, 700, new[1], 0))
+    metadata = made.build(0, longer(batch))
     assert (metadata.num_decodes, metadata.num_prefills) == (0, 2)
     assert metadata.prefill.chunked_context.context_lens_list[1] == 0
+
+
+def longer(batch):
+    """The step as a draft model of its own begins it, with a token more of each request."""
+    common = batch.step()
+    slots = torch.zeros(common.num_actual_tokens + common.num_reqs, dtype=torch.int64)
+    starts = torch.arange(common.num_reqs + 1, dtype=torch.int32)
+    return extend_all_queries_by_N(common, 1, starts, slots)
+
+
+@pytest.mark.parametrize("extend_tokens", [0, 128])
+def test_what_a_draft_model_drafts_for_is_no_prompt_to_it(builder, extend_tokens):
+    """It sees what was accepted, and all that is cached of a prompt."""
+    made = builder(extend_tokens, **DRAFT)
+    batch = Batch(("a", 1003, 900, 3, 2), ("b", 2003, 1900, 3, 1), ("prompt", 640, 900, 200, 0))
+    metadata = made.build(0, longer(batch))
+    assert (metadata.num_decodes, metadata.num_prefills) == (2, 1)
+    (together,) = launches(metadata.decode)
+    assert together.seq_lens.tolist() == [1005, 2006] and together.tokens == 8
+    assert metadata.prefill.chunked_context.context_lens_list == [640]
+    assert made.reorder_batch_threshold == 1 + DRAFTS
+
+
+def test_where_no_kernel_takes_a_token_more(builder):
+    """Of 7 drafts, whose requests of 8 tokens are decodes to the model alone."""
+    made = builder(0, threshold=8, **DRAFT)
+    metadata = made.build(0, longer(Batch(("a", 1003, 900, 8, 0), ("b", 2003, 1900, 8, 0))))
+    assert (metadata.num_decodes, metadata.num_prefills) == (0, 2)
+    assert metadata.prefill.chunked_context.context_lens_list == [1003, 2003]
+
+
+@pytest.mark.parametrize(
+    "differs", [{"layer": "layer"}, {"method": "mtp"}, {"parallel_drafting": True}]
+)
+def test_other_drafters_have_no_token_more_or_vllm_counts_it(builder, differs):
+    made = builder(0, **DRAFT | differs)
+    metadata = made.build(0, Batch(("a", 1003, 900, 3, 2), ("prompt", 640, 900, 4, 0)).step())
+    assert (metadata.num_decodes, metadata.num_prefills) == (1, 1)
+    assert metadata.prefill.chunked_context.context_lens_list == [640]
 
 
 def test_what_is_cached_is_asked_of_prompts_alone(builder, monkeypatch):

@@ -325,8 +325,8 @@ def test_graphs_that_are_captured_in_microbatches():
     assert graphs(CUDAGraphMode.PIECEWISE) == graphs(CUDAGraphMode.NONE) == graphs(None) == []
 
 
-def build(monkeypatch, config, threshold=1, num_heads=16, ranks=1):
-    """A builder of one layer, for which vLLM counts on `threshold` query tokens a request and, as
+def build(monkeypatch, config, threshold=1, num_heads=16, ranks=1, layer="layer"):
+    """A builder of `layer`, for which vLLM counts on `threshold` query tokens a request and, as
     0.26 does, on the heads of the main model."""
 
     def common(self, kv_cache_spec, layer_names, vllm_config, device, metadata_cls):
@@ -334,7 +334,7 @@ def build(monkeypatch, config, threshold=1, num_heads=16, ranks=1):
         self.reorder_batch_threshold = threshold
 
     monkeypatch.setattr(MLACommonMetadataBuilder, "__init__", common)
-    return MlaMetadataBuilder(None, ["layer"], config, torch.device("cpu"))
+    return MlaMetadataBuilder(None, [layer], config, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("threshold", [3, 5])
