@@ -107,3 +107,21 @@ def test_ends_of_prompts_in_absorbed_form(run_engine, scenarios, demo_checkpoint
     before, after = (result["scenarios"]["ends"][when] for when in ("before", "after"))
     assert after["extend_steps"] - before["extend_steps"] == 3
     assert after["forward_mha_tokens"] == before["forward_mha_tokens"]
+
+
+def test_a_draft_model_of_its_own(run_engine, scenarios, demo_checkpoint, oracle):
+    """Its first step has a token more of each request than the model's, and is a decode step to it
+    all the same."""
+    checkpoint = demo_checkpoint("v2-lite")
+    drafts = {"method": "draft_model", "model": str(checkpoint), "num_speculative_tokens": 3}
+    result = run_engine(
+        {"plain": scenarios["plain"]},
+        model=checkpoint,
+        env={"MLA_BACKEND_EXTEND_TOKENS": "0", "MLA_BACKEND_CHECK": "1"},
+        speculative_config=drafts,
+    )
+    plain = result["scenarios"]["plain"]
+    agreed, differences = oracle(checkpoint, plain["outputs"])
+    assert agreed == len(differences) == 4 * 32
+    assert differences.max() < 1e-4
+    assert {1, 4, 5} <= set(plain["query_lens"])
