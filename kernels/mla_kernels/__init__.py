@@ -3,7 +3,7 @@
 
 from mla_kernels.cache.api import write_kv_cache
 from mla_kernels.decode.api import mla_decode
-from mla_kernels.decode.plan import MlaDecodePlan, plan_mla_decode
+from mla_kernels.decode.plan.api import MlaDecodePlan, plan_mla_decode
 from mla_kernels.indexer.api import indexer_scores, indexer_topk
 from mla_kernels.indexer.cache import write_indexer_cache
 from mla_kernels.indexer.rows import indexer_lengths

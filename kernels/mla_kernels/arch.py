@@ -79,3 +79,8 @@ def device_arch(device: torch.device) -> Arch:
         return AMD
     major, minor = torch.cuda.get_device_capability(device)
     return get_arch(10 * major + minor)
+
+
+def arch_of(device: torch.device) -> Arch:
+    """The device's entry; in the interpreter that of sm_90."""
+    return ARCHS[90] if device.type == "cpu" else device_arch(device)

@@ -13,7 +13,7 @@ import torch
 
 from mla_kernels import checks
 from mla_kernels.decode.api import MAX_HEADS, MAX_S_Q, mla_decode
-from mla_kernels.decode.plan import MlaDecodePlan, plan_mla_decode
+from mla_kernels.decode.plan.api import MlaDecodePlan, plan_mla_decode
 from mla_kernels.layouts import Fp8DsMlaLayout, MlaDims
 from mla_kernels.sparse.api import mla_sparse_attention
 from mla_kernels.torch_modes import untraced

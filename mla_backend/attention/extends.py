@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from mla_kernels.decode.plan import MAX_S_Q
+from mla_kernels.decode.plan.api import MAX_S_Q
 from mla_kernels.indexer.rows import token_rows
 
 from mla_backend import envs

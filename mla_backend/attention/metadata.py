@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from mla_kernels import MlaDecodePlan
-from mla_kernels.decode.plan import MAX_S_Q
+from mla_kernels.decode.plan.api import MAX_S_Q
 from vllm.config import CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention.mla_attention import (

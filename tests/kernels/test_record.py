@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 from mla_kernels import plan_mla_decode
-from mla_kernels.decode.triton import plan
+from mla_kernels.decode.plan import launcher
 from mla_kernels.triton_common import direct, record
 from mla_kernels.triton_common import launch as module
 from mla_kernels.triton_common.record import Recordings, kind, rows_kind
@@ -408,8 +408,8 @@ def test_an_update_of_a_plan_is_replayed_on_its_own_buffers(form, monkeypatch):
     whole = plan_mla_decode(torch.zeros(3, dtype=torch.int32), num_heads=4, s_q=1, impl="triton")
     compiled = Compiled()
     kernel = Kernel(compiled)
-    kernel.signature = inspect.signature(plan.plan_kernel.fn)
-    monkeypatch.setattr(plan, "plan_kernel", kernel)
+    kernel.signature = inspect.signature(launcher.plan_kernel.fn)
+    monkeypatch.setattr(launcher, "plan_kernel", kernel)
     for requests in (3, 2):
         some = whole.narrow(requests)
         compiled.direct.clear()

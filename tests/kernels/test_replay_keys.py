@@ -149,7 +149,7 @@ def test_another_plan_has_other_recordings():
 
 
 def test_a_device_plan_names_all_its_tensors():
-    from mla_kernels.decode.triton.plan import DevicePlan
+    from mla_kernels.decode.plan.launcher import DevicePlan
 
     names = [name for name, of in DevicePlan.__annotations__.items() if of is torch.Tensor]
     tensors = {name: torch.zeros(1) for name in names}

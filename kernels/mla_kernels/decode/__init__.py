@@ -20,7 +20,7 @@ the last with pow2, blocks of 64 tokens and rows of 512 + 64 alone, and the few-
 bf16 alone.
 
 All kernels of "hopper" and "triton" read one kind of plan, which says what part of the cache each
-program reads: plan.py is for callers, triton/plan.py has its buffers and constants,
-triton/plan_kernel.py fills them and triton/merge.py joins what was cut. Into how many parts, and
-what may be spared, is `parts_and_spare` of hopper/support.py and triton/plan.py.
+program reads: plan/api.py is for callers, plan/launcher.py has its buffers and constants,
+plan/kernel.py fills them and triton/merge.py joins what was cut. Into how many parts, and what may
+be spared, is said by hopper/parts.py and triton/parts.py.
 """

@@ -8,7 +8,7 @@ import torch
 
 from mla_kernels import checks
 from mla_kernels.decode.choice import AVAILABLE, choose_decode_impl
-from mla_kernels.decode.plan import MAX_HEADS, MAX_S_Q, QUERY_DTYPES, MlaDecodePlan
+from mla_kernels.decode.plan.api import MAX_HEADS, MAX_S_Q, QUERY_DTYPES, MlaDecodePlan
 from mla_kernels.decode.query import (
     Query,
     check_q_scale,

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from mla_kernels.decode.plan.launcher import DevicePlan
 from mla_kernels.decode.query import Query, first_part
-from mla_kernels.decode.triton.plan import DevicePlan
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import torch
 
 from mla_kernels import checks
 from mla_kernels.decode.api import mla_decode, operands_of
-from mla_kernels.decode.plan import QUERY_DTYPES, MlaDecodePlan
+from mla_kernels.decode.plan.api import QUERY_DTYPES, MlaDecodePlan
 from mla_kernels.decode.query import Query, check_query, results_for
 from mla_kernels.triton_common.record import kind
 

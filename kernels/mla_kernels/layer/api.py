@@ -5,7 +5,7 @@ import torch
 
 from mla_kernels import checks
 from mla_kernels.decode.api import check_arguments, mla_decode
-from mla_kernels.decode.plan import MlaDecodePlan
+from mla_kernels.decode.plan.api import MlaDecodePlan
 from mla_kernels.dispatch import triton_refusal
 from mla_kernels.layer.buffers import MlaLayerBuffers
 from mla_kernels.layer.torch_impl import rotate_and_append_torch

@@ -178,7 +178,7 @@ def test_parts_are_for_tiles_of_64_rows(monkeypatch, rows, tiles):
     pytest.importorskip("triton")
     from types import SimpleNamespace
 
-    from mla_kernels.decode.hopper.support import parts_for
+    from mla_kernels.decode.hopper.parts import parts_for
 
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)

@@ -6,8 +6,7 @@ import math
 import pytest
 import torch
 from mla_kernels import mla_sparse_attention, mla_sparse_workspace
-from mla_kernels.arch import ARCHS
-from mla_kernels.decode.triton.plan import arch_of
+from mla_kernels.arch import ARCHS, arch_of
 from mla_kernels.decode.triton.specs import ALIGNMENTS
 from mla_kernels.layouts import MlaDims
 from mla_kernels.sparse.call import SparseCall

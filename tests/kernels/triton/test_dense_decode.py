@@ -10,11 +10,11 @@ import pytest
 import torch
 from mla_kernels import mla_decode, plan_mla_decode
 from mla_kernels.arch import ARCHS
-from mla_kernels.decode.plan import MlaDecodePlan
+from mla_kernels.decode.plan.api import MlaDecodePlan
+from mla_kernels.decode.plan.kernel import PLAN_TILE
+from mla_kernels.decode.plan.launcher import build_plan
 from mla_kernels.decode.triton import launcher
-from mla_kernels.decode.triton import plan as device_plans
-from mla_kernels.decode.triton.plan import build_plan
-from mla_kernels.decode.triton.plan_kernel import PLAN_TILE
+from mla_kernels.decode.triton import parts as portable_parts
 from mla_kernels.decode.triton.specs import ALIGNMENTS
 from mla_kernels.decode.triton.support import DIMS
 from mla_kernels.decode.triton.tiles import choose_tile, tile_rows
@@ -130,7 +130,7 @@ def test_tiles_of_other_gpus(monkeypatch, cache, heads, s_q, rescale):
     """Those of sm_80: the interpreter, which runs any, gets those of sm_90 in all other tests."""
     if torch.cuda.is_available():
         pytest.skip("a GPU takes its own tiles")
-    for module in (launcher, device_plans):
+    for module in (launcher, portable_parts):
         monkeypatch.setattr(module, "arch_of", lambda device: ARCHS[80])
     case = decode_case([70, 0, 33], num_heads=heads, s_q=s_q, q_std=0.5, **CACHES[cache])
     check(case, 2, rescale=rescale)

@@ -9,7 +9,7 @@ import torch
 from mla_kernels import checks, mla_decode
 from mla_kernels.arch import ARCHS, KB, device_arch
 from mla_kernels.decode.triton import launcher, tiles
-from mla_kernels.decode.triton import plan as device_plans
+from mla_kernels.decode.triton import parts as portable_parts
 from mla_kernels.decode.triton.few_rows.tiles import choose_few_rows, few_rows_tile
 from mla_kernels.decode.triton.tiles import ctas_per_sm, tile_rows
 from mla_kernels.layouts import Fp8DsMlaLayout, MlaDims
@@ -135,7 +135,7 @@ class TestTilesOfSmallGpus:
         if not here.e4m3_convert:
             pytest.skip("needs a GPU that converts e4m3")
         arch = replace(small, programmatic_launch=here.programmatic_launch)
-        for module in (launcher, device_plans):
+        for module in (launcher, portable_parts):
             monkeypatch.setattr(module, "arch_of", lambda device: arch)
 
     @pytest.mark.parametrize(("heads", "s_q"), [(5, 1), (16, 1), (8, 2), (32, 1), (8, 4)])

@@ -3,13 +3,13 @@
 
 import pytest
 import torch
-from mla_kernels.decode import plan as plans
 from mla_kernels.decode.hopper import launcher as hopper_launcher
-from mla_kernels.decode.hopper import support as hopper_support
-from mla_kernels.decode.hopper.support import spare_for
+from mla_kernels.decode.hopper import parts as hopper_parts
+from mla_kernels.decode.hopper.parts import spare_for
+from mla_kernels.decode.plan import api as plans
+from mla_kernels.decode.plan.kernel import PLAN_TILE
+from mla_kernels.decode.plan.launcher import SPARE, build_plan
 from mla_kernels.decode.triton.merge import merge_kernel, merge_tile
-from mla_kernels.decode.triton.plan import SPARE, build_plan
-from mla_kernels.decode.triton.plan_kernel import PLAN_TILE
 from mla_kernels.dispatch import Choice
 from mla_kernels.numerics import EXPONENT_FLOOR, LN2
 from mla_kernels.testing.cases import decode_case
@@ -149,7 +149,7 @@ def test_parts_have_work_to_spare_only_where_memory_is_the_limit(rows, dtype, sp
 def test_a_plan_for_the_hopper_kernel_spares_cuts(device, monkeypatch, kv_cache_dtype, cut):
     hopper = Choice("hopper", "as on sm_90")
     monkeypatch.setattr(plans, "choose_decode_impl", lambda *args, **options: hopper)
-    monkeypatch.setattr(hopper_support, "parts_for", lambda *args: 132)
+    monkeypatch.setattr(hopper_parts, "parts_for", lambda *args: 132)
     lens = torch.full((128,), 16384, dtype=torch.int32, device=device)
     plan = plans.plan_mla_decode(lens, num_heads=16, s_q=1, kv_cache_dtype=kv_cache_dtype)
     assert bool((plan.device_plan.requests[:, 1] > 1).any()) == cut
@@ -168,7 +168,7 @@ def test_the_hopper_kernel_without_a_plan_spares_the_same_cuts(monkeypatch, head
         raise PlanAskedError
 
     monkeypatch.setattr(hopper_launcher, "build_plan", stop)
-    monkeypatch.setattr(hopper_support, "parts_for", lambda *args: 132)
+    monkeypatch.setattr(hopper_parts, "parts_for", lambda *args: 132)
     case = decode_case([300, 70], num_heads=heads, s_q=s_q)
     lse = torch.empty(case.q.shape[:3])
     with pytest.raises(PlanAskedError):

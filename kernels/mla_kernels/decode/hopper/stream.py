@@ -39,7 +39,7 @@ def ring_previous(slot, SIZE: gl.constexpr):
 
 @aggregate
 class Part:
-    """This program's share of the plan (decode/triton/plan.py) and what it is read with: requests
+    """This program's share of the plan (decode/plan/launcher.py) and what it is read with: requests
     up to `last`, of which the last one up to tile `last_end`."""
 
     last: gl.tensor
@@ -104,7 +104,7 @@ def next_segment(plan, request, hi, end):
 
 @aggregate
 class Start:
-    """This program's row of the plan (decode/triton/plan_kernel.py): read once, for all warpgroups,
+    """This program's row of the plan (decode/plan/kernel.py): read once, for all warpgroups,
     while the barriers are made."""
 
     request: gl.tensor

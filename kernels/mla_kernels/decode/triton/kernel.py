@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from mla_kernels.decode.triton import plan_kernel
+from mla_kernels.decode.plan import kernel as plan_kernel
 from mla_kernels.decode.triton.segment import attend, write_segment
 from mla_kernels.decode.triton.softmax import EXPONENT_FLOOR, OUTGROWN
 from mla_kernels.triton_common.fp16_query import largest_number, powers_of_two, to_fp16
@@ -29,8 +29,8 @@ def mla_decode_kernel(
     kv_scale,  # fp8: fp32, or with LOAD_SCALE a pointer to it
     table_ptr,  # [B, max_blocks] int32
     lens_ptr,  # [B] int32
-    parts_ptr,  # [parts, 8] int32: plan_kernel.py
-    requests_ptr,  # [B, 4] int32: plan_kernel.py
+    parts_ptr,  # [parts, 8] int32: plan/kernel.py
+    requests_ptr,  # [B, 4] int32: plan/kernel.py
     out_ptr,  # [B, s_q, H, DV]
     lse_ptr,  # [B, s_q, H] fp32
     part_acc_ptr,  # [slots, s_q * H, DV] fp32

@@ -7,9 +7,10 @@ import torch
 import triton
 
 from mla_kernels import checks
-from mla_kernels.arch import Arch
+from mla_kernels.arch import Arch, arch_of
 from mla_kernels.decode.call import DecodeCall
-from mla_kernels.decode.plan import MlaDecodePlan
+from mla_kernels.decode.plan.api import MlaDecodePlan
+from mla_kernels.decode.plan.launcher import build_plan
 from mla_kernels.decode.query import joined
 from mla_kernels.decode.rescale import scale_to_log2
 from mla_kernels.decode.triton.few_rows.hopper.launcher import (
@@ -21,7 +22,7 @@ from mla_kernels.decode.triton.few_rows.tiles import choose_few_rows
 from mla_kernels.decode.triton.hopper.launcher import launch_many_rows, takes_many_rows
 from mla_kernels.decode.triton.kernel import mla_decode_kernel
 from mla_kernels.decode.triton.merge import launch_merge
-from mla_kernels.decode.triton.plan import arch_of, build_plan, parts_and_spare
+from mla_kernels.decode.triton.parts import parts_and_spare
 from mla_kernels.decode.triton.tiles import Tile, choose_tile, tile_rows
 from mla_kernels.layouts import Fp8DsMlaLayout, MlaDims
 from mla_kernels.triton_common.alignment import row_alignment

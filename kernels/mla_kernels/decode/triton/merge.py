@@ -21,7 +21,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from mla_kernels import numerics
 from mla_kernels.arch import Arch
-from mla_kernels.decode.triton.plan import DevicePlan
+from mla_kernels.decode.plan.launcher import DevicePlan
 from mla_kernels.triton_common.launch import launch
 from mla_kernels.triton_common.rounding import round_to
 from mla_kernels.triton_common.runtime import INTERPRET
@@ -39,7 +39,7 @@ MIN_PROGRAMS = 256
 def merge_kernel(
     part_acc_ptr,  # [slots, rows, DV] fp32
     part_sum_ptr,  # [slots, rows, 2] fp32: l, k
-    requests_ptr,  # [B, 4] int32: plan_kernel.py
+    requests_ptr,  # [B, 4] int32: plan/kernel.py
     out_ptr,  # [B, rows, DV]
     lse_ptr,  # [B, rows] fp32
     num_rows,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The specialisations of the decode, plan and merge kernels that are compiled offline."""
+"""The specialisations of the decode and merge kernels that are compiled offline."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -14,8 +14,6 @@ from mla_kernels.decode.triton.launcher import (
     tile_options,
 )
 from mla_kernels.decode.triton.merge import MergeTile, merge_kernel
-from mla_kernels.decode.triton.plan import CHUNK, MAX_CHUNKS, MIN_PAY, OVERHEAD, SLACK, SPARE
-from mla_kernels.decode.triton.plan_kernel import PLAN_TILE, plan_kernel
 from mla_kernels.decode.triton.support import DIMS
 from mla_kernels.decode.triton.tiles import Tile, choose_tile
 from mla_kernels.layouts import BLOCK_SIZE, Fp8DsMlaLayout, MlaDims
@@ -40,7 +38,7 @@ MERGE_TILES = (
 
 
 def specialisations(arch: Arch) -> list[KernelSpec]:
-    return [*_decode(arch), *_plan(), *_merge(arch)]
+    return [*_decode(arch), *_merge(arch)]
 
 
 def _decode(arch: Arch) -> Iterator[KernelSpec]:
@@ -162,34 +160,6 @@ def _decode_spec(
         tensor_core="native" if tile.wgmma else "any",
         quick=cache == "bf16" and mode == "pow2" and dims == DIMS[0],
     )
-
-
-def _plan() -> Iterator[KernelSpec]:
-    names = ("lens_ptr", "parts_ptr", "requests_ptr", "outgrown_ptr")
-    pointers = dict.fromkeys(names, "*i32")
-    for chunk, spare in ((0, 0), (0, SPARE), (CHUNK, 0)):
-        yield KernelSpec(
-            name=f"plan/{'chunked' if chunk else 'spare' if spare else 'free'}",
-            fn=plan_kernel,
-            signature={**pointers, "B": "i32"},
-            constexprs={
-                "TILE": PLAN_TILE,
-                "PARTS": 132,
-                "PARTS_POW2": 256,
-                "ROW_TILES": 2,
-                "OVERHEAD": OVERHEAD,
-                "MIN_PAY": MIN_PAY,
-                "SLACK": SLACK,
-                "SPARE": spare,
-                "CHUNK": chunk,
-                "MAX_CHUNKS": MAX_CHUNKS,
-                "ROOM": MAX_CHUNKS,
-                "BLOCK": 128,
-            },
-            aligned=tuple(pointers),
-            options={"num_warps": 4},
-            quick=chunk == spare == 0,
-        )
 
 
 def _merge(arch: Arch) -> Iterator[KernelSpec]:

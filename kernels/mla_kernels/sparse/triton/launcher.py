@@ -7,12 +7,11 @@ import torch
 import triton
 
 from mla_kernels import checks
-from mla_kernels.arch import Arch
+from mla_kernels.arch import Arch, arch_of
 from mla_kernels.decode.query import first_part, head_dim, joined
 from mla_kernels.decode.rescale import scale_to_log2
 from mla_kernels.decode.triton.few_rows.tiles import FewRowsTile
 from mla_kernels.decode.triton.launcher import cache_sizes, kernel_constants
-from mla_kernels.decode.triton.plan import arch_of
 from mla_kernels.decode.triton.support import check_supported
 from mla_kernels.layouts import Fp8DsMlaLayout, MlaDims
 from mla_kernels.sparse.call import SparseCall

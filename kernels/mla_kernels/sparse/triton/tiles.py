@@ -6,9 +6,8 @@ from functools import cache
 
 import torch
 
-from mla_kernels.arch import KB, Arch
+from mla_kernels.arch import KB, Arch, arch_of
 from mla_kernels.decode.triton.few_rows.tiles import FewRowsTile
-from mla_kernels.decode.triton.plan import arch_of
 from mla_kernels.layouts import MlaDims
 from mla_kernels.sparse.triton.few_rows.tiles import choose_few_rows
 

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from mla_kernels import numerics
-from mla_kernels.decode.triton import plan_kernel
+from mla_kernels.decode.plan import kernel as plan_kernel
 from mla_kernels.decode.triton.few_rows.copies import copy_tile, load_pages
 from mla_kernels.decode.triton.few_rows.operands import (
     KEYS_TO_F16,
@@ -48,8 +48,8 @@ def few_rows_kernel(
     kv_scale,  # fp8: fp32, or with LOAD_SCALE a pointer to it
     table_ptr,  # [B, max_blocks] int32
     lens_ptr,  # [B] int32
-    parts_ptr,  # [parts, 8] int32: plan_kernel.py
-    requests_ptr,  # [B, 4] int32: plan_kernel.py
+    parts_ptr,  # [parts, 8] int32: plan/kernel.py
+    requests_ptr,  # [B, 4] int32: plan/kernel.py
     out_ptr,  # [B, s_q, H, DV]
     lse_ptr,  # [B, s_q, H] fp32
     part_acc_ptr,  # [slots, s_q * H, DV] fp32

@@ -205,8 +205,8 @@ def many_rows_kernel(
     kv_rope_desc,  # the same, boxes [64, 64]
     table,  # [B, max_blocks] int32
     seq_lens,  # [B] int32
-    parts,  # [parts, 8] int32: plan_kernel.py
-    requests,  # [B, 4] int32: plan_kernel.py
+    parts,  # [parts, 8] int32: plan/kernel.py
+    requests,  # [B, 4] int32: plan/kernel.py
     out,  # [B, s_q, H, 512]
     lse,  # [B, s_q, H] fp32
     part_acc,  # [slots, s_q * H, 512] fp32

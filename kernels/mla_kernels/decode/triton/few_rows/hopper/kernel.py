@@ -39,8 +39,8 @@ def few_rows_fp8_kernel(
     kv_scale,  # fp32, or with LOAD_SCALE a pointer to it
     table,  # [B, max_blocks] int32
     seq_lens,  # [B] int32
-    parts,  # [parts, 8] int32: plan_kernel.py
-    requests,  # [B, 4] int32: plan_kernel.py
+    parts,  # [parts, 8] int32: plan/kernel.py
+    requests,  # [B, 4] int32: plan/kernel.py
     out,  # [B, s_q, H, 512]
     lse,  # [B, s_q, H] fp32
     part_acc,  # [slots, s_q * H, 512] fp32

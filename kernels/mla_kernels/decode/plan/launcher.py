@@ -8,15 +8,8 @@ import torch
 import triton
 
 from mla_kernels import checks
-from mla_kernels.arch import ARCHS, Arch, device_arch
-from mla_kernels.decode.triton.plan_kernel import (
-    PART_FIELDS,
-    PLAN_TILE,
-    REQUEST_FIELDS,
-    plan_kernel,
-)
-from mla_kernels.decode.triton.tiles import ctas_per_sm, tile_rows
-from mla_kernels.triton_common.formats import cache_format
+from mla_kernels.decode.plan.kernel import PART_FIELDS, PLAN_TILE, REQUEST_FIELDS, plan_kernel
+from mla_kernels.decode.triton.parts import parts_for, row_tiles
 from mla_kernels.triton_common.launch import launch
 
 # What starting on a request costs a program, in tiles: filling the pipeline, writing the result.
@@ -40,7 +33,7 @@ class DevicePlan:
 
     spare     a part may do 1 / spare more work to save cuts; 0: no more than SLACK
     outgrown  [num_parts, row tiles] int32, zeros between launches: scratch of the decode kernel
-    parts     [num_parts, 8] int32, requests [B, 4] int32: plan_kernel.py
+    parts     [num_parts, 8] int32, requests [B, 4] int32: kernel.py
     acc       [slots, rows, kv_lora_rank] fp32, sums [slots, rows, 2] fp32: the partials (O; l, k)
               of split requests
     buffers   all of these; `updated` those that `update` writes
@@ -152,32 +145,3 @@ def _partials(
     if lent is not None and lent.numel() >= size:
         return lent.view(-1)[:size].view(shape)
     return torch.empty(shape, dtype=torch.float32, device=device)
-
-
-def arch_of(device: torch.device) -> Arch:
-    """The device's entry; in the interpreter that of sm_90."""
-    return ARCHS[90] if device.type == "cpu" else device_arch(device)
-
-
-def parts_and_spare(
-    rows: int, device: torch.device, kv_cache_dtype: torch.dtype, dtype: torch.dtype
-) -> tuple[int, int]:
-    """Into how many parts a plan for the portable kernels cuts a step, and their spare: none,
-    whatever the queries' dtype. Those of the Hopper kernels: decode/hopper/support.py."""
-    return parts_for(rows, device, kv_cache_dtype), 0
-
-
-def parts_for(rows: int, device: torch.device, kv_cache_dtype: torch.dtype = torch.bfloat16) -> int:
-    """Parts for which the portable kernel's programs, parts x row tiles, fill the device."""
-    ctas = ctas_per_sm(rows, arch_of(device), cache_format(kv_cache_dtype))
-    sms = (
-        4
-        if device.type == "cpu"
-        else torch.cuda.get_device_properties(device).multi_processor_count
-    )
-    return max(1, sms * ctas // row_tiles(rows, device))
-
-
-def row_tiles(rows: int, device: torch.device) -> int:
-    """Programs that share one part."""
-    return triton.cdiv(rows, tile_rows(rows, arch_of(device)))

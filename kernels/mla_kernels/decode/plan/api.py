@@ -17,7 +17,7 @@ from mla_kernels.torch_modes import untraced
 from mla_kernels.triton_common.record import Recordings, kind
 
 if TYPE_CHECKING:
-    from mla_kernels.decode.triton.plan import DevicePlan
+    from mla_kernels.decode.plan.launcher import DevicePlan
 
 MAX_S_Q = 8
 MAX_HEADS = 128
@@ -185,12 +185,12 @@ def plan_mla_decode(
         rescale=rescale,
     )
     if choice.impl in ("hopper", "triton"):
-        from mla_kernels.decode.triton.plan import build_plan
+        from mla_kernels.decode.plan.launcher import build_plan
 
         if choice.impl == "hopper":
-            from mla_kernels.decode.hopper.support import parts_and_spare
+            from mla_kernels.decode.hopper.parts import parts_and_spare
         else:
-            from mla_kernels.decode.triton.plan import parts_and_spare
+            from mla_kernels.decode.triton.parts import parts_and_spare
         rows = num_heads * s_q
         parts, spare = parts_and_spare(rows, seq_lens.device, kv_cache_dtype, dtype)
         device_plan = build_plan(
