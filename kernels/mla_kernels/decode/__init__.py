@@ -21,6 +21,6 @@ bf16 alone.
 
 All kernels of "hopper" and "triton" read one kind of plan, which says what part of the cache each
 program reads: plan/api.py is for callers, plan/launcher.py has its buffers and constants,
-plan/kernel.py fills them and triton/merge.py joins what was cut. Into how many parts, and what may
-be spared, is said by hopper/parts.py and triton/parts.py.
+plan/kernel.py fills them and merge/ joins what was cut. Into how many parts, and what may be
+spared, is said by hopper/parts.py and triton/parts.py.
 """

@@ -9,9 +9,9 @@ import torch
 from mla_kernels.arch import device_arch
 from mla_kernels.decode.call import DecodeCall
 from mla_kernels.decode.hopper.fp8_query.launcher import launch_fp8_query
+from mla_kernels.decode.merge.launcher import launch_merge
 from mla_kernels.decode.plan.launcher import build_plan
 from mla_kernels.decode.rescale import scale_to_log2
-from mla_kernels.decode.triton.merge import launch_merge
 from mla_kernels.layouts import MlaDims
 from mla_kernels.testing.cases import decode_case, random_tokens
 

@@ -6,10 +6,11 @@ import torch
 from mla_kernels.decode.hopper import launcher as hopper_launcher
 from mla_kernels.decode.hopper import parts as hopper_parts
 from mla_kernels.decode.hopper.parts import spare_for
+from mla_kernels.decode.merge.kernel import merge_kernel
+from mla_kernels.decode.merge.launcher import merge_tile
 from mla_kernels.decode.plan import api as plans
 from mla_kernels.decode.plan.kernel import PLAN_TILE
 from mla_kernels.decode.plan.launcher import SPARE, build_plan
-from mla_kernels.decode.triton.merge import merge_kernel, merge_tile
 from mla_kernels.dispatch import Choice
 from mla_kernels.numerics import EXPONENT_FLOOR, LN2
 from mla_kernels.testing.cases import decode_case

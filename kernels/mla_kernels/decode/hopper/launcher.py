@@ -16,11 +16,11 @@ from mla_kernels.decode.hopper.fp8_query.launcher import launch_fp8_query
 from mla_kernels.decode.hopper.kernel import hopper_decode_kernel
 from mla_kernels.decode.hopper.parts import parts_and_spare
 from mla_kernels.decode.hopper.support import FORMATS
+from mla_kernels.decode.merge.launcher import launch_merge
 from mla_kernels.decode.plan.api import MlaDecodePlan
 from mla_kernels.decode.plan.launcher import build_plan
 from mla_kernels.decode.query import Query, first_part, row_parts
 from mla_kernels.decode.rescale import scale_to_log2
-from mla_kernels.decode.triton.merge import launch_merge
 from mla_kernels.triton_common.launch import launch
 
 # For a bf16 cache. Tiles of each ring: 209 KB of shared memory. 160 is the only register share of

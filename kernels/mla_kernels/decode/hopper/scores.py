@@ -148,4 +148,4 @@ def scores_warpgroup(
         lo = after_lo + 0
         hi = after_hi + 0
         end = after_end + 0
-    gdc_launch_dependents()  # the merge (decode/triton/merge.py)
+    gdc_launch_dependents()  # the merge (decode/merge/kernel.py)

@@ -9,6 +9,7 @@ import triton
 from mla_kernels import checks
 from mla_kernels.arch import Arch, arch_of
 from mla_kernels.decode.call import DecodeCall
+from mla_kernels.decode.merge.launcher import launch_merge
 from mla_kernels.decode.plan.api import MlaDecodePlan
 from mla_kernels.decode.plan.launcher import build_plan
 from mla_kernels.decode.query import joined
@@ -21,7 +22,6 @@ from mla_kernels.decode.triton.few_rows.launcher import launch_few_rows
 from mla_kernels.decode.triton.few_rows.tiles import choose_few_rows
 from mla_kernels.decode.triton.hopper.launcher import launch_many_rows, takes_many_rows
 from mla_kernels.decode.triton.kernel import mla_decode_kernel
-from mla_kernels.decode.triton.merge import launch_merge
 from mla_kernels.decode.triton.parts import parts_and_spare
 from mla_kernels.decode.triton.tiles import Tile, choose_tile, tile_rows
 from mla_kernels.layouts import Fp8DsMlaLayout, MlaDims

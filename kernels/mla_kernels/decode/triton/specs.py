@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The specialisations of the decode and merge kernels that are compiled offline."""
+"""The specialisations of the portable decode kernel that are compiled offline."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -13,7 +13,6 @@ from mla_kernels.decode.triton.launcher import (
     tile_constants,
     tile_options,
 )
-from mla_kernels.decode.triton.merge import MergeTile, merge_kernel
 from mla_kernels.decode.triton.support import DIMS
 from mla_kernels.decode.triton.tiles import Tile, choose_tile
 from mla_kernels.layouts import BLOCK_SIZE, Fp8DsMlaLayout, MlaDims
@@ -28,17 +27,10 @@ CACHE_POINTER = {"float": "bf16", "fp8": "u8", "fp8_ds_mla": "u8"}
 CACHE_PLACES = ("kv_ptr", "kv_scale_view_ptr", "kv_rope_view_ptr", "page_stride")
 # Bytes that divide where rows start, other than 16.
 ALIGNMENTS = {"float": (2, 4, 8), "fp8": (1, 2, 4, 8), "fp8_ds_mla": (4, 8)}
-# (tile, splits in order): even batches, then deterministic mode.
-MERGE_TILES = (
-    (MergeTile(2, 512, 4), False),
-    (MergeTile(1, 32, 128), False),
-    (MergeTile(8, 256, 2), True),
-    (MergeTile(1, 256, 8), True),
-)
 
 
 def specialisations(arch: Arch) -> list[KernelSpec]:
-    return [*_decode(arch), *_merge(arch)]
+    return list(_decode(arch))
 
 
 def _decode(arch: Arch) -> Iterator[KernelSpec]:
@@ -160,30 +152,3 @@ def _decode_spec(
         tensor_core="native" if tile.wgmma else "any",
         quick=cache == "bf16" and mode == "pow2" and dims == DIMS[0],
     )
-
-
-def _merge(arch: Arch) -> Iterator[KernelSpec]:
-    pointers = {
-        "part_acc_ptr": "*fp32",
-        "part_sum_ptr": "*fp32",
-        "requests_ptr": "*i32",
-        "out_ptr": "*bf16",
-        "lse_ptr": "*fp32",
-    }
-    for tile, ordered in MERGE_TILES:
-        yield KernelSpec(
-            name=f"merge/{tile.rows}x{tile.cols}x{tile.splits}{'_ordered' if ordered else ''}",
-            fn=merge_kernel,
-            signature={**pointers, "num_rows": "i32"},
-            constexprs={
-                "DV": DIMS[0].kv_lora_rank,
-                "ROWS": tile.rows,
-                "COLS": tile.cols,
-                "SPLITS": tile.splits,
-                "ORDERED": ordered,
-                "PDL": arch.programmatic_launch,
-            },
-            aligned=tuple(pointers),
-            options={"num_warps": 4, "launch_pdl": arch.programmatic_launch},
-            quick=tile == MERGE_TILES[0][0],
-        )

@@ -8,7 +8,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from mla_kernels import numerics
 from mla_kernels.arch import Arch
-from mla_kernels.decode.triton.merge import MergeTile
+from mla_kernels.decode.merge.launcher import MergeTile
 from mla_kernels.decode.triton.softmax import pow2_int
 from mla_kernels.triton_common.launch import launch
 from mla_kernels.triton_common.rounding import round_to
@@ -107,7 +107,7 @@ def mla_sparse_merge_kernel(
 ):
     """One program: ROWS heads and COLS columns of one token.
 
-    k is an integer, so the factors 2^(k_s - k) are exact (decode/triton/merge.py).
+    k is an integer, so the factors 2^(k_s - k) are exact (decode/merge/kernel.py).
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)

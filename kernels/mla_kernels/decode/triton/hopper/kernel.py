@@ -169,7 +169,7 @@ def attend(
         slot = gl.load(requests + request * 4 + 0)
         splits = gl.load(requests + request * 4 + 1)
         after, after_lo, after_hi, after_end = next_segment(plan, request, hi, end)
-        if after > plan.last:  # the merge (decode/triton/merge.py)
+        if after > plan.last:  # the merge (decode/merge/kernel.py)
             gdc_launch_dependents()
 
         total = gl.convert_layout(gl.sum(l, 1), SCORES_ROW)

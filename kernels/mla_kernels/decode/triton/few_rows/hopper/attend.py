@@ -169,7 +169,7 @@ def attend(
                     phases = phases ^ (1 << at)
                     o, l, k = add_results(o, l, k, ring, SLOTS + at, handed_sums, at)
                     mbarrier.arrive(empty.index(SLOTS + at), count=1)
-            if is_last:  # the merge (decode/triton/merge.py)
+            if is_last:  # the merge (decode/merge/kernel.py)
                 gdc_launch_dependents()
             write_out(
                 o, l, k, cache_scale, out, lse, part_acc, part_sums, request, splits, slot + split,

@@ -73,7 +73,7 @@ def hand_over(o, l, k, ring, at, sums, to):
 
 @gluon.jit
 def add_results(o, l, k, ring, at, sums, to):
-    """(o, l, k) and what was handed over, merged as decode/triton/merge.py does."""
+    """(o, l, k) and what was handed over, merged as decode/merge/kernel.py does."""
     O_ROW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, o.type.layout))
     their_k = sums.index(2 * to + 1).load(k.type.layout)
     k_new = gl.maximum(k, their_k)
