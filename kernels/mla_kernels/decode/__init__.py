@@ -6,8 +6,8 @@
 | hopper | hopper/ | sm_90: q and cache in bf16 |
 | | hopper/fp8/ | q in bf16, cache in fp8 or fp8_ds_mla |
 | | hopper/fp8_query/ | q and cache in fp8 |
-| triton | triton/hopper/ ("many rows") | sm_90: bf16 and fp16 from 17 query rows on |
-| | triton/few_rows/hopper/ | sm_90: fp8 up to 32 rows, if TMA can read the cache |
+| triton | triton/many_rows/ | sm_90: bf16 and fp16 from 17 query rows on |
+| | triton/few_rows_fp8/ | sm_90: fp8 up to 32 rows, if TMA can read the cache |
 | | triton/few_rows/ | sm_89 and later, on sm_90 up to 32 rows: other fp8 and fp8_ds_mla caches; |
 | | | on sm_90 bf16 of 17 to 32 rows that TMA cannot read |
 | | triton/ | everything else |

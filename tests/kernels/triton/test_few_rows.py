@@ -71,7 +71,7 @@ def test_rings_and_registers_fit(sm):
                 assert found.ctas * (ring + 8 * KB) <= arch.shared_memory_per_sm
                 assert found.tokens >= found.rows  # q passes through a slot of the ring
                 assert found.max_registers * found.warps * 32 * found.ctas <= 65536
-                alone = sm == 90 and kv_format == "fp8"  # few_rows/hopper
+                alone = sm == 90 and kv_format == "fp8"  # few_rows_fp8
                 assert ctas_per_sm(rows, arch, kv_format) == (1 if alone else found.ctas)
 
 

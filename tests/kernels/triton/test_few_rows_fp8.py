@@ -6,12 +6,12 @@ import pytest
 import torch
 from mla_kernels import mla_decode
 from mla_kernels.arch import ARCHS
-from mla_kernels.decode.triton.few_rows.hopper.launcher import (
+from mla_kernels.decode.triton.few_rows.tiles import few_rows_tile
+from mla_kernels.decode.triton.few_rows_fp8.launcher import (
     CONFIGS,
     OPTIONS,
     takes_few_rows_fp8,
 )
-from mla_kernels.decode.triton.few_rows.tiles import few_rows_tile
 from mla_kernels.decode.triton.tiles import ctas_per_sm
 from mla_kernels.layouts import MlaDims
 from mla_kernels.testing.cases import decode_case

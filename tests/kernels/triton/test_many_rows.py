@@ -6,7 +6,7 @@ import pytest
 import torch
 from mla_kernels import mla_decode
 from mla_kernels.arch import ARCHS
-from mla_kernels.decode.triton.hopper.launcher import takes_many_rows
+from mla_kernels.decode.triton.many_rows.launcher import takes_many_rows
 from mla_kernels.layouts import MlaDims
 from mla_kernels.testing.cases import decode_case
 from mla_kernels.testing.decoded import assert_decoded

@@ -32,6 +32,6 @@ def spare_for(rows: int, kv_cache_dtype: torch.dtype) -> int:
     """A part may do 1 / spare_for more work to save cuts; 0: none.
 
     Where memory is the limit, a few idle SMs cost nothing: 128 requests of any length then have one
-    of 132 SMs each (benchmarks/VERSIONS.md, 57 and 58).
+    of 132 SMs each (benchmarks/versions/decode_hopper.md, rows 57 and 58).
     """
     return SPARE if rows <= 32 and kv_cache_dtype == torch.bfloat16 else 0

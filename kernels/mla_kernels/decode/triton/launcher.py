@@ -14,14 +14,11 @@ from mla_kernels.decode.plan.api import MlaDecodePlan
 from mla_kernels.decode.plan.launcher import build_plan
 from mla_kernels.decode.query import joined
 from mla_kernels.decode.rescale import scale_to_log2
-from mla_kernels.decode.triton.few_rows.hopper.launcher import (
-    launch_few_rows_fp8,
-    takes_few_rows_fp8,
-)
 from mla_kernels.decode.triton.few_rows.launcher import launch_few_rows
 from mla_kernels.decode.triton.few_rows.tiles import choose_few_rows
-from mla_kernels.decode.triton.hopper.launcher import launch_many_rows, takes_many_rows
+from mla_kernels.decode.triton.few_rows_fp8.launcher import launch_few_rows_fp8, takes_few_rows_fp8
 from mla_kernels.decode.triton.kernel import mla_decode_kernel
+from mla_kernels.decode.triton.many_rows.launcher import launch_many_rows, takes_many_rows
 from mla_kernels.decode.triton.parts import parts_and_spare
 from mla_kernels.decode.triton.tiles import Tile, choose_tile, tile_rows
 from mla_kernels.layouts import Fp8DsMlaLayout, MlaDims

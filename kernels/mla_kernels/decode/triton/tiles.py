@@ -46,7 +46,7 @@ def ctas_per_sm(rows: int, arch: Arch, kv_format: str = "float") -> int:
     """Programs that share an SM, which is how many parts the plan makes."""
     few_rows = choose_few_rows(tile_rows(rows, arch), MlaDims(), kv_format, arch)
     if few_rows is not None:
-        # few_rows/hopper, which takes nearly all fp8 caches on sm_90, fills an SM with one.
+        # few_rows_fp8, which takes nearly all fp8 caches on sm_90, fills an SM with one.
         return 1 if arch.sm == 90 and kv_format == "fp8" else few_rows.ctas
     tile = choose_tile(rows, MlaDims(), kv_format, arch)
     return 2 if tile.warps == 4 else 1
@@ -91,8 +91,8 @@ def _unaligned_tile(m: int, kv_format: str, arch: Arch) -> Tile:
 
 
 def _hopper_tile(m: int, dims: MlaDims, kv_format: str, rescale: str, block_size: int) -> Tile:
-    """Measured on an H200: benchmarks/versions/decode_triton.md. What decode/triton/hopper takes
-    (16-bit caches, more than 16 rows, pages of 64 tokens) does not come here."""
+    """Measured on an H200: benchmarks/versions/decode_triton.md. What many_rows takes (16-bit
+    caches, more than 16 rows, pages of 64 tokens) does not come here."""
     if m == 16 and kv_format == "float":
         return Tile(16, 64, warps=8, stages=5)
     if m == 16:

@@ -36,8 +36,8 @@ def few_rows_tile(rows: int, dims: MlaDims, kv_format: str, arch: Arch) -> FewRo
     """The tile for programs of `rows` query rows (tiles.tile_rows), None where there is none.
 
     Measured on an H200 (benchmarks/versions/decode_triton.md), where 16 rows of bf16 need no more
-    than the kernel of decode/triton/kernel.py, and 32 rows of it go to decode/triton/hopper unless
-    strides keep TMA from them.
+    than the kernel of decode/triton/kernel.py, and 32 rows of it go to many_rows unless strides
+    keep TMA from them.
     """
     if rows > 32 or arch.tensor_core == "mfma":
         return None

@@ -20,10 +20,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from mla_kernels.decode.hopper.layouts import BLOCK
 from mla_kernels.decode.hopper.stream import read_start
-from mla_kernels.decode.triton.few_rows.hopper.attend import attend
-from mla_kernels.decode.triton.few_rows.hopper.stream import loader
-from mla_kernels.decode.triton.few_rows.hopper.teams import VECTOR, team_memory
-from mla_kernels.decode.triton.hopper.kernel import barriers
+from mla_kernels.decode.triton.few_rows_fp8.attend import attend
+from mla_kernels.decode.triton.few_rows_fp8.stream import loader
+from mla_kernels.decode.triton.few_rows_fp8.teams import VECTOR, team_memory
+from mla_kernels.decode.triton.many_rows.kernel import barriers
 
 LATENT_RING = gl.constexpr(
     gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)

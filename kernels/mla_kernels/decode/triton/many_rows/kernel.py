@@ -29,7 +29,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from mla_kernels import numerics
 from mla_kernels.decode.hopper.layouts import BLOCK, HALF, ROPE, TILE
 from mla_kernels.decode.hopper.stream import next_segment, read_start, ring_next, start_segment
-from mla_kernels.decode.triton.hopper.softmax import (
+from mla_kernels.decode.triton.many_rows.softmax import (
     LANES,
     SCORES,
     any_passed,
@@ -37,7 +37,7 @@ from mla_kernels.decode.triton.hopper.softmax import (
     new_reference,
     weights_of,
 )
-from mla_kernels.decode.triton.hopper.stream import loader
+from mla_kernels.decode.triton.many_rows.stream import loader
 from mla_kernels.decode.triton.softmax import pow2_int
 from mla_kernels.triton_common.gluon_compat import cta_barrier, reinterpret
 

@@ -9,7 +9,7 @@ from mla_kernels.decode.call import DecodeCall
 from mla_kernels.decode.hopper import layouts
 from mla_kernels.decode.hopper.launcher import cache_descriptors, query_descriptors
 from mla_kernels.decode.rescale import scale_to_log2
-from mla_kernels.decode.triton.hopper.kernel import many_rows_kernel
+from mla_kernels.decode.triton.many_rows.kernel import many_rows_kernel
 from mla_kernels.decode.triton.tiles import tile_rows
 from mla_kernels.layouts import MlaDims
 from mla_kernels.triton_common.launch import launch

@@ -6,8 +6,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from mla_kernels.decode.hopper.layouts import BLOCK
-from mla_kernels.decode.triton.few_rows.hopper.query import STEP
 from mla_kernels.decode.triton.few_rows.results import per_row
+from mla_kernels.decode.triton.few_rows_fp8.query import STEP
 from mla_kernels.decode.triton.softmax import pow2_int
 from mla_kernels.triton_common.gluon_compat import aggregate, reinterpret
 

@@ -7,7 +7,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from mla_kernels.decode.hopper.layouts import BLOCK
 from mla_kernels.decode.hopper.stream import next_segment, ring_next, start_segment
-from mla_kernels.decode.triton.hopper.stream import page_of
+from mla_kernels.decode.triton.many_rows.stream import page_of
 from mla_kernels.triton_common.gluon_compat import reinterpret, tma_load
 
 # A row's 128 bytes in one of the tile's four blocks of 64 units: swizzled within themselves.

@@ -12,8 +12,8 @@ from mla_kernels.decode.hopper import layouts
 from mla_kernels.decode.hopper.fp8.operands import rows_of
 from mla_kernels.decode.query import joined
 from mla_kernels.decode.rescale import scale_to_log2
-from mla_kernels.decode.triton.few_rows.hopper.kernel import few_rows_fp8_kernel
 from mla_kernels.decode.triton.few_rows.tiles import FewRowsTile
+from mla_kernels.decode.triton.few_rows_fp8.kernel import few_rows_fp8_kernel
 from mla_kernels.triton_common.formats import scale_argument
 from mla_kernels.triton_common.launch import launch
 

@@ -15,14 +15,14 @@ from mla_kernels.decode.hopper.stream import (
     ring_previous,
     start_segment,
 )
-from mla_kernels.decode.triton.few_rows.hopper.query import STEP, load_query, units_of
-from mla_kernels.decode.triton.few_rows.hopper.teams import add_results, hand_over
 from mla_kernels.decode.triton.few_rows.operands import (
     KEYS_TO_F16,
     VALUES_TO_F16,
     codes_to_f16,
 )
 from mla_kernels.decode.triton.few_rows.results import per_row, write_out
+from mla_kernels.decode.triton.few_rows_fp8.query import STEP, load_query, units_of
+from mla_kernels.decode.triton.few_rows_fp8.teams import add_results, hand_over
 from mla_kernels.decode.triton.softmax import integer_reference, pow2_int
 from mla_kernels.triton_common.gluon_compat import cta_barrier, reinterpret
 

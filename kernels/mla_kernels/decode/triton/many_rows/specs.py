@@ -3,8 +3,8 @@
 
 from mla_kernels.arch import Arch
 from mla_kernels.decode.hopper.specs import POINTERS, SCALARS, descriptors
-from mla_kernels.decode.triton.hopper.kernel import many_rows_kernel
-from mla_kernels.decode.triton.hopper.launcher import LOADER_REGS
+from mla_kernels.decode.triton.many_rows.kernel import many_rows_kernel
+from mla_kernels.decode.triton.many_rows.launcher import LOADER_REGS
 from mla_kernels.offline.spec import KernelSpec
 
 

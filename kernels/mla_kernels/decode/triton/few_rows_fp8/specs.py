@@ -4,9 +4,9 @@
 from mla_kernels.arch import Arch
 from mla_kernels.decode.hopper.fp8.operands import rows_of
 from mla_kernels.decode.hopper.specs import POINTERS, SCALARS
-from mla_kernels.decode.triton.few_rows.hopper.kernel import few_rows_fp8_kernel
-from mla_kernels.decode.triton.few_rows.hopper.launcher import CONFIGS, OPTIONS
 from mla_kernels.decode.triton.few_rows.specs import STRIDES
+from mla_kernels.decode.triton.few_rows_fp8.kernel import few_rows_fp8_kernel
+from mla_kernels.decode.triton.few_rows_fp8.launcher import CONFIGS, OPTIONS
 from mla_kernels.offline.spec import KernelSpec
 
 
