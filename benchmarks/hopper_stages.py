@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 from gpu import DEVICE, describe_versions, need_gpu
+from mla_kernels.decode.hopper.bf16.scores import issue_scores
 from mla_kernels.decode.hopper.layouts import (
     BLOCK,
     HALF,
@@ -29,7 +30,6 @@ from mla_kernels.decode.hopper.layouts import (
     TILE,
     VECTOR,
 )
-from mla_kernels.decode.hopper.scores import issue_scores
 from mla_kernels.decode.hopper.softmax import EXPONENT_FLOOR, publish_factors, softmax_step
 from mla_kernels.triton_common.gluon_compat import cta_barrier
 from outputs import claim, write_json

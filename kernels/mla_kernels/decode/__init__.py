@@ -3,7 +3,7 @@
 
 | impl | where | what it takes |
 |---|---|---|
-| hopper | hopper/ | sm_90: q and cache in bf16 |
+| hopper | hopper/bf16/ | sm_90: q and cache in bf16 |
 | | hopper/fp8/ | q in bf16, cache in fp8 or fp8_ds_mla |
 | | hopper/fp8_query/ | q and cache in fp8 |
 | triton | triton/many_rows/ | sm_90: bf16 and fp16 from 17 query rows on |
@@ -18,6 +18,9 @@ Query rows are heads times new tokens, of one request. The first three are tried
 (`choice.py`, `hopper/support.py`); those of "triton" in this order (`triton/launcher.py`), all but
 the last with pow2, blocks of 64 tokens and rows of 512 + 64 alone, and the few-rows ones with q in
 bf16 alone.
+
+A folder is named as its `impl`, one in it as its kernel. What lies beside these is shared: of
+hopper/ also by many_rows and few_rows_fp8, as by sparse/hopper.
 
 All kernels of "hopper" and "triton" read one kind of plan, which says what part of the cache each
 program reads: plan/api.py is for callers, plan/launcher.py has its buffers and constants,

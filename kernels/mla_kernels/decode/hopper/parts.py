@@ -13,7 +13,7 @@ from mla_kernels.decode.plan.launcher import SPARE
 def parts_and_spare(
     rows: int, device: torch.device, kv_cache_dtype: torch.dtype, dtype: torch.dtype
 ) -> tuple[int, int]:
-    """Into how many parts a plan cuts a step, and their spare (plan/launcher.py)."""
+    """Into how many parts a plan cuts a step, and their spare (decode/plan/launcher.py)."""
     return parts_for(rows, device, kv_cache_dtype, dtype), spare_for(rows, kv_cache_dtype)
 
 

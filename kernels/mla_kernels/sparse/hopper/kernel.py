@@ -29,7 +29,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from mla_kernels.decode.hopper.kernel import barriers
+from mla_kernels.decode.hopper.barriers import barriers
 from mla_kernels.decode.hopper.layouts import BLOCK, HALF, ROPE, TILE, VECTOR
 from mla_kernels.sparse.hopper.layouts import CODES, SCALES
 from mla_kernels.sparse.hopper.scores import scores_warpgroup

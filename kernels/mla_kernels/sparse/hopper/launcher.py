@@ -17,7 +17,7 @@ from mla_kernels.triton_common.formats import cache_views
 from mla_kernels.triton_common.launch import launch
 
 # Tiles of each ring: 210 KB of shared memory, 220 with codes. The query tile comes in the last slot
-# of each. 160 registers as in decode/hopper/launcher.py.
+# of each. 160 registers as in decode/hopper/bf16/launcher.py.
 CONFIGS = {
     "bf16": {"SLOTS_A": 3, "SLOTS_B": 2, "SLOTS_R": 2, "SLOTS_P": 2, "WORKER_REGS": 160},
     "fp8_ds_mla": {"SLOTS_A": 2, "SLOTS_B": 2, "SLOTS_R": 3, "SLOTS_P": 2, "WORKER_REGS": 160},

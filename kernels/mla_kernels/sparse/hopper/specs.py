@@ -2,7 +2,7 @@
 """The specialisations of the Hopper sparse kernel, for the offline compiler."""
 
 from mla_kernels.arch import Arch
-from mla_kernels.decode.hopper.specs import descriptors
+from mla_kernels.decode.hopper.bf16.specs import descriptors
 from mla_kernels.layouts import BLOCK_SIZE, Fp8DsMlaLayout, MlaDims
 from mla_kernels.offline.spec import KernelSpec
 from mla_kernels.sparse.hopper.kernel import hopper_sparse_kernel

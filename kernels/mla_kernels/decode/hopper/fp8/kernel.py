@@ -43,10 +43,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from mla_kernels.decode.hopper.barriers import barriers
 from mla_kernels.decode.hopper.fp8.operands import rows_of
 from mla_kernels.decode.hopper.fp8.scores import ONE, scores_warpgroup
 from mla_kernels.decode.hopper.fp8.values import values_warpgroup
-from mla_kernels.decode.hopper.kernel import barriers
 from mla_kernels.decode.hopper.layouts import BLOCK, DS_MLA_ROPE, SCALES, VECTOR
 from mla_kernels.decode.hopper.stream import read_start
 

@@ -2,12 +2,12 @@
 """The specialisations of the fp8 Hopper kernel, for the offline compiler."""
 
 from mla_kernels.arch import Arch
+from mla_kernels.decode.hopper.bf16.specs import POINTERS, SCALARS
 from mla_kernels.decode.hopper.fp8.configs import CONFIGS
 from mla_kernels.decode.hopper.fp8.kernel import hopper_fp8_kernel
 from mla_kernels.decode.hopper.fp8.operands import rows_of
 from mla_kernels.decode.hopper.fp8.query import query_box
 from mla_kernels.decode.hopper.layouts import QUERY_TILE, SCALES
-from mla_kernels.decode.hopper.specs import POINTERS, SCALARS
 from mla_kernels.offline.spec import KernelSpec
 
 

@@ -25,10 +25,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from mla_kernels.decode.hopper.barriers import barriers
 from mla_kernels.decode.hopper.fp8_query.operands import LATENT_UNITS, ROPE_CODES, ROPE_UNITS
 from mla_kernels.decode.hopper.fp8_query.scores import scores_warpgroup
 from mla_kernels.decode.hopper.fp8_query.values import values_warpgroup
-from mla_kernels.decode.hopper.kernel import barriers
 from mla_kernels.decode.hopper.layouts import BLOCK, VECTOR
 from mla_kernels.decode.hopper.stream import read_start
 

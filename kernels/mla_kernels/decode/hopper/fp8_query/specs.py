@@ -2,10 +2,10 @@
 """The specialisations of the fp8-query Hopper kernel, for the offline compiler."""
 
 from mla_kernels.arch import Arch
+from mla_kernels.decode.hopper.bf16.specs import POINTERS, SCALARS
 from mla_kernels.decode.hopper.fp8_query import operands
 from mla_kernels.decode.hopper.fp8_query.kernel import hopper_fp8_query_kernel
 from mla_kernels.decode.hopper.fp8_query.launcher import CONFIG
-from mla_kernels.decode.hopper.specs import POINTERS, SCALARS
 from mla_kernels.offline.spec import KernelSpec
 
 DESCRIPTORS = {

@@ -2,8 +2,8 @@
 """The specialisations of the few-rows kernel with a warp that loads, compiled offline."""
 
 from mla_kernels.arch import Arch
+from mla_kernels.decode.hopper.bf16.specs import POINTERS, SCALARS
 from mla_kernels.decode.hopper.fp8.operands import rows_of
-from mla_kernels.decode.hopper.specs import POINTERS, SCALARS
 from mla_kernels.decode.triton.few_rows.specs import STRIDES
 from mla_kernels.decode.triton.few_rows_fp8.kernel import few_rows_fp8_kernel
 from mla_kernels.decode.triton.few_rows_fp8.launcher import CONFIGS, OPTIONS

@@ -7,7 +7,7 @@ import triton
 from mla_kernels.arch import Arch
 from mla_kernels.decode.call import DecodeCall
 from mla_kernels.decode.hopper import layouts
-from mla_kernels.decode.hopper.launcher import cache_descriptors, query_descriptors
+from mla_kernels.decode.hopper.bf16.launcher import cache_descriptors, query_descriptors
 from mla_kernels.decode.rescale import scale_to_log2
 from mla_kernels.decode.triton.many_rows.kernel import many_rows_kernel
 from mla_kernels.decode.triton.tiles import tile_rows

@@ -2,7 +2,7 @@
 """The specialisations of the many-rows kernel that are compiled offline."""
 
 from mla_kernels.arch import Arch
-from mla_kernels.decode.hopper.specs import POINTERS, SCALARS, descriptors
+from mla_kernels.decode.hopper.bf16.specs import POINTERS, SCALARS, descriptors
 from mla_kernels.decode.triton.many_rows.kernel import many_rows_kernel
 from mla_kernels.decode.triton.many_rows.launcher import LOADER_REGS
 from mla_kernels.offline.spec import KernelSpec

@@ -3,8 +3,8 @@
 
 from mla_kernels.arch import Arch
 from mla_kernels.decode.hopper import layouts
-from mla_kernels.decode.hopper.kernel import hopper_decode_kernel
-from mla_kernels.decode.hopper.launcher import CONFIG
+from mla_kernels.decode.hopper.bf16.kernel import hopper_decode_kernel
+from mla_kernels.decode.hopper.bf16.launcher import CONFIG
 from mla_kernels.decode.hopper.support import RESCALES
 from mla_kernels.offline.spec import KernelSpec
 

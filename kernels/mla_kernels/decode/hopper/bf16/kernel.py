@@ -19,27 +19,18 @@ its next load when its PV is done, which is after its QK. WG2 starts PV(n) as so
 WG1 one QK later, so that its half of the work runs on the tensor cores under WG0's softmax.
 
 WG0 tells what O is multiplied by in the order in which its lanes hold it; as long as no row's
-reference moves, which is nearly always, its warps do not shuffle at all (softmax.py).
-
-fp8 caches go to fp8/kernel.py, fp8 queries to fp8_query/kernel.py.
+reference moves, which is nearly always, its warps do not shuffle at all (../softmax.py).
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from mla_kernels.decode.hopper.barriers import barriers
+from mla_kernels.decode.hopper.bf16.scores import scores_warpgroup
+from mla_kernels.decode.hopper.bf16.values import values_warpgroup
 from mla_kernels.decode.hopper.layouts import BLOCK, HALF, ROPE, TILE, VECTOR
-from mla_kernels.decode.hopper.scores import scores_warpgroup
 from mla_kernels.decode.hopper.stream import read_start
-from mla_kernels.decode.hopper.values import values_warpgroup
-
-
-@gluon.jit
-def barriers(N: gl.constexpr, COUNT: gl.constexpr):
-    bars = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(N):
-        mbarrier.init(bars.index(i), count=COUNT)
-    return bars
 
 
 @gluon.jit(do_not_specialize=["table_stride", "num_rows", "num_heads", "s_q"])
