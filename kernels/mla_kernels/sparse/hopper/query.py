@@ -13,7 +13,7 @@ from mla_kernels.decode.hopper.fp8.query import (
     to_f16,
 )
 from mla_kernels.decode.hopper.layouts import BLOCK, PASS_64, TILE
-from mla_kernels.decode.triton.few_rows.operands import powers_of_two
+from mla_kernels.triton_common.fp16_query import powers_of_two
 from mla_kernels.triton_common.gluon_compat import reinterpret
 
 BLOCKS = gl.constexpr(4)  # of 64 columns, in half of the latent part

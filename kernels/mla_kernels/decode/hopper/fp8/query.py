@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from mla_kernels.decode.hopper.fp8.operands import rows_of
 from mla_kernels.decode.hopper.layouts import QUERY_TILE
 from mla_kernels.decode.hopper.scales import FIRST, power_of_two
-from mla_kernels.decode.triton.few_rows.operands import powers_of_two
+from mla_kernels.triton_common.fp16_query import powers_of_two
 from mla_kernels.triton_common.gluon_compat import (
     PARTIAL_VIEWS,
     first_part,

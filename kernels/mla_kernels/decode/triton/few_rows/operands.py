@@ -67,13 +67,3 @@ def staged(x, shared, LAYOUT: gl.constexpr):
     """x in another layout, by way of shared memory of another 16-bit type."""
     shared.store(x.to(shared.dtype, bitcast=True))
     return shared.load(LAYOUT).to(x.dtype, bitcast=True)
-
-
-@gluon.jit
-def powers_of_two(top):
-    """(down, up) as in triton_common/fp16_query.py."""
-    exponent = (top.to(gl.int32, bitcast=True) >> 23) - 127
-    exponent = gl.minimum(gl.maximum(exponent, -100), 126)
-    down = ((127 - exponent) << 23).to(gl.float32, bitcast=True)
-    up = ((127 + exponent) << 23).to(gl.float32, bitcast=True)
-    return down, up

@@ -5,7 +5,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from mla_kernels.decode.triton.few_rows.copies import indices
-from mla_kernels.decode.triton.few_rows.operands import powers_of_two, query_pairs, staged
+from mla_kernels.decode.triton.few_rows.operands import query_pairs, staged
+from mla_kernels.triton_common.fp16_query import powers_of_two
 
 
 @gluon.jit
