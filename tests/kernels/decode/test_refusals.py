@@ -300,10 +300,12 @@ def test_tokens_that_are_not_those_of_the_requests(change, message):
         (LENGTHS[:1], r"seq_lens of shape \[2\], got \[1\]"),
         (LENGTHS.long(), "seq_lens.dtype in .*got torch.int64"),
         (LENGTHS[:1].expand(2), r"seq_lens with a contiguous.*got strides \(0,\)"),
+        (LENGTHS.to("meta"), "seq_lens on cpu.*got meta"),
     ],
 )
-def test_a_plan_is_updated_with_lengths_of_its_batch_only(lengths, message):
-    plan = plan_mla_decode(LENGTHS, num_heads=16, s_q=1)
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_a_plan_is_updated_with_lengths_of_its_batch_only(lengths, message, impl):
+    plan = plan_mla_decode(LENGTHS, num_heads=16, s_q=1, impl=impl)
     with pytest.raises(ValueError, match=message):
         plan.update(lengths)
 
@@ -331,6 +333,15 @@ def test_flags_are_numbers_too():
     flags = {"causal": np.bool_(True), "deterministic": np.bool_(False), "validate": 1}
     got, _ = mla_decode(*case.args, **case.options, **flags, plan=plan)
     assert plan.deterministic is False and torch.equal(got, want)
+
+
+def test_a_plan_keeps_no_numbers_of_numpy():
+    """Triton takes none."""
+    sizes = {"num_heads": 16, "s_q": 2, "kv_lora_rank": 512, "max_seq_len": 4096}
+    numbers = {name: np.int64(size) for name, size in sizes.items()}
+    plan = plan_mla_decode(LENGTHS, impl="triton", deterministic=True, **numbers)
+    held = (*vars(plan).values(), *vars(plan.device_plan).values())
+    assert not any(isinstance(x, np.generic) for x in held)
 
 
 def test_scale_is_never_guessed():

@@ -35,6 +35,11 @@ def pages_at(byte):
         ({"T": -2}, "T in 0.*got -2"),
         ({"request_ids": ints(0, 1)}, "positions together with request_ids"),
         ({"positions": ints(0, 1, 2)}, r"positions of shape \[2\], got \[3\]"),
+        ({"positions": ints(0, 1).long()}, "positions.dtype in .*got torch.int64"),
+        (
+            {"positions": ints(0, 1), "request_ids": ints(0, 1).long()},
+            "request_ids.dtype in .*got torch.int64",
+        ),
         (
             {"positions": ints(0, 1), "request_ids": ints(0, 7)},
             "request_ids below 2, got 7",
@@ -61,6 +66,11 @@ def test_lengths(change, message):
         ({"block_table": TABLE - 1}, r"block_table entries in 0\.\.3, got -1"),
         ({"k_cache": torch.zeros(0, 64, 132, dtype=torch.uint8)}, r"entries in 0\.\.-1, got 0"),
         ({"request_ids": ints(0, 2), "positions": ints(1, 1)}, "request_ids below 2, got 2"),
+        ({"request_ids": ints(0, 2), "lengths": ints(1, 1)}, "request_ids below 2, got 2"),
+        ({"block_table": TABLE.long()}, "block_table.dtype in .*got torch.int64"),
+        ({"seq_lens": LENGTHS.long()}, "seq_lens.dtype in .*got torch.int64"),
+        ({"positions": LENGTHS.long()}, "positions.dtype in .*got torch.int64"),
+        ({"lengths": LENGTHS.long()}, "lengths.dtype in .*got torch.int64"),
         ({"block_table": [[0, 1]]}, "block_table to be a tensor, got list"),
         ({"positions": ints(0, 1), "lengths": ints(1, 2)}, "positions or lengths, got both"),
         ({"k_cache": pages_at(1)}, r"k_cache at an address .*multiples of 4 bytes, got 0x"),
@@ -171,6 +181,16 @@ def test_padding_rows_without_requests(impl, device):
     args = [x.to(device) for x in args]
     assert (indexer_scores(*args, **padding, impl=impl) == -torch.inf).all()
     assert (indexer_topk(*args, 8, **padding, impl=impl) == -1).all()
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton", "reference"])
+def test_a_step_without_rows(impl, device):
+    args = (torch.ones(0, 4, 128).bfloat16(), pages_at(0), torch.ones(0, 4), TABLE, LENGTHS)
+    args = [x.to(device) for x in args]
+    rows = {"request_ids": ints().to(device), "positions": ints().to(device)}
+    assert indexer_lengths(args[-1], 0, **rows).shape == (0,)
+    assert indexer_scores(*args, **rows, impl=impl).shape == (0, 128)
+    assert indexer_topk(*args, 8, **rows, impl=impl).shape == (0, 8)
 
 
 def test_slots_without_pages_and_of_no_request():

@@ -53,8 +53,13 @@ def test_rows_of_a_step(kernel, step, device, monkeypatch):
     [
         ({"query_start_loc": torch.zeros(2, dtype=torch.int32)}, "query_start_loc"),
         ({"seq_lens": torch.zeros(2)}, "seq_lens"),
+        ({"seq_lens": torch.zeros(2, 1, dtype=torch.int32)}, "seq_lens of shape"),
         ({"request_ids": torch.zeros(4, dtype=torch.int64)}, "request_ids"),
+        ({"request_ids": torch.zeros(4, 1, dtype=torch.int32)}, "request_ids of shape"),
+        ({"request_ids": torch.zeros(8, dtype=torch.int32)[::2]}, "request_ids with a contiguous"),
         ({"lengths": torch.zeros(3, dtype=torch.int32)}, "lengths"),
+        ({"lengths": torch.zeros(8, dtype=torch.int32)[::2]}, "lengths with a contiguous"),
+        ({"lengths": torch.zeros(4, dtype=torch.int32, device="meta")}, "lengths on cpu"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(change, message):

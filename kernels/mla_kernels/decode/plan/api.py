@@ -59,8 +59,8 @@ class MlaDecodePlan:
         checks.check_shape("seq_lens", seq_lens, (self.num_requests,))
         checks.check_dtype("seq_lens", seq_lens, (torch.int32,))
         checks.check_last_contiguous("seq_lens", seq_lens)
+        checks.check_device("seq_lens", seq_lens, self.device)
         if device_plan is not None:
-            checks.check_device("seq_lens", seq_lens, self.device)
             operands = seq_lens, *device_plan.updated
             launch = functools.partial(device_plan.update, seq_lens)
             self.updates.record(key, operands, launch)
