@@ -182,7 +182,9 @@ def test_dims_256_32():
     [
         ({"device": "cpu"}, "device of type device, got str"),
         ({"device": None}, "device of type device, got NoneType"),
+        ({"num_tokens": -1}, r"num_tokens in 0\.\.2147483647, got -1"),
         ({"num_heads": 129}, r"num_heads in 1\.\.128, got 129"),
+        ({"num_slots": -1}, r"num_slots in 0\.\.2147483647, got -1"),
         ({"kv_lora_rank": "512"}, "kv_lora_rank in 1.*got '512'"),
     ],
 )
@@ -190,6 +192,12 @@ def test_workspaces_that_are_refused(change, message):
     good = {"num_tokens": 2, "num_heads": 4, "num_slots": 8, "device": torch.device("cpu")}
     with pytest.raises(ValueError, match=message):
         mla_sparse_workspace(**good | change)
+
+
+@pytest.mark.parametrize("size", ["num_tokens", "num_slots"])
+def test_the_workspace_of_nothing_is_empty(size, device):
+    sizes = {"num_tokens": 2, "num_heads": 4, "num_slots": 4096} | {size: 0}
+    assert not mla_sparse_workspace(**sizes, device=torch.device(device), impl="triton").numel()
 
 
 @pytest.mark.parametrize(

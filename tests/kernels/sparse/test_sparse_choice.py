@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which sparse attention kernels "auto" may take: what a batch says of itself."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-from mla_kernels import checks, mla_sparse_attention
+from mla_kernels import checks, mla_sparse_attention, mla_sparse_workspace
+from mla_kernels.arch import get_arch
 from mla_kernels.layouts import MlaDims
 from mla_kernels.sparse import api, choice
 
@@ -116,6 +119,21 @@ def test_what_a_batch_says_of_itself(monkeypatch, kind):
             "rescale": "pow2",
         }
     ]
+
+
+def test_a_workspace_on_an_sm_90_is_enough_for_both_kernels(gpu, monkeypatch):
+    from mla_kernels import arch
+
+    gpu(90)
+    sms = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: sms)
+    monkeypatch.setattr(arch, "device_arch", lambda device: get_arch(90))
+    monkeypatch.setattr(torch, "empty", lambda size, **options: size)
+    auto, hopper, portable = (
+        mla_sparse_workspace(8, 16, 2048, device=GPU, impl=impl)
+        for impl in ("auto", "hopper", "triton")
+    )
+    assert auto == portable > hopper > 0
 
 
 def test_rows_that_start_between_16_bytes_are_not_aligned():
