@@ -344,6 +344,13 @@ def test_a_plan_keeps_no_numbers_of_numpy(device):
     assert not any(isinstance(x, np.generic) for x in held)
 
 
+@pytest.mark.parametrize("scale", [2.0**-126, 2.0**127])
+def test_scales_at_the_ends_are_allowed(scale):
+    """Which the refusals name."""
+    case = decode_case([5])
+    mla_decode(*case.args, **case.options | {"scale": scale})
+
+
 def test_scale_is_never_guessed():
     case = decode_case([5])
     del case.options["scale"]

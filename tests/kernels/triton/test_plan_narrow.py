@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A plan for fewer requests in the buffers of a larger one."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-from mla_kernels import mla_decode, plan_mla_decode
+from mla_kernels import arch, mla_decode, plan_mla_decode
+from mla_kernels.arch import get_arch
+from mla_kernels.decode.triton.parts import parts_and_spare
 from mla_kernels.testing.cases import decode_case
 
 
@@ -46,6 +50,26 @@ def test_memory_is_lent_where_it_is_enough(device, requests, lent):
         assert mine.shape[:2] == (3 * borrower.device_plan.max_chunks, 16)
     shared = borrower.workspace.keys() & lender.workspace.keys()
     assert len(shared) == (2 if lent else 0)
+    alike = plan(3, 1, borrower)  # no more than just enough
+    assert len(alike.workspace.keys() & borrower.workspace.keys()) == 2
+
+
+@pytest.mark.parametrize(
+    ("sm", "sms", "rows", "cache", "parts"),
+    [
+        (90, 132, 16, torch.bfloat16, 132),
+        (90, 132, 128, torch.bfloat16, 66),  # two row tiles
+        (90, 132, 16, torch.uint8, 264),  # two programs an SM
+        (80, 108, 64, torch.bfloat16, 54),
+        (80, 14, 1024, torch.bfloat16, 1),  # a slice of a GPU has fewer SMs than there are tiles
+    ],
+)
+def test_programs_fill_the_device(monkeypatch, sm, sms, rows, cache, parts):
+    properties = SimpleNamespace(multi_processor_count=sms)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(arch, "device_arch", lambda device: get_arch(sm))
+    made = parts_and_spare(rows, torch.device("cuda"), cache, torch.bfloat16)
+    assert made == (parts, 0)
 
 
 @pytest.mark.parametrize("num_heads", [16, 128])  # one row tile, several
