@@ -85,11 +85,14 @@ in-place:
 $(RUNTIME): pyproject.toml | $(BIN)/python in-place
 $(DEV): $(RUNTIME)
 
-# One make at a time sets up; another waits and finds it done.
+# One make at a time sets up; another waits and finds it done, and deletes nothing if it is interrupted
+# meanwhile. flock says 1 for a lock that is held; where there is none to be had (without flock, on NFS or
+# Lustre) nobody waits.
 ifndef SETTING_UP
+.PRECIOUS: $(BIN)/python $(RUNTIME) $(DEV)
 $(BIN)/python $(RUNTIME) $(DEV):
-	@exec 9<Makefile; if command -v flock >/dev/null; then flock -n 9 || { \
-	    echo "another make sets up $(VENV); waiting for it" >&2; flock 9; }; fi; \
+	@exec 9<Makefile; flock -n 9 2>/dev/null || [[ $$? != 1 ]] || { \
+	    echo "another make sets up $(VENV); waiting for it" >&2; flock 9; }; \
 	exec $(MAKE) --no-print-directory SETTING_UP=1 $@
 else
 $(BIN)/python:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The make targets, tried with stand-ins for Python and for the installed command."""
 
+import fcntl
 import os
 import re
 import shutil
@@ -140,8 +141,14 @@ def test_a_set_up_that_was_killed_gets_its_pip(tmp_path):
     assert "-m ensurepip --default-pip" in done.stderr
 
 
-def test_of_two_makes_at_once_one_sets_up(tmp_path):
-    """`make serve` and `make test` in two terminals, on a machine with nothing."""
+def heed_interrupts():
+    """A shell starts background jobs with SIGINT ignored, and a shell script cannot undo that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+@pytest.fixture
+def fresh(tmp_path):
+    """(command, venv, log) of `make setup` on a machine with nothing; the log has what was run."""
     home, log = tmp_path / "venv", tmp_path / "log"
     pip = script(tmp_path / "pip", f'echo begin >>{log}; sleep 0.3; echo "end $*" >>{log}')
     script(home / "bin" / "mla-backend", "echo checked")
@@ -151,9 +158,16 @@ def test_of_two_makes_at_once_one_sets_up(tmp_path):
         f"cp {tmp_path}/python3 {home}/bin/python; sleep 0.3; cp {pip} {home}/bin/pip;; esac",
     )
     command = ["make", "--no-print-directory", "DEVICE=cpu", "setup"]
-    command += [f"PYTHON={python}", f"VENV={home}"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    both = [subprocess.Popen(command, cwd=ROOT, env=ENV, **pipes) for _ in range(2)]
+    return [*command, f"PYTHON={python}", f"VENV={home}"], home, log
+
+
+PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+
+
+def test_of_two_makes_at_once_one_sets_up(fresh):
+    """`make serve` and `make test` in two terminals, on a machine with nothing."""
+    command, home, log = fresh
+    both = [subprocess.Popen(command, cwd=ROOT, env=ENV, **PIPES) for _ in range(2)]
     said = [process.communicate(timeout=60) for process in both]
     assert [process.returncode for process in both] == [0, 0], said
     assert all(out.endswith("checked\n") for out, _ in said)
@@ -163,6 +177,31 @@ def test_of_two_makes_at_once_one_sets_up(tmp_path):
     assert "python -m ensurepip --default-pip" not in did
     steps = [line.split()[0] for line in did if not line.startswith("python")]
     assert steps == ["begin", "end"] * 4
+
+
+def test_a_make_that_waits_can_be_interrupted(fresh):
+    """What the other has made of the venv meanwhile stays."""
+    command, home, log = fresh
+    with (ROOT / "Makefile").open() as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        waits = subprocess.Popen(
+            command, cwd=ROOT, env=ENV, **PIPES, start_new_session=True, preexec_fn=heed_interrupts
+        )
+        assert waits.stderr.readline() == f"another make sets up {home}; waiting for it\n"
+        script(home / "bin" / "python", "exit 0")
+        os.killpg(waits.pid, signal.SIGINT)
+        waits.communicate(timeout=20)
+    assert waits.returncode != 0 and not log.exists()
+    assert (home / "bin" / "python").exists()
+
+
+@pytest.mark.parametrize("flock", ["exit 65", "exit 127"], ids=["as on NFS", "none"])
+def test_where_there_are_no_locks_nobody_waits(fresh, flock, tmp_path):
+    path = script(tmp_path / "path" / "flock", f"echo flock: 9: Bad file descriptor >&2; {flock}")
+    env = ENV | {"PATH": f"{path.parent}:{ENV['PATH']}"}
+    done = subprocess.run(fresh[0], cwd=ROOT, env=env, **PIPES, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith("checked\n")
 
 
 @pytest.mark.parametrize(
@@ -190,11 +229,6 @@ def test_of_two_makes_at_once_one_sets_up(tmp_path):
 def test_serve_starts_at_once_with_these_arguments(variables, expected, fake_venv):
     done = make("serve", f"VENV={fake_venv}", *variables)
     assert done.stdout.splitlines() == [f"[{argument}]" for argument in expected]
-
-
-def heed_interrupts():
-    """A shell starts background jobs with SIGINT ignored, and a shell script cannot undo that."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def test_interrupt_reaches_the_server_and_make_waits_for_it(fake_venv):
