@@ -79,7 +79,7 @@ class MlaMetadataBuilder(StepBuilder, MLACommonMetadataBuilder[MlaMetadata]):
 
     query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.UNIFORM
     reorder_batch_threshold: int
-    _drafts = False
+    _drafts = 0
     # New tokens more of each request than vLLM's host lengths say, in steps of several.
     _added = 0
     # Of the step at hand, whose query lengths then need not be looked at.
@@ -100,10 +100,13 @@ class MlaMetadataBuilder(StepBuilder, MLACommonMetadataBuilder[MlaMetadata]):
         self._on_cpu = self.device.type == "cpu"
         if self._on_cpu:
             compat.skip_chunked_context_metadata()
+        speculative = vllm_config.speculative_config
+        self._drafts = speculative.num_speculative_tokens if speculative is not None else 0
         self._added = compat.tokens_added_to_drafts(layer_names, vllm_config)
-        # Beyond what the kernels take, requests of a draft model are prompts to it.
-        threshold = self.reorder_batch_threshold
-        self._most_s_q = max(threshold, min(threshold + self._added, MAX_S_Q))
+        # vLLM's threshold has what parallel drafting adds. Beyond what the kernels take, requests
+        # of a draft model are prompts to it.
+        longest = min(1 + self._drafts + self._added, MAX_S_Q)
+        self._most_s_q = max(self.reorder_batch_threshold, longest)
         self._refuse_steps(vllm_config, heads)
         self._check_steps_of(layer, vllm_config, self.dcp_world_size)
         kernel, requests = layer.impl.decode_kernel, most_requests(vllm_config)
@@ -130,9 +133,7 @@ class MlaMetadataBuilder(StepBuilder, MLACommonMetadataBuilder[MlaMetadata]):
 
     def _refuse_steps(self, vllm_config: Any, heads: int) -> None:
         """ValueError, now and not in a step, for shapes of steps that no kernel serves."""
-        speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
-        drafts = speculative.num_speculative_tokens if speculative is not None else 0
-        self._drafts = drafts > 0
+        drafts, parallel = self._drafts, vllm_config.parallel_config
         support.refuse_step_shape(heads, self._most_s_q, dcp=self.dcp_world_size, drafts=drafts)
         support.refuse_microbatches(
             1 + drafts,  # of a graph; parallel drafting raises the threshold further

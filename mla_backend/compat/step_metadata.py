@@ -42,12 +42,14 @@ def merge_every_context(prefill: Any, cached_tokens: Callable[[], Any]) -> None:
 
 def tokens_added_to_drafts(layer_names: Sequence[str], vllm_config: Any) -> int:
     """By how many new tokens of each request a drafter's first step is longer than the model's, for
-    `layer_names`: 1 where they are of a draft model of its own, which gets no hidden states and so
-    begins with what was sampled. Parallel drafting is counted in vLLM's threshold."""
+    `layer_names`: where they are of a draft model of its own, which gets no hidden states and so
+    begins with what was sampled. With parallel drafting all its drafts are in that step."""
     if not all(name.startswith("draft_model.") for name in layer_names):
         return 0
     speculative = vllm_config.speculative_config
-    return int(speculative.method == "draft_model" and not speculative.parallel_drafting)
+    if speculative.method != "draft_model":
+        return 0
+    return int(speculative.num_speculative_tokens) if speculative.parallel_drafting else 1
 
 
 def bound_lengths(common: Any, added: int) -> Any:

@@ -142,12 +142,13 @@ def test_a_draft_model_runs_over_a_token_more_of_each_request(builder, new):
     assert metadata.prefill.chunked_context.context_lens_list[1] == 0
 
 
-def longer(batch):
-    """The step as a draft model of its own begins it, with a token more of each request."""
+def longer(batch, tokens=1):
+    """The step as a draft model of its own begins it, with a token more of each request; with
+    parallel drafting more `tokens`."""
     common = batch.step()
-    slots = torch.zeros(common.num_actual_tokens + common.num_reqs, dtype=torch.int64)
+    slots = torch.zeros(common.num_actual_tokens + tokens * common.num_reqs, dtype=torch.int64)
     starts = torch.arange(common.num_reqs + 1, dtype=torch.int32)
-    return extend_all_queries_by_N(common, 1, starts, slots)
+    return extend_all_queries_by_N(common, tokens, starts, slots)
 
 
 @pytest.mark.parametrize("extend_tokens", [0, 128])
@@ -171,10 +172,20 @@ def test_where_no_kernel_takes_a_token_more(builder):
     assert metadata.prefill.chunked_context.context_lens_list == [1003, 2003]
 
 
-@pytest.mark.parametrize(
-    "differs", [{"layer": "layer"}, {"method": "mtp"}, {"parallel_drafting": True}]
-)
-def test_other_drafters_have_no_token_more_or_vllm_counts_it(builder, differs):
+def test_parallel_drafting_adds_as_many_tokens_as_drafts(builder):
+    """vLLM's threshold has them, the host's lengths do not."""
+    made = builder(0, **DRAFT | {"threshold": 1 + 2 * DRAFTS, "parallel_drafting": True})
+    batch = Batch(("a", 1003, 900, 3, 2), ("b", 2003, 1900, 3, 1), ("prompt", 640, 900, 200, 0))
+    metadata = made.build(0, longer(batch, DRAFTS))
+    assert (metadata.num_decodes, metadata.num_prefills) == (2, 1)
+    assert metadata.decode.seq_lens.tolist() == [1006, 2007]
+    assert metadata.prefill.chunked_context.context_lens_list == [640]
+    metadata = made.build(0, longer(Batch(("prompt", 640, 900, 4, 0)), DRAFTS))
+    assert metadata.prefill.chunked_context.context_lens_list == [640]
+
+
+@pytest.mark.parametrize("differs", [{"layer": "layer"}, {"method": "mtp"}])
+def test_other_drafters_have_no_token_more(builder, differs):
     made = builder(0, **DRAFT | differs)
     metadata = made.build(0, Batch(("a", 1003, 900, 3, 2), ("prompt", 640, 900, 4, 0)).step())
     assert (metadata.num_decodes, metadata.num_prefills) == (1, 1)
