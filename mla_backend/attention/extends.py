@@ -164,10 +164,12 @@ class ExtendRows:
         return filled
 
 
-def host_lengths(common: Any) -> tuple[np.ndarray, np.ndarray]:
+def host_lengths(common: Any, added: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """New and cached tokens [B] of a step, from the host's copies in vLLM's
-    CommonAttentionMetadata. Drafts that were refused count as cached: an upper bound, which is
-    also what vLLM takes for the contexts of prompts."""
+    CommonAttentionMetadata, of whose lengths a drafter's first step may lack `added` tokens. Drafts
+    that were refused count as cached: an upper bound, which is also what vLLM takes for the
+    contexts of prompts."""
     query_lens = np.diff(common.query_start_loc_cpu.numpy())
     seq_lens = common.seq_lens_cpu_upper_bound.numpy()[: len(query_lens)]
-    return query_lens, np.maximum(seq_lens - query_lens, 0)  # a drafter's steps may be longer
+    cached = np.maximum(seq_lens + added - query_lens, 0)  # a drafter's steps may be longer
+    return query_lens, cached

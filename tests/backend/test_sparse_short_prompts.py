@@ -127,11 +127,14 @@ def common_metadata(new, cached, most_blocks=6):
 def short_prompts(most_s_q=1, backend=None):
     from mla_backend.attention.sparse.short_prompts import ShortPrompts
 
+    return ShortPrompts(sparse_layer(backend), most_s_q, 64, torch.device("cpu"))
+
+
+def sparse_layer(backend=None, **impl):
     buffer = torch.zeros(1, TOPK)
-    impl = types.SimpleNamespace(topk_indices_buffer=buffer, dtype=torch.float32)
+    impl = types.SimpleNamespace(topk_indices_buffer=buffer, dtype=torch.float32, **impl)
     backend = backend or types.SimpleNamespace(clone=dict)
-    layer = types.SimpleNamespace(impl=impl, prefill_backend=backend)
-    return ShortPrompts(layer, most_s_q, 64, torch.device("cpu"))
+    return types.SimpleNamespace(impl=impl, prefill_backend=backend)
 
 
 @pytest.mark.parametrize(
@@ -248,6 +251,39 @@ def test_a_step_whose_longest_request_is_padding_has_none():
     common = common_metadata([1, 1], [900, 3])
     common.max_query_len = 512  # as of a step made up for a CUDA graph
     assert short_prompts().find(common) is None
+
+
+@pytest.mark.parametrize("parallel, added", [(False, 1), (True, 2)])
+def test_a_draft_model_of_its_own_begins_with_tokens_more(parallel, added):
+    """Of each request: what it drafts for, by 2 tokens, is no prompt, and a prompt's context is
+    whole, though the host's lengths lack them."""
+    from mla_backend.attention.sparse.metadata import SparseMetadataBuilder
+
+    name = "draft_model.model.layers.0.self_attn.attn"
+    layer = sparse_layer(score_no_short_prompts=lambda _: None)
+    config = types.SimpleNamespace(
+        speculative_config=types.SimpleNamespace(
+            method="draft_model", num_speculative_tokens=2, parallel_drafting=parallel
+        ),
+        parallel_config=types.SimpleNamespace(decode_context_parallel_size=1),
+        compilation_config=types.SimpleNamespace(static_forward_context={name: layer}),
+        model_config=types.SimpleNamespace(
+            hf_text_config=types.SimpleNamespace(num_hidden_layers=3)
+        ),
+        use_v2_model_runner=False,
+    )
+    made = object.__new__(SparseMetadataBuilder)
+    made.vllm_config, made.device = config, torch.device("cpu")
+    made.kv_cache_spec = types.SimpleNamespace(block_size=64)
+    made._expand_short_prompts([name], config)
+    short = made._short_prompts
+    drafted, prompt = 3 + added, 200 + added
+    common = common_metadata([drafted, drafted, prompt], [100, 90, 40])
+    common.seq_lens_cpu_upper_bound -= added
+    assert short.find(common) == 2
+    assert short.find(common_metadata([drafted, drafted], [100, 90])) is None
+    common.seq_lens_cpu_upper_bound[2] += TOPK + 1 - (prompt + 40)
+    assert short.find(common) is None  # it sees a token more than TOPK
 
 
 def where_prompts_expand(monkeypatch, *, on_cpu=False, invariant=False, version="0.32.0"):

@@ -84,11 +84,15 @@ class SparseMetadataBuilder(_TokensBuilder):
     def _expand_short_prompts(self, layer_names: list[str], vllm_config: Any) -> None:
         layers = vllm_config.compilation_config.static_forward_context
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        speculative = vllm_config.speculative_config
+        drafts = speculative.num_speculative_tokens if speculative is not None else 0
+        added = compat.tokens_added_to_drafts(layer_names, vllm_config)
         self._short_prompts = ShortPrompts(
             layers[layer_names[0]],
-            self.reorder_batch_threshold,
+            max(self.reorder_batch_threshold, 1 + drafts + added),
             self.kv_cache_spec.block_size,
             self.device,
+            added,
         )
         own = vllm_config.model_config.hf_text_config.num_hidden_layers
         for name in layer_names:

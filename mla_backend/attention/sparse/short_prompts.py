@@ -100,12 +100,15 @@ class ShortPrompts:
 
     layer     an MLA layer of vLLM with our sparse impl and a prefill backend
     most_s_q  new tokens of a request that `forward_mqa` gets in any case, like drafts
+    added     of a longer step, new tokens of each request that the host's lengths lack
     """
 
-    def __init__(self, layer: Any, most_s_q: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self, layer: Any, most_s_q: int, block_size: int, device: torch.device, added: int = 0
+    ) -> None:
         self._topk = layer.impl.topk_indices_buffer.shape[1]
         self._most_s_q, self._block_size, self._device = most_s_q, block_size, device
-        self._dtype = layer.impl.dtype
+        self._dtype, self._added = layer.impl.dtype, added
         self._backend = layer.prefill_backend.clone()  # vLLM's own builders do: each has its steps
         self._workspace: torch.Tensor | None = None
         if device.type != "cpu":
@@ -118,7 +121,7 @@ class ShortPrompts:
         are none, or a longer one is among them, or expanding their context does not pay."""
         if common.max_query_len <= self._most_s_q:
             return None
-        query_lens, contexts = extends.host_lengths(common)
+        query_lens, contexts = extends.host_lengths(common, self._added)
         longer = query_lens > self._most_s_q
         if not longer.any():
             return None
@@ -132,7 +135,8 @@ class ShortPrompts:
         self, common: Any, first: int
     ) -> tuple[MLACommonPrefillMetadata, list[PrefillTile] | None]:
         """Of the requests from `first` on; on a CPU with the tiles of `run_prefill`."""
-        query_lens, contexts = (lengths[first:] for lengths in extends.host_lengths(common))
+        lengths = extends.host_lengths(common, self._added)
+        query_lens, contexts = (of_all[first:] for of_all in lengths)
         starts = common.query_start_loc[first : common.num_reqs + 1]
         prefill = MLACommonPrefillMetadata(
             block_table=common.block_table_tensor[first : common.num_reqs],
