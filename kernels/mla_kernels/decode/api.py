@@ -78,7 +78,8 @@ def mla_decode(
     out, lse      contiguous, as returned below: written in place if given
     deterministic a request's result is the same bits alone and in any batch
     validate      also check the contents of block_table and seq_lens, which reads the device. On a
-                  CPU a wrong entry is an error in any case; a GPU kernel reads what it names
+                  CPU torch refuses a wrong entry in any case; a kernel reads what it names, the
+                  interpreter's too
 
     Returns (out [B, s_q, H, kv_lora_rank] in q.dtype, bf16 for fp8 queries; lse [B, s_q, H] fp32,
     natural log). A request of length 0 gives zeros and -inf; B may be 0. ValueError for arguments
