@@ -51,3 +51,9 @@ def most_requests(vllm_config: Any) -> int:
     """Most requests of a step, those that pad a CUDA graph included."""
     captured = vllm_config.compilation_config.max_cudagraph_capture_size or 0
     return int(max(vllm_config.scheduler_config.max_num_seqs, captured))
+
+
+def drafts_of(vllm_config: Any) -> int:
+    """Tokens that are drafted for each request, 0 without drafts."""
+    speculative = vllm_config.speculative_config
+    return 0 if speculative is None else int(speculative.num_speculative_tokens)

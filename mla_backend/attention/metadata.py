@@ -34,7 +34,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
 
 from mla_backend import compat
 from mla_backend.attention import extends, fp8_query, support
-from mla_backend.attention.builder import StepBuilder, most_requests
+from mla_backend.attention.builder import StepBuilder, drafts_of, most_requests
 from mla_backend.attention.kernel import DecodeKernel
 from mla_backend.attention.prefill import PrefillTile, plan_prefill
 from mla_backend.attention.step_plans import StepPlans
@@ -100,8 +100,7 @@ class MlaMetadataBuilder(StepBuilder, MLACommonMetadataBuilder[MlaMetadata]):
         self._on_cpu = self.device.type == "cpu"
         if self._on_cpu:
             compat.skip_chunked_context_metadata()
-        speculative = vllm_config.speculative_config
-        self._drafts = speculative.num_speculative_tokens if speculative is not None else 0
+        self._drafts = drafts_of(vllm_config)
         self._added = compat.tokens_added_to_drafts(layer_names, vllm_config)
         # vLLM's threshold has what parallel drafting adds. Beyond what the kernels take, requests
         # of a draft model are prompts to it.

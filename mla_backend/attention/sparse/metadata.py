@@ -10,7 +10,7 @@ from vllm.v1.attention.backend import AttentionMetadata
 
 from mla_backend import compat
 from mla_backend.attention import support
-from mla_backend.attention.builder import StepBuilder, most_requests
+from mla_backend.attention.builder import StepBuilder, drafts_of, most_requests
 from mla_backend.attention.prefill import PrefillTile
 from mla_backend.attention.sparse.indexer_layer import attached
 from mla_backend.attention.sparse.rows import RowsBuilder, TokenRows, max_tokens
@@ -84,12 +84,10 @@ class SparseMetadataBuilder(_TokensBuilder):
     def _expand_short_prompts(self, layer_names: list[str], vllm_config: Any) -> None:
         layers = vllm_config.compilation_config.static_forward_context
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
-        speculative = vllm_config.speculative_config
-        drafts = speculative.num_speculative_tokens if speculative is not None else 0
         added = compat.tokens_added_to_drafts(layer_names, vllm_config)
         self._short_prompts = ShortPrompts(
             layers[layer_names[0]],
-            max(self.reorder_batch_threshold, 1 + drafts + added),
+            max(self.reorder_batch_threshold, 1 + drafts_of(vllm_config) + added),
             self.kv_cache_spec.block_size,
             self.device,
             added,

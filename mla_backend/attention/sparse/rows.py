@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from mla_kernels.indexer.rows import token_rows
 
+from mla_backend.attention.builder import drafts_of
+
 
 @dataclass
 class TokenRows:
@@ -70,9 +72,8 @@ class RowsBuilder:
 
 def max_tokens(vllm_config: Any) -> int:
     """Most tokens that a step can have."""
-    scheduler, speculative = vllm_config.scheduler_config, vllm_config.speculative_config
-    drafts = speculative.num_speculative_tokens if speculative is not None else 0
-    return int(max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * (1 + drafts)))
+    scheduler, longest = vllm_config.scheduler_config, 1 + drafts_of(vllm_config)
+    return int(max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * longest))
 
 
 def _in_equal_runs(common: Any) -> bool:
