@@ -9,9 +9,9 @@ spec: {"engine": keywords of vllm.LLM, "scenarios": {name: [request, ...]}}, whe
 tokens, the counters of the first worker before and after, and what `watch_steps` saw
 (single-process engines). `ranks`: the counters of every worker at the end. With "choices" in the
 spec (a sparse model in eager mode, in this process), `choices` is a file that torch.load reads:
-{scenario: one tensor a request}, see choices.py. `preemptions`: of the whole run, if the engine
-logs statistics. With "spoil": n in the spec, steps go wrong for a request of n tokens, see
-spoil.py.
+{scenario: one tensor a request}, see choices.py. `preemptions` and `accepted`, the share of drafts
+that were, if any were made: of the whole run, if the engine logs statistics. With "spoil": n in the
+spec, steps go wrong for a request of n tokens, see spoil.py.
 """
 
 import json
@@ -128,6 +128,8 @@ def main():
     if llm.llm_engine.log_stats:
         counted = {m.name: getattr(m, "value", None) for m in llm.get_metrics()}
         result["preemptions"] = counted["vllm:num_preemptions"]
+        if drafted := counted.get("vllm:spec_decode_num_draft_tokens"):
+            result["accepted"] = counted["vllm:spec_decode_num_accepted_tokens"] / drafted
     Path(sys.argv[2]).write_text(json.dumps(result))
 
 

@@ -119,9 +119,11 @@ def test_a_draft_model_of_its_own(run_engine, scenarios, demo_checkpoint, oracle
         model=checkpoint,
         env={"MLA_BACKEND_EXTEND_TOKENS": "0", "MLA_BACKEND_CHECK": "1"},
         speculative_config=drafts,
+        disable_log_stats=False,
     )
     plain = result["scenarios"]["plain"]
     agreed, differences = oracle(checkpoint, plain["outputs"])
     assert agreed == len(differences) == 4 * 32
     assert differences.max() < 1e-4
     assert {1, 4, 5} <= set(plain["query_lens"])
+    assert result["accepted"] == 1  # it is the model itself, in fp32

@@ -14,7 +14,8 @@ def make_checkpoint(folder, heads):
     "v3.2 all", the same that reads up to 2048 tokens; or "v3.2 few", that with 16 heads, as on one
     of 8 tensor-parallel GPUs; or "long", one of 16 heads whose context is twice LONG; or "v3.2
     long", "v3.2 all" with such a context and one layer: what its indexer sees is the same in every
-    engine, so that they choose the same 2048 tokens but for ties.
+    engine, so that they choose the same 2048 tokens but for ties; or "v2", DeepSeek-V2-Lite's
+    attention, without an MTP layer: vLLM takes no DeepSeek-V3 for a draft model.
     """
     family, others = "v3", {}
     rope = FAMILIES[family]["rope_scaling"]
@@ -30,11 +31,14 @@ def make_checkpoint(folder, heads):
         family, heads = "v3.2", 128
     elif heads == "long":
         heads, others = 16, long
+    elif heads == "v2":
+        family, heads = "v2-lite", 16
     overrides = {
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
         "num_hidden_layers": LAYERS,
         "first_k_dense_replace": LAYERS + 1,
-        "num_nextn_predict_layers": 1,
     }
+    if family != "v2-lite":
+        overrides["num_nextn_predict_layers"] = 1
     return make_demo_model(family, folder, overrides=overrides | others)

@@ -163,8 +163,12 @@ def engines(request, tmp_path_factory, checkpoint):
         for name, (heads, engine, env, scenarios) in all_engines().items():
             if not any(part in name for part in only):
                 continue
+            engine = engine | {"model": checkpoint(heads)}
+            drafts = engine.get("speculative_config", {})
+            if drafts.get("method") == "draft_model":
+                engine["speculative_config"] = drafts | {"model": engine["model"]}
             spec = {
-                "engine": engine | {"model": checkpoint(heads)},
+                "engine": engine,
                 "scenarios": scenarios,
                 "in_process": False,
                 "choices": name.endswith("choices"),

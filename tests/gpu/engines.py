@@ -46,6 +46,9 @@ RECORDED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "
 MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": DRAFTS}}
 # With drafts, 1 + DRAFTS tokens a request: whole batches of 1 to 32 requests.
 MTP_GRAPHS = GRAPHS | {"cudagraph_capture_sizes": [4, 8, 16, 32, 64, 128]}
+# A draft model of its own, which is the model itself: conftest.py names it. The second model runner
+# of most releases takes none.
+DRAFT_MODEL = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 LONG_ENGINE = {"max_model_len": LONG + 64, "max_num_batched_tokens": 32768}
 # Of 128 heads: a token's activations are eight times as large.
 LONG_SPARSE_ENGINE = LONG_ENGINE | {"max_num_batched_tokens": 8192}
@@ -147,6 +150,22 @@ def add_other_runner(add, short, crowd):
             **RANKS["dcp 2"])  # fmt: skip
 
 
+def add_draft_models(add):
+    """With DRAFTS tokens, whole batches of which the draft's first step has one more each; and with
+    twice as many, where ends of prompts are not absorbed, too."""
+    add("CUSTOM v2", "v2")
+    for name, backend, count, env in (
+        ("draft model", "CUSTOM", DRAFTS, {"MLA_BACKEND_CHECK": "1"}),
+        ("draft model 6", "CUSTOM", 2 * DRAFTS, {"MLA_BACKEND_EXTEND_TOKENS": "0"}),
+        ("FLASH_ATTN_MLA draft model", "FLASH_ATTN_MLA", DRAFTS, {}),
+    ):
+        drafts = {"method": "draft_model", "num_speculative_tokens": count}
+        sizes = [requests * (1 + count) for requests in (1, 2, 4, 8, 16, 32)]
+        graphs = GRAPHS | {"cudagraph_capture_sizes": sizes}
+        add(name, "v2", DRAFT_MODEL | env, compilation_config=graphs, speculative_config=drafts,
+            attention_backend=backend, disable_log_stats=False)  # fmt: skip
+
+
 def all_engines():
     """{name: (heads, keywords of vllm.LLM, environment, scenarios)}"""
     parity = parity_scenarios()
@@ -197,6 +216,7 @@ def all_engines():
     add("compiled", **COMPILED)
     add("portable kernel", env={"MLA_BACKEND_IMPL": "triton"})
     add("mtp", compilation_config=MTP_GRAPHS, **MTP)
+    add_draft_models(add)
     checked = {"MLA_BACKEND_CHECK": "1"}
     add("mtp 128", 128, checked, compilation_config=MTP_GRAPHS, **MTP)
     crowd = {"scenarios": {"churn": churn()}, "max_model_len": 1152, "disable_log_stats": False}

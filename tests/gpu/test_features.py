@@ -95,9 +95,28 @@ def test_drafts_are_verified_inside_the_kernel(engines):
     assert calls["forward_mqa_calls"] < 4 * calls["decode_steps"]
 
 
+@pytest.mark.parametrize("name", ["draft model", "draft model 6"])
+def test_a_draft_model_of_its_own(name, engines, checkpoint):
+    """It is the model itself, so that near-ties of bf16 alone are refused."""
+    result, plain, path = engines(name), engines("CUSTOM v2"), checkpoint("v2")
+    assert result["accepted"] > 0.9
+    outputs, others = (
+        [o for part in ("plain", "prefix") for o in scenario(r, part)["outputs"]]
+        for r in (result, plain)
+    )
+    assert distance(path, outputs).mean <= NOISE * distance(path, others).mean
+    assert part_at_near_ties(path, outputs, others)
+
+
+def test_a_draft_model_guesses_as_well_as_with_vllms_own_backend(engines):
+    ours, theirs = (engines(f"{b}draft model")["accepted"] for b in ("", "FLASH_ATTN_MLA "))
+    assert ours > theirs - 0.01
+
+
 @pytest.mark.parametrize(
     "name, scenario",
     [
+        ("draft model", "plain"),
         ("mtp 128", "plain"),
         ("small cache", "churn"),
         ("CUSTOM v3.2 small cache", "churn"),
