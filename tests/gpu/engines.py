@@ -159,7 +159,11 @@ def add_draft_models(add):
         ("draft model 6", "CUSTOM", 2 * DRAFTS, {"MLA_BACKEND_EXTEND_TOKENS": "0"}),
         ("FLASH_ATTN_MLA draft model", "FLASH_ATTN_MLA", DRAFTS, {}),
     ):
-        drafts = {"method": "draft_model", "num_speculative_tokens": count}
+        drafts = {
+            "method": "draft_model",
+            "num_speculative_tokens": count,
+            "attention_backend": backend,
+        }
         sizes = [requests * (1 + count) for requests in (1, 2, 4, 8, 16, 32)]
         graphs = GRAPHS | {"cudagraph_capture_sizes": sizes}
         add(name, "v2", DRAFT_MODEL | env, compilation_config=graphs, speculative_config=drafts,

@@ -110,7 +110,7 @@ def test_a_draft_model_of_its_own(name, engines, checkpoint):
 
 def test_a_draft_model_guesses_as_well_as_with_vllms_own_backend(engines):
     ours, theirs = (engines(f"{b}draft model")["accepted"] for b in ("", "FLASH_ATTN_MLA "))
-    assert ours > theirs - 0.01
+    assert ours > theirs - 0.02
 
 
 @pytest.mark.parametrize(
