@@ -7,6 +7,7 @@ import torch
 from mla_kernels.decode.query import Query, first_part, results_for, tokens_of
 from mla_kernels.decode.tokens import mla_decode_tokens
 from mla_kernels.layouts import MlaDims
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.attention.mla_attention import MLACommonImpl
 from vllm.platforms import current_platform
 
@@ -52,6 +53,7 @@ class MlaImpl(ExpandedPrompts, MLACommonImpl[MlaMetadata]):
             **mla_args,
         )
         support.refuse_layer_options(alibi_slopes, sliding_window, logits_soft_cap, attn_type)
+        support.refuse_models(get_current_vllm_config())
         self._on_cpu = current_platform.is_cpu()
         self.decode_kernel = DecodeKernel.choose(
             MlaDims(self.kv_lora_rank, self.qk_rope_head_dim),

@@ -27,6 +27,8 @@ COMPUTE_GENERATIONS = (8, 9, 10, 12)  # of compute capabilities: those of mla_ke
 FP8_TYPE = (8, 9)  # the first compute capability for which Triton has e4m3
 MAX_QUERY_LEN = 8
 MAX_HEADS = 128
+# Of DeepSeek-V4's config: in vLLM's class, and in that of transformers, which vLLM 0.33 takes.
+_COMPRESSED = ("compress_ratios", "compress_rates")
 
 
 def block_size_reason(block_size: int) -> str:
@@ -90,6 +92,20 @@ def refuse_layer_options(
     refused = [f"{name}={value}" for name, value in asked.items() if value is not None]
     if refused:
         raise RefusalError(f"mla-backend does not support {', '.join(refused)}. {ELSE}")
+
+
+def refuse_models(vllm_config: Any) -> None:
+    """ValueError for a model that this backend is asked to serve without being told all of it.
+
+    vLLM leaves HYV4's sinks out, with a warning, where neither the backend nor its own
+    FLASHMLA_SPARSE takes them. Layers of dots3_note are first built with the backend, then given
+    classes of vLLM's own, while their indexer would stay this backend's.
+    """
+    config = getattr(vllm_config.model_config, "hf_text_config", None)
+    if getattr(config, "learnable_sink", False):
+        raise RefusalError(f"learnable attention sinks, which vLLM leaves out here. {ELSE}")
+    if getattr(config, "model_type", None) == "dots3_note":
+        raise RefusalError(f"dots3_note, to whose layers vLLM gives classes of its own. {ELSE}")
 
 
 def refuse_heads(heads: int) -> None:
@@ -157,7 +173,9 @@ def is_mla_model(model: Any) -> bool:
     """Whether vLLM asks for the attention class of this model's layers as MLA, `model` its
     ModelConfig. Those of DeepSeek-V4, whose rows stand for several tokens, count as MLA to it too,
     but have classes and pages of their own, whatever backend is selected."""
-    return bool(model.use_mla) and not hasattr(model.hf_text_config, "compress_ratios")
+    return bool(model.use_mla) and not any(
+        hasattr(model.hf_text_config, key) for key in _COMPRESSED
+    )
 
 
 def not_mla_reason(architecture: str | None = None) -> str:

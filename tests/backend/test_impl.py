@@ -395,6 +395,14 @@ def test_features_of_other_attention_are_refused(vllm_config, position, value, n
         MlaImpl(*args, **kwargs, qk_head_dim=NOPE + ROPE, kv_b_proj=impl.kv_b_proj)
 
 
+def test_sinks_that_vllm_leaves_out_are_refused(vllm_config, monkeypatch):
+    """HYV4 has layers without an indexer, too."""
+    model = types.SimpleNamespace(hf_text_config=types.SimpleNamespace(learnable_sink=True))
+    monkeypatch.setattr(vllm_config, "model_config", model)
+    with pytest.raises(ValueError, match=r"learnable attention sinks.*Mend"):
+        make_impl(512, torch.float32)
+
+
 def test_implementation_that_cannot_run_here_is_refused_at_start(vllm_config, monkeypatch):
     monkeypatch.setenv("MLA_BACKEND_IMPL", "hopper")
     with pytest.raises(ValueError, match="hopper"):

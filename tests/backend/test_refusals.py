@@ -58,6 +58,17 @@ def test_a_model_whose_attention_is_its_own(start_up, tmp_path):
     assert start_up(tmp_path, attention_backend=None).cache_config.block_size == 256
 
 
+def test_deepseek_v4_by_the_config_of_transformers():
+    """vLLM 0.33 has no class of its own for it, and transformers' renames what V4 is told by."""
+    modeling = pytest.importorskip("transformers.models.deepseek_v4.configuration_deepseek_v4")
+    from mla_backend.attention import support
+
+    config = modeling.DeepseekV4Config(num_hidden_layers=2, compress_ratios=[0, 4])
+    assert not hasattr(config, "compress_ratios")
+    model = types.SimpleNamespace(use_mla=True, hf_text_config=config)
+    assert not support.is_mla_model(model)
+
+
 @pytest.mark.parametrize("dtype", ["fp8_e5m2", "fp8_inc"])
 def test_kv_cache_dtype(start_up, demo_checkpoint, dtype):
     with pytest.raises(ValueError, match=rf"{dtype}; supported: auto, .*Mend: --kv-cache-dtype"):

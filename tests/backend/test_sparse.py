@@ -227,6 +227,7 @@ def fake_indexer(**changes):
         ({"head_dim": 64}, "index_head_dim is 64; the indexer's kernels take 128"),
         ({"n_head": 65}, r"index_n_heads is 65; .* 1\.\.64"),
         ({"topk_tokens": 4096}, r"index_topk is 4096; .* 1\.\.2048"),
+        ({"index_kpool": 16}, "index_kpool is 16; the indexer's kernels take 1"),
     ],
 )
 def test_indexer_that_the_kernels_do_not_take(monkeypatch, changes, words):
@@ -343,6 +344,24 @@ def test_more_heads_than_the_kernels_take_are_refused(monkeypatch):
 def test_layer_options_are_refused(monkeypatch, name, value):
     with pytest.raises(ValueError, match=f"{name}={value}"):
         make_impl(monkeypatch, **{name: value})
+
+
+@pytest.mark.parametrize(
+    "text_config, words",
+    [
+        ({"model_type": "hy_v4", "learnable_sink": True}, r"learnable attention sinks.*Mend"),
+        ({"model_type": "dots3_note"}, r"dots3_note, to whose layers.*Mend"),
+    ],
+)
+def test_models_that_vllm_gives_in_part_are_refused(monkeypatch, text_config, words):
+    config = fake_config()
+    config.model_config.hf_text_config = types.SimpleNamespace(**text_config)
+    with pytest.raises(ValueError, match=words):
+        make_impl(monkeypatch, config=config)
+    config.model_config.hf_text_config = types.SimpleNamespace(
+        model_type="hy_v4", learnable_sink=False
+    )
+    make_impl(monkeypatch, config=config)
 
 
 def test_caches_in_the_memory_of_the_host_are_refused(monkeypatch):

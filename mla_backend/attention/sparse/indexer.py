@@ -43,6 +43,7 @@ def take_over(
         "index_head_dim": (indexer.head_dim, HEAD_DIM, HEAD_DIM),
         "index_n_heads": (indexer.n_head, 1, MAX_HEADS),
         "index_topk": (indexer.topk_tokens, 1, MAX_K),
+        "index_kpool": (getattr(indexer, "index_kpool", 1), 1, 1),  # of GLM-5-Next: tokens of a key
     }
     for name, (value, low, high) in limits.items():
         if not low <= value <= high:
