@@ -445,6 +445,11 @@ def test_gpus_are_known_by_the_names_of_their_drivers():
         ({"torch_dtype": "float64"}, "got float64"),
         ({"linear_attn_config": {"kda_layers": [1]}}, "m: config.json has linear_attn_config: not"),
         ({"layer_group_size": 5}, "has layer_group_size"),
+        ({"learnable_sink": True}, "has learnable attention sinks, which the vLLM backend refuses"),
+        ({"model_type": "hy_v4"}, "learnable attention sinks"),
+        ({"index_kpool": 16}, "has index_kpool 16"),
+        ({"model_type": "dots3_note"}, "model_type dots3_note"),
+        ({"language_config": "x"}, "expected a mapping as language_config, got 'x'"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantised by awq.*--weight-bits"),
         ({"quantization_config": "fp8"}, "expected a mapping as quantization_config, got 'fp8'"),
         ({"text_config": "x"}, "expected a mapping as text_config, got 'x'"),
@@ -615,6 +620,7 @@ def test_weight_bits_and_wrapped_configs():
     assert model.scheme.bits == 4 and model.layers == 5
     model = from_config({"text_config": inner, "quantization_config": FP8}, "wrapped")
     assert model.scheme.bits == 8 + 32 / 128**2
+    assert from_config({"language_config": inner}, "DeepSeek-VL2").layers == 5
 
 
 def test_fp8_ds_mla_is_for_512_and_64():

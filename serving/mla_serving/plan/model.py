@@ -18,6 +18,8 @@ _MOST = 1_000_000_000  # of a width or a count
 _MOST_LAYERS = 10_000
 # Keys of models whose other layers are linear attention (Kimi Linear, Ling 2.5).
 _HYBRID = ("linear_attn_config", "layer_group_size")
+# Where a wrapper has its language model; the second is DeepSeek-VL2's.
+_WRAPPED = ("text_config", "language_config")
 # Keys of models with experts; how many is read as vLLM's DeepSeek model reads it.
 _EXPERTS = "n_routed_experts"
 _OF_EXPERTS = ("num_experts", "num_local_experts", "moe_intermediate_size")
@@ -182,12 +184,13 @@ def load(model: str, weight_bits: float | None = None) -> MlaModel:
 
 
 def from_config(config: Mapping[str, Any], name: str, weight_bits: float | None = None) -> MlaModel:
-    """`config`: the content of config.json, of a model or of a wrapper with `text_config`; as its
+    """`config`: the content of config.json, of a model or of a wrapper around one; as its
     quantization_config also that of the file that older ModelOpts write beside it."""
     quantisation = config.get("quantization_config")
-    config = config.get("text_config") or config
+    key = next(filter(config.get, _WRAPPED), None)
+    config = config[key] if key else config
     if not isinstance(config, Mapping):
-        raise ValueError(f"{name}: expected a mapping as text_config, got {config!r}")
+        raise ValueError(f"{name}: expected a mapping as {key}, got {config!r}")
     _refuse_other_models(config, name)
     read = partial(_integer, name, config)
     layers = read("num_hidden_layers", most=_MOST_LAYERS)
@@ -243,6 +246,9 @@ def _refuse_other_models(config: Mapping[str, Any], name: str) -> None:
             f"{name}: config.json has {hybrid[0]}: not all its layers are latent attention, and "
             "linear ones keep a state, not rows"
         )
+    refused = _refused_part(config)
+    if refused:
+        raise ValueError(f"{name}: config.json has {refused}, which the vLLM backend refuses")
     # Of a model whose experts have another name a dense one would be planned, far too small.
     others = [key for key in _OF_EXPERTS if config.get(key) not in (None, 0)]
     if others and config.get(_EXPERTS) is None:
@@ -250,6 +256,16 @@ def _refuse_other_models(config: Mapping[str, Any], name: str) -> None:
             f"{name}: config.json has {others[0]} but no {_EXPERTS}: expected the number of "
             f"experts as {_EXPERTS}, 0 if it has none"
         )
+
+
+def _refused_part(config: Mapping[str, Any]) -> str | None:
+    """What of a model the backend refuses, beside the sizes that `served.py` checks."""
+    kind = config.get("model_type")
+    if config.get("learnable_sink", kind == "hy_v4"):
+        return "learnable attention sinks"
+    if config.get("index_kpool") not in (None, 1):
+        return f"index_kpool {config['index_kpool']!r}"
+    return "model_type dots3_note" if kind == "dots3_note" else None
 
 
 def _integer(
