@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's CPU worker, mended in three places of its sampling and in one of its pipelines.
+"""vLLM's CPU worker, mended in three places of its sampling, one of its pipelines and one of its
+caches.
 
 A request with a seed under chunked prefill: the chunks of a prompt before its last one sample a
 token that is thrown away. vLLM then takes the request's random generator back by an offset; torch's
@@ -14,6 +15,9 @@ tokens are limited to the top-k of their requests, whose largest k it asks for, 
 
 Pipeline parallelism in eager mode: vLLM 0.27 and later leave out the dummy step in which stages
 behind the first make their buffers, and these die in the first real one.
+
+Hybrid models, as Ling 2.5: vLLM zeroes the blocks that a request newly gets, by their numbers. Of a
+layer whose pages are smaller than a block (ours have 64 tokens) these name other requests' pages.
 """
 
 import functools
@@ -21,13 +25,14 @@ from typing import Any
 
 import torch
 from vllm.distributed.parallel_state import get_pp_group
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.cpu_worker import CPUModelRunner, CPUWorker
 
 
 class MlaCpuWorker(CPUWorker):
-    """vLLM's, with all four mends."""
+    """vLLM's, with all five mends."""
 
     def init_device(self) -> None:
         super().init_device()
@@ -35,6 +40,7 @@ class MlaCpuWorker(CPUWorker):
         rejection_sampler.apply_top_k_top_p = limit_drafts
         if isinstance(self.model_runner, CPUModelRunner):  # the second runner has no generators
             keep_generators(self.model_runner)
+            self.model_runner._zero_block_ids = functools.partial(zero_blocks, self.model_runner)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
@@ -48,6 +54,22 @@ def make_stage_buffers(runner: Any) -> None:
         runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
             batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
         )
+
+
+def zero_blocks(runner: Any, block_ids: list[int]) -> None:
+    """Zero the pages of `block_ids`, blocks of vLLM's cache manager, in all full attention layers
+    of a model `runner` of vLLM, which may cut a block into several pages."""
+    config, layers = runner.kv_cache_config, runner.compilation_config.static_forward_context
+    for group in config.kv_cache_groups:
+        if not isinstance(group.kv_cache_spec, FullAttentionSpec):
+            continue
+        for name in group.layer_names:
+            cache = getattr(layers.get(name), "kv_cache", None)
+            if not isinstance(cache, torch.Tensor):
+                continue
+            pages = cache.shape[0] // config.num_blocks
+            for block in block_ids:
+                cache[block * pages : (block + 1) * pages].zero_()
 
 
 def expand_batch_to_tokens(

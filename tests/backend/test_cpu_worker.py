@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests with a seed under chunked prefill on a CPU: thrown-away draws leave no trace."""
+"""vLLM's CPU worker, mended: seeds under chunked prefill, drafts, pipelines, zeroed blocks."""
 
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from vllm.v1.sample import rejection_sampler
-from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.cpu_worker import CPUModelRunner, CPUWorker
 
 from mla_backend import cpu_worker
 from mla_backend.cpu_worker import MlaCpuWorker, expand_batch_to_tokens, keep_generators
@@ -128,3 +129,34 @@ def test_later_stages_have_buffers_once_the_model_is_loaded(monkeypatch, first):
     worker.load_model()
     made = {"batch_size": 256, "dtype": torch.bfloat16, "device": "cpu"}
     assert worker.model_runner.intermediate_tensors == (None if first else made)
+
+
+def hybrid_runner(pages):
+    """Of a model with latent attention, 4 blocks of 128 tokens cut into `pages` pages each, beside
+    linear attention."""
+    runner = CPUModelRunner.__new__(CPUModelRunner)
+    spec = MLAAttentionSpec(block_size=128, num_kv_heads=1, head_size=576, dtype=torch.float32)
+    latent = SimpleNamespace(kv_cache=torch.ones(4 * pages, 128 // pages, 576))
+    linear = SimpleNamespace(kv_cache=torch.ones(4, 2, 16))
+    layers = {"latent": latent, "linear": linear}
+    runner.compilation_config = SimpleNamespace(static_forward_context=layers)
+    groups = [
+        SimpleNamespace(kv_cache_spec=spec, layer_names=["latent", "on another stage"]),
+        SimpleNamespace(kv_cache_spec=None, layer_names=["linear"]),
+    ]
+    runner.kv_cache_config = SimpleNamespace(num_blocks=4, kv_cache_groups=groups)
+    return runner, latent.kv_cache.view(4, 128, 576), linear.kv_cache
+
+
+@pytest.mark.parametrize("pages", [1, 2])
+def test_new_blocks_are_zeroed_and_no_others(monkeypatch, pages):
+    """vLLM alone takes block numbers for those of pages, and zeroes other requests' rows."""
+    for name in ("expand_batch_to_tokens", "apply_top_k_top_p"):
+        monkeypatch.setattr(rejection_sampler, name, getattr(rejection_sampler, name))
+    monkeypatch.setattr(CPUWorker, "init_device", lambda self: None)
+    worker = MlaCpuWorker.__new__(MlaCpuWorker)
+    worker.model_runner, latent, linear = hybrid_runner(pages)
+    worker.init_device()
+    worker.model_runner._zero_block_ids([1, 3])
+    assert latent.sum(dim=(1, 2)).tolist() == [128 * 576, 0, 128 * 576, 0]
+    assert (linear == 1).all()
