@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's CPU worker, mended in three places of its sampling, one of its pipelines and one of its
+"""vLLM's CPU worker, mended in three places of its sampling, in its drafting, its pipelines and its
 caches.
 
 A request with a seed under chunked prefill: the chunks of a prompt before its last one sample a
@@ -12,6 +12,10 @@ wrote, in all requests of the step.
 
 Steps without a draft in an engine that drafts, as that of a prompt is: from vLLM 0.32 on their no
 tokens are limited to the top-k of their requests, whose largest k it asks for, and the engine dies.
+
+Drafts with `disable_padded_drafter_batch`: on a CPU the lengths of a step and the host's bound of
+them are then one tensor. vLLM adds the drafted token to both, so that from the second draft on more
+tokens are read than there are.
 
 Pipeline parallelism in eager mode: vLLM 0.27 and later leave out the dummy step in which stages
 behind the first make their buffers, and these die in the first real one.
@@ -32,7 +36,7 @@ from vllm.v1.worker.cpu_worker import CPUModelRunner, CPUWorker
 
 
 class MlaCpuWorker(CPUWorker):
-    """vLLM's, with all five mends."""
+    """vLLM's, with all six mends."""
 
     def init_device(self) -> None:
         super().init_device()
@@ -41,11 +45,26 @@ class MlaCpuWorker(CPUWorker):
         if isinstance(self.model_runner, CPUModelRunner):  # the second runner has no generators
             keep_generators(self.model_runner)
             self.model_runner._zero_block_ids = functools.partial(zero_blocks, self.model_runner)
+            part_lengths(getattr(self.model_runner, "drafter", None))
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         if not get_pp_group().is_first_rank:
             make_stage_buffers(self.model_runner)
+
+
+def part_lengths(drafter: Any) -> None:
+    """Give the steps of vLLM's `drafter` lengths of their own, if it cuts rejected drafts off."""
+    if not hasattr(drafter, "prepare_inputs"):  # no drafts, or no model that makes them
+        return
+    prepare = drafter.prepare_inputs
+
+    @functools.wraps(prepare)
+    def prepare_inputs(*args: Any, **kwargs: Any) -> Any:
+        common, token_indices = prepare(*args, **kwargs)
+        return common.replace(seq_lens=common.seq_lens.clone()), token_indices
+
+    drafter.prepare_inputs = prepare_inputs
 
 
 def make_stage_buffers(runner: Any) -> None:

@@ -38,7 +38,7 @@ def watch_steps():
             seen["disordered"] |= bool((row[:count].diff() < 0).any())
         metadata = build(self, common_prefix_len, common, *args, **kwargs)
         if metadata.decode is not None:
-            seen["query_lens"].add(metadata.num_decode_tokens // metadata.num_decodes)
+            seen["query_lens"].add(int(metadata.num_decode_tokens // metadata.num_decodes))
         return metadata
 
     MlaMetadataBuilder.build = watching_build

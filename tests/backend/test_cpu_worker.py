@@ -6,12 +6,19 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from vllm.v1.sample import rejection_sampler
+from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 from vllm.v1.worker.cpu_worker import CPUModelRunner, CPUWorker
 
 from mla_backend import cpu_worker
-from mla_backend.cpu_worker import MlaCpuWorker, expand_batch_to_tokens, keep_generators
+from mla_backend.cpu_worker import (
+    MlaCpuWorker,
+    expand_batch_to_tokens,
+    keep_generators,
+    part_lengths,
+)
 
 
 class Runner:
@@ -108,6 +115,37 @@ def test_a_step_with_top_k_may_be_without_drafts(monkeypatch, drafts):
     ends = torch.tensor([drafts], dtype=torch.int32)
     limited = rejection_sampler.apply_sampling_constraints(logits, ends, sampling)
     assert limited.tolist() == [[-torch.inf, -torch.inf, 2.0, 3.0]] * drafts
+
+
+def test_lengths_of_drafts_are_not_those_of_the_host():
+    """vLLM adds what it drafts to both."""
+    drafter = SpecDecodeBaseProposer.__new__(SpecDecodeBaseProposer)
+    drafter.token_arange_np = np.arange(16, dtype=np.int32)
+    part_lengths(drafter)
+    starts = torch.tensor([0, 3, 6], dtype=torch.int32)
+    step = CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=torch.tensor([9, 70], dtype=torch.int32),
+        seq_lens_cpu_upper_bound=torch.tensor([9, 70], dtype=torch.int32),
+        num_reqs=2,
+        num_actual_tokens=6,
+        max_query_len=3,
+        max_seq_len=70,
+        block_table_tensor=torch.zeros(2, 2, dtype=torch.int32),
+        slot_mapping=torch.arange(6),
+    )
+    left, token_indices = drafter.prepare_inputs(step, [[5], [5, 6, 7]], [2, 2])
+    assert token_indices.tolist() == [0, 3, 4, 5]
+    left.seq_lens += 1
+    left.seq_lens_cpu_upper_bound += 1
+    assert left.seq_lens.tolist() == [8, 71]
+
+
+@pytest.mark.parametrize("drafter", [None, SimpleNamespace()])
+def test_other_drafters_have_no_lengths(drafter):
+    """As without drafts, and those that look the next tokens up."""
+    part_lengths(drafter)
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -47,14 +47,22 @@ def test_speculation_on_a_smaller_latent_and_larger_blocks(
     assert together["after"]["extend_steps"] > together["before"]["extend_steps"]
 
 
-def test_drafts_of_greedy_requests_beside_a_sampled_one(run_engine, scenarios, oracle, tmp_path):
+@pytest.mark.parametrize("unpadded", [False, True])
+def test_drafts_of_greedy_requests_beside_a_sampled_one(
+    run_engine, scenarios, oracle, tmp_path, unpadded
+):
     overrides = {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
     checkpoint = make_demo_model("v3", tmp_path / "m", overrides=overrides)
     requests = [*scenarios["plain"], scenarios["plain"][0] | {"temperature": 1, "max_tokens": 64}]
     result = run_engine(
         {"mixed": requests},
         model=checkpoint,
-        speculative_config={"method": "mtp", "num_speculative_tokens": 2},
+        env={"MLA_BACKEND_CHECK": "1"},
+        speculative_config={
+            "method": "mtp",
+            "num_speculative_tokens": 2,
+            "disable_padded_drafter_batch": unpadded,
+        },
     )
     greedy = result["scenarios"]["mixed"]["outputs"][:-1]
     agreed, differences = oracle(checkpoint, greedy)
