@@ -43,13 +43,26 @@ def merge_every_context(prefill: Any, cached_tokens: Callable[[], Any]) -> None:
 def tokens_added_to_drafts(layer_names: Sequence[str], vllm_config: Any) -> int:
     """By how many new tokens of each request a drafter's first step is longer than the model's, for
     `layer_names`: where they are of a draft model of its own, which gets no hidden states and so
-    begins with what was sampled. With parallel drafting all its drafts are in that step."""
-    if not all(name.startswith("draft_model.") for name in layer_names):
-        return 0
+    begins with what was sampled, and with parallel drafting, where all drafts are in that step. An
+    EAGLE draft makes the first of them in the place of a token of the model's step."""
     speculative = vllm_config.speculative_config
-    if speculative.method != "draft_model":
+    if getattr(speculative, "method", None) not in ("draft_model", "eagle", "eagle3"):
         return 0
-    return int(speculative.num_speculative_tokens) if speculative.parallel_drafting else 1
+    of_its_own = speculative.method == "draft_model"
+    if of_its_own and not all(name.startswith("draft_model.") for name in layer_names):
+        return 0
+    if not of_its_own and not _follow_the_model(layer_names, vllm_config):
+        return 0
+    at_once = int(speculative.num_speculative_tokens) if speculative.parallel_drafting else 1
+    return at_once if of_its_own else at_once - 1
+
+
+def _follow_the_model(layer_names: Sequence[str], vllm_config: Any) -> bool:
+    """Whether all are layers of a draft that is numbered on from the model's last layer."""
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    own = vllm_config.model_config.hf_text_config.num_hidden_layers
+    return all(extract_layer_index(name) >= own for name in layer_names)
 
 
 def bound_lengths(common: Any, added: int) -> Any:

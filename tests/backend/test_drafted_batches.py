@@ -73,6 +73,7 @@ def builder(monkeypatch):
         layers = config.compilation_config.static_forward_context
         layers[layer] = layers["layer"]
         config.model_config.max_model_len = 40 * 64
+        config.model_config.hf_text_config = SimpleNamespace(num_hidden_layers=4)
         monkeypatch.setenv("MLA_BACKEND_EXTEND_TOKENS", str(extend_tokens))
         made = build(monkeypatch, config, threshold, layer=layer)
         made._on_cpu = made.use_pcp = made.non_causal_multi_token_decode = False
@@ -184,9 +185,37 @@ def test_parallel_drafting_adds_as_many_tokens_as_drafts(builder):
     assert metadata.prefill.chunked_context.context_lens_list == [640]
 
 
-@pytest.mark.parametrize("differs", [{"layer": "layer"}, {"method": "mtp"}])
-def test_other_drafters_have_no_token_more(builder, differs):
-    made = builder(0, **DRAFT | differs)
+# Of a draft with MLA that gets the model's hidden states and makes its drafts at once (P-EAGLE).
+AT_ONCE = {
+    "layer": "model.layers.4.self_attn.attn",
+    "method": "eagle3",
+    "parallel_drafting": True,
+    "threshold": 1 + 2 * DRAFTS,
+}
+
+
+def test_an_eagle_draft_in_parallel_adds_all_drafts_but_one(builder):
+    """Its first token is in the place of one of the model's."""
+    made = builder(0, **AT_ONCE)
+    batch = Batch(("a", 1003, 900, 3, 2), ("b", 2003, 1900, 3, 1), ("prompt", 640, 900, 200, 0))
+    metadata = made.build(0, longer(batch, DRAFTS - 1))
+    assert (metadata.num_decodes, metadata.num_prefills) == (2, 1)
+    assert metadata.decode.seq_lens.tolist() == [1005, 2006]
+    assert metadata.prefill.chunked_context.context_lens_list == [640]
+
+
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        DRAFT | {"layer": "layer"},
+        DRAFT | {"method": "mtp"},
+        AT_ONCE | {"layer": "model.layers.3.self_attn.attn"},
+        AT_ONCE | {"parallel_drafting": False},
+        AT_ONCE | {"method": "dflash"},
+    ],
+)
+def test_other_drafters_have_no_token_more(builder, drafter):
+    made = builder(0, **drafter | {"threshold": 1 + DRAFTS})
     metadata = made.build(0, Batch(("a", 1003, 900, 3, 2), ("prompt", 640, 900, 4, 0)).step())
     assert (metadata.num_decodes, metadata.num_prefills) == (1, 1)
     assert metadata.prefill.chunked_context.context_lens_list == [640]
