@@ -50,7 +50,12 @@ def _auto_or_count(most: int) -> Callable[[str], int | None]:
 
 
 def _auto_or_bool(text: str) -> bool | None:
-    return None if text == "auto" else _parse_bool(text)
+    if text == "auto":
+        return None
+    try:
+        return _parse_bool(text)
+    except ValueError as error:
+        raise ValueError(f"{error}".replace("one of ", "one of auto, ")) from None
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,13 @@ def test_a_bad_value_is_named(monkeypatch, name, text):
         envs.get(name)
 
 
+def test_an_error_names_auto_where_it_is_allowed():
+    for name, var in envs.ENV_VARS.items():
+        with pytest.raises(ValueError, match=rf"^{name}='\?\?': expected one of ") as refused:
+            envs.get(name, {name: "??"})
+        assert re.search(r"\bauto\b", str(refused.value)) or var.default != "auto"
+
+
 def test_an_empty_variable_is_one_that_is_not_set(monkeypatch):
     """`${NAME:-}` of a compose file: no switch that is on by default goes off by it."""
     for name, var in envs.ENV_VARS.items():
