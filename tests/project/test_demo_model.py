@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo checkpoints: the same bits every time, small, quick, complete and loadable."""
 
+import errno
 import hashlib
 import json
+import resource
 import subprocess
 import sys
 import threading
@@ -148,6 +150,18 @@ def test_refusals(tmp_path):
     with pytest.raises(ValueError, match="not empty"):
         make_demo_model("v3", tmp_path / "full")
     assert [f.name for f in tmp_path.iterdir()] == ["full"]
+
+
+def test_a_disk_that_is_full_is_named(tmp_path):
+    """What a failed write says of itself names no file."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
+    try:
+        with pytest.raises(OSError, match=f"{tmp_path}/m") as failed:
+            make_demo_model("v3", tmp_path / "m")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert failed.value.errno == errno.EFBIG
 
 
 def test_all_files_have_the_same_mode(demo_checkpoint):

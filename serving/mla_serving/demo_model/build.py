@@ -42,6 +42,7 @@ def make_demo_model(
 
     Raises:
         ValueError: unknown family or key, or `out_dir` holds files.
+        OSError: `out_dir` cannot be written, or its disk is full; names the place.
     """
     config = family_config(family, overrides)
     out_dir = Path(out_dir)
@@ -53,13 +54,18 @@ def make_demo_model(
 
     from mla_serving.demo_model.weights import make_weights
 
-    write_tokenizer(out_dir)
-    # Not `save_file`: it keeps the file from other users, and a full disk is no OSError.
-    weights = save(make_weights(config, seed), metadata={"format": "pt"})
-    (out_dir / "model.safetensors").write_bytes(weights)
-    _write_json(out_dir / "config.json", config)
-    tokens = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    _write_json(out_dir / "generation_config.json", tokens)
+    try:
+        write_tokenizer(out_dir)
+        # Not `save_file`: it keeps the file from other users, and a full disk is no OSError.
+        weights = save(make_weights(config, seed), metadata={"format": "pt"})
+        (out_dir / "model.safetensors").write_bytes(weights)
+        _write_json(out_dir / "config.json", config)
+        tokens = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        _write_json(out_dir / "generation_config.json", tokens)
+    except OSError as error:
+        if error.filename is None:  # of a write, as to a full disk
+            error.filename = str(out_dir)
+        raise
     return out_dir
 
 
