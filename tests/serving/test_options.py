@@ -84,6 +84,22 @@ def test_what_is_given_empty_is_not_vllms_default(demo_checkpoint, monkeypatch):
     assert args.host == "0.0.0.0"
 
 
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [([], 30), (["--shutdown-timeout", "90"], 90), (["--mla-drain-timeout", "5"], 5)],
+)
+def test_vllms_word_for_the_drain_counts_too(demo_checkpoint, monkeypatch, given, seconds):
+    from mla_serving.server import args as server_args
+    from mla_serving.server.settings import read_settings
+
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    monkeypatch.setattr(server_args.toolchain, "compile_obstacle", lambda: None)
+    model = str(demo_checkpoint("v3"))
+    assert server_args.parse(read_settings([model, *given], {})).mla_drain_timeout == seconds
+    both = [model, "--shutdown-timeout", "90", "--mla-drain-timeout", "5"]
+    assert server_args.parse(read_settings(both, {})).mla_drain_timeout == 5
+
+
 def test_every_worker_of_a_cpu_has_its_share_of_the_cache(demo_checkpoint, monkeypatch):
     from mla_serving.server import args as server_args
     from mla_serving.server.settings import read_settings
@@ -128,15 +144,20 @@ def test_a_certificate_that_is_not_there(parser, tmp_path, option):
         _refuse_missing_certificate(_parse(parser, ["m", option, str(tmp_path / "nowhere")]))
 
 
-@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("named", ["CUSTOM", "MLA_BACKEND", None])
 def test_a_cpu_that_would_not_compute_with_ours(parser, named, monkeypatch):
     from mla_serving.server import args as server_args
 
-    given = server_args._parse(parser, ["m", *(["--attention-backend", "CUSTOM"] * named)])
+    from mla_backend.compat.versions import before
+
+    if named == "MLA_BACKEND" and before((0, 32)):
+        pytest.skip("this vLLM has no such name")
+    given = server_args._parse(parser, ["m", *(["--attention-backend", named] if named else [])])
     monkeypatch.setattr(server_args.vllm_api, "model_uses_mla", lambda args: True)
     monkeypatch.setattr(server_args.vllm_api, "is_cpu", lambda: True)
     defaults = server_args._attention_defaults(given)
-    assert ("CUSTOM" in defaults) is not named
+    assert ("CUSTOM" in defaults) is (named is None)
+    assert defaults[-2:] == ["--block-size", "64"]
     monkeypatch.setattr(server_args.vllm_api, "is_our_cpu", lambda: False)
     with pytest.raises(ValueError, match=r"CPU platform is not in use.* Mend: unset MLA_"):
         server_args._attention_defaults(given)

@@ -10,7 +10,7 @@ from typing import Any
 from mla_kernels.layouts import BLOCK_SIZE
 
 from mla_backend import envs, toolchain
-from mla_backend.plugin import WORKER_EXTENSION_CLASS
+from mla_backend.plugin import OWN_NAME, WORKER_EXTENSION_CLASS
 from mla_serving.demo_model import FAMILIES, SERVED_NAME, demo_model_path
 from mla_serving.server import environment, vllm_api
 from mla_serving.server.settings import Settings
@@ -65,7 +65,8 @@ def make_parser() -> Any:
         type=_seconds,
         metavar="SECONDS",
         default=30.0,
-        help="seconds that running requests have to finish after SIGINT, SIGTERM or SIGHUP",
+        help="seconds that running requests have to finish after SIGINT, SIGTERM or SIGHUP; unless "
+        "given, what --shutdown-timeout says",
     )
     ours.add_argument(
         "--mla-hang-timeout",
@@ -133,6 +134,8 @@ def parse(settings: Settings) -> Namespace:
         defaults += ["--tokenizer-mode", "hf"]
     if args.host is None and args.uds is None:
         unset += ["--host", DEFAULT_HOST]
+    if args.shutdown_timeout:  # vLLM's word for it; 0, its default, would let nothing finish
+        defaults += ["--mla-drain-timeout", str(args.shutdown_timeout)]
     if args.worker_extension_cls == "":
         defaults += ["--worker-extension-cls", WORKER_EXTENSION_CLASS]
     if vllm_api.is_cpu():
@@ -170,7 +173,7 @@ def _attention_defaults(args: Namespace) -> list[str]:
         if not vllm_api.model_uses_mla(args):
             raise ValueError(_NOT_MLA.format(model=args.model))
         defaults = ["--attention-backend", "CUSTOM"]
-    elif getattr(chosen, "name", chosen) == "CUSTOM":
+    elif getattr(chosen, "name", chosen) in ("CUSTOM", OWN_NAME):
         defaults = []
     else:
         return []
