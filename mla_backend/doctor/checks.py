@@ -25,6 +25,7 @@ CHECKS: tuple[Callable[[Facts], Result], ...] = (
     fp8.indexer,
     machine.devices,
     machine.memory,
+    machine.shared_memory,
     machine.libnuma,
     machine.compiler,
 )

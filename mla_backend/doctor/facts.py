@@ -6,6 +6,7 @@ import importlib.machinery
 import importlib.metadata
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -35,6 +36,7 @@ class Facts:
     libnuma: bool
     compile_obstacle: str | None
     memory_available: int  # bytes
+    shared_memory: int | None  # bytes free in /dev/shm; None without one
     seen: Mapping[str, Any] = field(default_factory=dict)
     probe_failure: str = ""
 
@@ -63,6 +65,7 @@ def collect() -> Facts:
         libnuma=_loads("libnuma.so.1"),
         compile_obstacle=toolchain.compile_obstacle(),
         memory_available=memory.available_bytes(),
+        shared_memory=_free("/dev/shm"),
         seen=seen,
         probe_failure=failure,
     )
@@ -110,6 +113,13 @@ def _torch_wanted() -> str | None:
 def _kernels_origin() -> str | None:
     spec = importlib.machinery.PathFinder.find_spec("kernels", [str(Path.cwd()), *sys.path])
     return spec.origin if spec else None
+
+
+def _free(path: str) -> int | None:
+    try:
+        return shutil.disk_usage(path).free
+    except OSError:
+        return None
 
 
 def _loads(library: str) -> bool:

