@@ -144,7 +144,7 @@ def test_a_certificate_that_is_not_there(parser, tmp_path, option):
         _refuse_missing_certificate(_parse(parser, ["m", option, str(tmp_path / "nowhere")]))
 
 
-@pytest.mark.parametrize("named", ["CUSTOM", "MLA_BACKEND", None])
+@pytest.mark.parametrize("named", ["CUSTOM", "custom", "MLA_BACKEND", None])
 def test_a_cpu_that_would_not_compute_with_ours(parser, named, monkeypatch):
     from mla_serving.server import args as server_args
 

@@ -173,7 +173,7 @@ def _attention_defaults(args: Namespace) -> list[str]:
         if not vllm_api.model_uses_mla(args):
             raise ValueError(_NOT_MLA.format(model=args.model))
         defaults = ["--attention-backend", "CUSTOM"]
-    elif getattr(chosen, "name", chosen) in ("CUSTOM", OWN_NAME):
+    elif str(getattr(chosen, "name", chosen)).upper() in ("CUSTOM", OWN_NAME):  # as vLLM reads it
         defaults = []
     else:
         return []
