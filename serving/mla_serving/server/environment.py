@@ -44,8 +44,13 @@ def set_cpu_kv_cache(
     environ: MutableMapping[str, str] = os.environ,
 ) -> None:
     """Size the KV cache of a CPU server's workers by the free memory (vLLM would take nearly all of
-    it). workers: of each replica, tensor times pipeline parallel; replicas: data parallel, here."""
-    if environ.get("VLLM_CPU_KVCACHE_SPACE"):
+    it). workers: of each replica, tensor times pipeline parallel; replicas: data parallel, here.
+
+    ValueError for a size of the user's that vLLM would refuse without its name, or take below 0.
+    """
+    if given := environ.get("VLLM_CPU_KVCACHE_SPACE"):
+        if not given.strip().isdecimal():
+            raise ValueError(f"VLLM_CPU_KVCACHE_SPACE={given!r}: expected whole GiB, such as 4")
         return
     weights = sum(f.stat().st_size for f in Path(model).glob("*.safetensors"))
     every = max(1, workers * replicas)  # vLLM refuses 0 by its option's name
