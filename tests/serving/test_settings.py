@@ -298,7 +298,7 @@ def test_cpu_kv_cache(available, weights, expected):
 
 @pytest.mark.parametrize("given", ["0.5", "4GiB", "-3"])
 def test_cpu_kv_cache_of_no_whole_gib(given, tmp_path):
-    """vLLM says "invalid literal for int()", and of what."""
+    """vLLM says "invalid literal for int()", and not of what."""
     with pytest.raises(ValueError, match=f"^VLLM_CPU_KVCACHE_SPACE='{given}': expected whole GiB"):
         environment.set_cpu_kv_cache(str(tmp_path), environ={"VLLM_CPU_KVCACHE_SPACE": given})
 
