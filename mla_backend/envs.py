@@ -22,10 +22,11 @@ _SERVICE = re.compile(
 _SERVICE_URL = re.compile(r"(tcp|udp|sctp)://")
 
 
-def _parse_bool(text: str) -> bool:
+def _parse_bool(text: str, besides: tuple[str, ...] = ()) -> bool:
     lowered = text.strip().lower()
     if lowered not in _TRUE + _FALSE:
-        raise ValueError(f"expected one of {', '.join(_TRUE)} or {', '.join(_FALSE)}")
+        allowed = ", ".join((*besides, *_TRUE))
+        raise ValueError(f"expected one of {allowed} or {', '.join(_FALSE)}")
     return lowered in _TRUE
 
 
@@ -50,12 +51,7 @@ def _auto_or_count(most: int) -> Callable[[str], int | None]:
 
 
 def _auto_or_bool(text: str) -> bool | None:
-    if text == "auto":
-        return None
-    try:
-        return _parse_bool(text)
-    except ValueError as error:
-        raise ValueError(f"{error}".replace("one of ", "one of auto, ")) from None
+    return None if text == "auto" else _parse_bool(text, besides=("auto",))
 
 
 @dataclass(frozen=True)
