@@ -77,7 +77,7 @@ def _avoid_rotary_op(vllm_config: Any) -> None:
 
 
 def _mend_worker(vllm_config: Any) -> None:
-    """Take our worker for vLLM's, whose faults cpu_worker.py names."""
+    """Take our worker for vLLM's, whose faults cpu_worker/ names."""
     if vllm_config.parallel_config.worker_cls == _VLLM_WORKER_CLASS:
         vllm_config.parallel_config.worker_cls = _WORKER_CLASS
 

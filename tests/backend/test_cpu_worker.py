@@ -12,13 +12,10 @@ from vllm.v1.sample import rejection_sampler
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 from vllm.v1.worker.cpu_worker import CPUModelRunner, CPUWorker
 
-from mla_backend import cpu_worker
-from mla_backend.cpu_worker import (
-    MlaCpuWorker,
-    expand_batch_to_tokens,
-    keep_generators,
-    part_lengths,
-)
+from mla_backend.cpu_worker import MlaCpuWorker, stages
+from mla_backend.cpu_worker.drafting import part_lengths
+from mla_backend.cpu_worker.generators import keep_generators
+from mla_backend.cpu_worker.rejection import expand_batch_to_tokens
 
 
 class Runner:
@@ -153,7 +150,7 @@ def test_later_stages_have_buffers_once_the_model_is_loaded(monkeypatch, first):
     """In eager mode vLLM leaves out the dummy step that would make them."""
     monkeypatch.setattr(CPUWorker, "load_model", lambda self: None)
     monkeypatch.setattr(
-        cpu_worker, "get_pp_group", lambda: SimpleNamespace(is_first_rank=first), raising=False
+        stages, "get_pp_group", lambda: SimpleNamespace(is_first_rank=first), raising=False
     )
     model = SimpleNamespace(make_empty_intermediate_tensors=lambda **sizes: sizes)
     worker = MlaCpuWorker.__new__(MlaCpuWorker)

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker class that the platform names, which puts every mend in its place."""
+
+import functools
+from typing import Any
+
+from vllm.v1.sample import rejection_sampler
+from vllm.v1.worker.cpu_worker import CPUModelRunner, CPUWorker
+
+from mla_backend.cpu_worker.blocks import zero_blocks
+from mla_backend.cpu_worker.drafting import part_lengths
+from mla_backend.cpu_worker.generators import keep_generators
+from mla_backend.cpu_worker.rejection import expand_batch_to_tokens, limit_drafts
+from mla_backend.cpu_worker.stages import make_stage_buffers
+
+
+class MlaCpuWorker(CPUWorker):
+    """vLLM's, with all mends."""
+
+    def init_device(self) -> None:
+        super().init_device()
+        rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
+        rejection_sampler.apply_top_k_top_p = limit_drafts
+        runner = self.model_runner
+        if isinstance(runner, CPUModelRunner):  # not the second runner, which is another class
+            keep_generators(runner)
+            runner._zero_block_ids = functools.partial(zero_blocks, runner)
+            part_lengths(getattr(runner, "drafter", None))
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        make_stage_buffers(self.model_runner)
