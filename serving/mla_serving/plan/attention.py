@@ -17,7 +17,7 @@ _INDEXER_FLOPS_PER_KEY = 2  # a multiply and an add for each element of each ind
 
 @dataclass(frozen=True)
 class AttentionTime:
-    """Microseconds of one decode step on one GPU, over the layers of the largest stage.
+    """Microseconds of one decode step on one GPU, over the layers of the stage that takes longest.
 
     floor_us     the larger of FLOP / GEMM rate and bytes / read rate, both measured
     bound        which of the two it is: "compute" or "memory"
@@ -53,13 +53,19 @@ def time(
     tokens = context / layout.dcp
     seen = min(context, model.index_topk) if model.sparse else tokens
     width = model.dims.head_dim + model.dims.kv_lora_rank
-    stage = max(layout.stages(model.layers), key=lambda x: (len(x), model.indexers(x)))
-    flop = len(stage) * 2 * requests * heads * seen * width
-    size = len(stage) * requests * seen * row_bytes(model, kv_cache_dtype)
-    keys = model.indexers(stage) * requests * tokens
-    flop += keys * _INDEXER_FLOPS_PER_KEY * model.index_heads * model.index_dim
-    size += keys * indexer_row_bytes(model)
-    compute, memory = flop / rates.gemm_tflops / 1e6, size / rates.read_gbps / 1e3
+
+    def floors(stage: range) -> tuple[float, float]:
+        """Microseconds of its computing and of its reading."""
+        flop = len(stage) * 2 * requests * heads * seen * width
+        size = len(stage) * requests * seen * row_bytes(model, kv_cache_dtype)
+        keys = model.indexers(stage) * requests * tokens
+        flop += keys * _INDEXER_FLOPS_PER_KEY * model.index_heads * model.index_dim
+        size += keys * indexer_row_bytes(model)
+        return flop / rates.gemm_tflops / 1e6, size / rates.read_gbps / 1e3
+
+    # The one with most layers may have fewer indexers than another.
+    stage = max(layout.stages(model.layers), key=lambda x: max(floors(x)))
+    compute, memory = floors(stage)
     floor = max(compute, memory)
     bound = "compute" if compute > memory else "memory"
     cache = {"fp8": "fp8", "fp8_e4m3": "fp8", "fp8_ds_mla": "fp8_ds_mla"}.get(kv_cache_dtype)

@@ -120,7 +120,7 @@ def _attention(plan: Plan) -> str:
         f"{times.floor_us / 1e3:.2f} ms ({times.bound})"
     )
     if question.layout.pp > 1:
-        text += ", in the largest of its stages"
+        text += ", in the slowest of its stages"
     if times.measured_us is not None:
         text += f", our kernel {times.measured_us / 1e3:.2f} ms"
         least = f" or less, the least measured ({times.nearest})"
