@@ -52,7 +52,7 @@ def topk_tiles(width: int, k: int) -> TopkTiles:
     top = max(next_power_of_2(top), 128)
     tile = max(top, next_power_of_2(k) * GROUP) if levels else top
     # 32 keys a thread; never more threads than keys, which would count some of them twice.
-    return TopkTiles(levels, top, tile, min(max(tile // 1024, 4), 16))
+    return TopkTiles(levels, top, tile, max(tile // 1024, 4))
 
 
 def spread_chunk(rows: int, width: int, programs: int) -> int | None:
@@ -114,11 +114,9 @@ def state_view(workspace: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def leading_words(workspace: torch.Tensor, needed: int) -> torch.Tensor:
-    """The first `needed` words of a workspace. ValueError if it has fewer, or is not int32."""
-    if workspace.dtype != torch.int32 or workspace.numel() < needed:
-        raise ValueError(
-            f"Expected a workspace of {needed} int32, got {workspace.numel()} {workspace.dtype}"
-        )
+    """The first `needed` words of an int32 workspace. ValueError if it has fewer."""
+    if workspace.numel() < needed:
+        raise ValueError(f"Expected a workspace of {needed} int32, got {workspace.numel()}")
     return workspace.flatten()[:needed]
 
 

@@ -335,6 +335,8 @@ def test_when_rows_are_shared():
     assert plan.spread_chunk(64, 131072, 132) is None
     assert plan.spread_chunk(66, 32768, 132) == 16384  # as many programs as run at once, not one
     assert plan.spread_chunk(67, 32768, 132) is None  # more: they wait for each other
+    assert plan.spread_chunk(1, 2**20, 256) == 4096  # as many programs as have words of their own
+    assert plan.spread_chunk(1, 2**20, 512) is None
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     assert spread_launcher.chunk_of_rows(1, 16384, 2048, device) is None  # one program holds it
 
@@ -342,7 +344,26 @@ def test_when_rows_are_shared():
 @pytest.mark.parametrize("chunk", plan.SPREAD_CHUNKS)
 def test_no_more_threads_than_keys(chunk):
     """A program with more would count some keys twice."""
-    assert 32 * spread_launcher.spread_warps(chunk) <= chunk
+    threads = 32 * spread_launcher.spread_warps(chunk)
+    assert threads <= chunk
+    modes = {"has_lengths": False, "pdl": False, "ptx": False}
+    for programs in (1, 32, 33, plan.SPREAD_PARTS):  # whose words a warp reads, or all threads
+        parts = spread_launcher.spread_constants(9, programs * chunk, chunk, 0, 0, **modes)["PARTS"]
+        assert parts >= programs and (parts <= 32 or parts >= threads)
+
+
+@pytest.mark.parametrize("k", [1, MAX_K])
+@pytest.mark.parametrize("width", [1, 129, 4096, 16384, 16385, 131073, 131080, 2**20])
+def test_tiles_and_levels_hold_a_row(width, k):
+    """Of 131073 scores the last has a group of level 1 to itself, and that one of level 2, which
+    begins another 64 bytes."""
+    tiles = plan.topk_tiles(width, k)
+    assert tiles.top <= tiles.tile <= plan.MAX_TOP
+    assert 32 * tiles.num_warps <= tiles.tile
+    assert tiles.top * plan.GROUP**tiles.levels >= width
+    workspace = plan.exact_topk_workspace(3, width, torch.device("cpu"))
+    level1, level2 = plan.level_views(workspace, 3, width)
+    assert level1.shape[1] * plan.GROUP >= width and level2.shape[1] * plan.GROUP**2 >= width
 
 
 @pytest.mark.parametrize("how", HOW)
