@@ -32,7 +32,6 @@ def scalar(scale: float | torch.Tensor) -> float | torch.Tensor:
 
 def _fp8_ds_mla(rows: torch.Tensor, dtype: torch.dtype, dims: MlaDims) -> torch.Tensor:
     layout = Fp8DsMlaLayout(dims)
-    rows = rows.contiguous()
     codes = rows[..., : dims.kv_lora_rank].view(torch.float8_e4m3fn).float()
     scales = rows[..., layout.scale_offset : layout.rope_offset].contiguous().view(torch.float32)
     latent = (codes.unflatten(-1, (-1, layout.group_size)) * scales[..., None]).flatten(-2)

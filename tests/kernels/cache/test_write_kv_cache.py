@@ -6,7 +6,7 @@ import struct
 import pytest
 import torch
 from mla_kernels import write_kv_cache
-from mla_kernels.cache.rows import rows_as_float
+from mla_kernels.cache.rows import as_words, rows_as_float
 from mla_kernels.layouts import Fp8DsMlaLayout
 
 TOKENS, BLOCKS, BLOCK = 9, 4, 64
@@ -178,3 +178,26 @@ def test_a_nan_of_a_group_is_for_itself_alone():
     assert with_nan[2].item() & 0x7F == 0x7F
     differ = (plain != with_nan).nonzero().flatten().tolist()
     assert differ == [2]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "row", "start", "words"),
+    [
+        (torch.bfloat16, 576, 576, 0, torch.int64),
+        (torch.float8_e4m3fn, 576, 576, 0, torch.int64),
+        (torch.uint8, 656, 656, 8, torch.int64),
+        (torch.float32, 576, 576, 2, torch.int64),
+        (torch.bfloat16, 574, 576, 0, torch.uint8),
+        (torch.bfloat16, 576, 578, 0, torch.uint8),
+        (torch.bfloat16, 576, 576, 2, torch.uint8),
+        (torch.float32, 576, 576, 1, torch.uint8),
+        (torch.uint8, 656, 660, 0, torch.uint8),
+    ],
+)
+def test_rows_are_copied_in_the_widest_words_that_fit(dtype, width, row, start, words):
+    memory = torch.arange(4 * 64 * 2 * row + 8, dtype=torch.int32).to(torch.uint8)
+    memory = memory[: memory.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+    cache = memory.as_strided((2, 16, width), (16 * row, row, 1), start)
+    found = as_words(cache)
+    assert found.dtype == words
+    assert torch.equal(found.contiguous().view(torch.uint8), cache.contiguous().view(torch.uint8))
