@@ -4,6 +4,7 @@
 import copy
 import inspect
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -312,6 +313,9 @@ def test_not_on_another_device_nor_past_a_profiler(monkeypatch):
         assert store.find("key") is not None
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert store.find("key") is None
+    store.record("key", [x], lambda: module.launch(kernel, (1,), x, 2, 3))  # called, not kept
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert store.find("key") is not None
 
 
 def test_a_recording_within_another_is_part_of_it():
@@ -340,6 +344,28 @@ def test_nothing_is_replayed_within_a_recording():
     store.record("before", [x], lambda: module.launch(kernel, (1,), x, 2, 3))
     assert store.find("before") is not None
     store.record("key", [x], call)
+
+
+def test_a_recording_is_of_its_own_thread():
+    """Another one records meanwhile, and neither has or lacks a launch of the other."""
+    store, inner, compiled = Recordings(), Recordings(), Compiled()
+    kernel = Kernel(compiled)
+    x, y = torch.zeros(64), torch.zeros(3)
+
+    def other():
+        assert record.recording() is None
+        inner.record("inner", [y], lambda: module.launch(kernel, (1,), y, 2, 3))
+
+    def call():
+        module.launch(kernel, (1,), x, 2, 3)
+        with ThreadPoolExecutor(1) as threads:
+            threads.submit(other).result()
+        module.launch(kernel, (2,), x, 2, 3)
+
+    store.record("key", [x], call)
+    store.find("key")([x])
+    inner.find("inner")([y])
+    assert [grid for grid, _, _ in compiled.direct] == [(1, 1, 1), (2, 1, 1), (1, 1, 1)]
 
 
 def test_an_error_leaves_nothing_behind():

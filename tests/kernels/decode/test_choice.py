@@ -22,7 +22,11 @@ def test_by_architecture(gpu, sm, impl, cache):
     "arguments",
     [
         {"dims": MlaDims(256, 32)},
+        {"dims": MlaDims(512, 32)},
         {"dtype": torch.float16, "kv_cache_dtype": torch.float16},
+        {"dtype": torch.float16, "kv_cache_dtype": torch.float8_e4m3fn},
+        {"dtype": torch.float16, "kv_cache_dtype": torch.uint8},
+        {"kv_cache_dtype": torch.float16},
         {"block_size": 16},
         {"rescale": "flash"},
         {"rescale": "amla", "kv_cache_dtype": torch.float8_e4m3fn},

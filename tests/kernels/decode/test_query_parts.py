@@ -61,6 +61,30 @@ def test_parts_that_tma_cannot_read_are_copied(start):
     assert latent.stride(1) == 576
 
 
+@pytest.mark.parametrize(
+    ("shape", "strides", "first", "copied"),
+    [
+        ((2, 1, 16), (16 * 512, 16 * 512, 512), 0, False),
+        ((2, 1, 16), (16 * 512, 16 * 512, 512), 4, True),  # the start alone
+        ((2, 1, 16), (16 * 516, 16 * 516, 516), 0, True),  # rows alone
+        ((2, 1, 16), (16 * 512 + 4, 16 * 512, 512), 0, True),  # requests alone
+        ((2, 3, 4), (3 * 2048, 2056, 512), 0, True),  # rows of a request in two strides
+        ((2, 1, 16), (16 * 512, 7, 512), 0, False),  # of one there is no next
+        ((2, 3, 1), (3 * 512, 512, 7), 0, False),
+        ((2, 1, 1), (512, 7, 7), 0, False),
+        ((1, 3, 4), (7, 2048, 512), 0, False),
+    ],
+)
+def test_places_that_tma_cannot_reach(shape, strides, first, copied):
+    memory = torch.randn(2 * 17 * 516).bfloat16()
+    latent = memory.as_strided((*shape, 512), (*strides, 1), first)
+    rope = torch.randn(*shape, 64).bfloat16()
+    rows = row_parts((latent, rope), 512)
+    assert torch.equal(rows[0], latent.flatten(1, 2)) and torch.equal(rows[1], rope.flatten(1, 2))
+    assert (rows[0].data_ptr() != latent.data_ptr()) is copied
+    assert not any(2 * stride % 16 for row in rows for stride in row.stride()[:2])
+
+
 @pytest.mark.parametrize("unaligned", [0, 1])
 def test_one_part_that_tma_cannot_read_is_enough(unaligned):
     q = torch.randn(2, 1, 16, 576).bfloat16()

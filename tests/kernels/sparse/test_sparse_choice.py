@@ -9,6 +9,8 @@ from mla_kernels import checks, mla_sparse_attention, mla_sparse_workspace
 from mla_kernels.arch import get_arch
 from mla_kernels.layouts import MlaDims
 from mla_kernels.sparse import api, choice
+from mla_kernels.sparse.hopper import support
+from mla_kernels.sparse.triton import tiles
 
 GPU = torch.device("cuda:0")
 
@@ -71,8 +73,29 @@ def test_few_heads_on_an_sm_90(gpu):
     for asked in ("hopper", "triton"):
         assert choice.choose_sparse_impl(asked, GPU, **known).impl == asked
     assert choice.choose_sparse_impl("auto", GPU, kv_cache_dtype=torch.uint8).impl == "hopper"
-    assert choice.choose_sparse_impl("auto", GPU, dims=MlaDims(128, 64), **known).impl == "torch"
+    no_kernel = choice.choose_sparse_impl("auto", GPU, dims=MlaDims(128, 64), **known)
+    assert no_kernel.impl == "torch" and "kv_lora_rank 512" in no_kernel.reason
     assert choice.choose_sparse_impl("auto", GPU, dtype=torch.float32).impl == "torch"
+
+
+@pytest.mark.parametrize(
+    ("known", "why"),
+    [
+        ({"dims": MlaDims(256, 64)}, "it needs kv_lora_rank 512 and rope 64, got 256 and 64"),
+        ({"dims": MlaDims(512, 32)}, "it needs kv_lora_rank 512 and rope 64, got 512 and 32"),
+        ({"dtype": torch.float16}, "it needs q in bf16, got torch.float16"),
+        ({"kv_cache_dtype": torch.float8_e4m3fn}, "it needs a cache of"),
+        ({"contiguous": False}, "it needs a contiguous q"),
+        ({"aligned": False}, "it needs cache rows at multiples of 16 bytes"),
+    ],
+)
+def test_what_the_kernel_of_an_sm_90_does_not_take(gpu, known, why):
+    gpu(90)
+    known = {"kv_cache_dtype": torch.uint8} | known
+    chosen = choice.choose_sparse_impl("auto", GPU, **known)
+    assert chosen.impl == "triton" and why in chosen.reason
+    with pytest.raises(ValueError, match=f"impl='hopper' of .* cannot run here: {why}"):
+        choice.choose_sparse_impl("hopper", GPU, **known)
 
 
 @pytest.mark.parametrize("sm", [80, 100])
@@ -134,6 +157,22 @@ def test_a_workspace_on_an_sm_90_is_enough_for_both_kernels(gpu, monkeypatch):
         for impl in ("auto", "hopper", "triton")
     )
     assert auto == portable > hopper > 0
+
+
+@pytest.mark.parametrize("sms", [4, 132])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_a_workspace_for_the_kernel_of_an_sm_90_is_enough(sms, heads, monkeypatch):
+    """For every number of tokens up to that asked for, and a token in deterministic mode."""
+    properties = SimpleNamespace(multi_processor_count=sms)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    for most in (0, 1, 3, 60, 5000):
+        enough = support.largest_workspace(most, heads, 2048, GPU)
+        needed = [
+            tiles.partial_bytes(t, heads, support.choose_split(t, heads, 2048, GPU).splits, 512)
+            for t in range(1, most + 1)
+        ]
+        alone = tiles.partial_bytes(1, heads, tiles.fixed_split(2048).splits, 512)
+        assert enough == max(*needed, alone, 0) if most else enough == 0
 
 
 def test_rows_that_start_between_16_bytes_are_not_aligned():

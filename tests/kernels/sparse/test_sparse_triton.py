@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The portable sparse kernel: every branch against the definition, exact cases to the bit."""
 
+import itertools
 import math
 
 import pytest
@@ -292,6 +293,7 @@ def test_deterministic_bits_are_those_of_a_token_alone(device, impl, room, monke
 def test_ranges_of_the_deterministic_mode():
     assert [tiles.fixed_split(K).splits for K in (0, 1, 512, 513, 2048)] == [1, 1, 1, 2, 4]
     one = tiles.partial_bytes(1, 16, 4, 512)
+    assert tiles.partial_bytes(7, 16, 1, 512) == 0  # one range has no partial results
     assert [tiles.tokens_at_once(16, 4, 512, n * one + 5) for n in (0, 3, 40)] == [0, 3, 32]
 
 
@@ -350,3 +352,22 @@ def test_split_covers_all_slots_and_fits_the_workspace(heads):
             needed = tiles.partial_bytes(T, heads, split.splits, 512)
             assert needed <= tiles.largest_workspace(40, heads, K, 512, cpu)
     assert tiles.choose_split(4096, heads, 2048, tile, cpu).splits == 1
+
+
+@pytest.mark.parametrize("sms", [4, 132])
+@pytest.mark.parametrize("sm", ARCHS)
+def test_a_workspace_is_enough_for_every_cache(sm, sms, monkeypatch):
+    """Of every dtype of queries, every number of tokens up to that asked for, and one token in
+    deterministic mode."""
+    arch, cpu = ARCHS[sm], torch.device("cpu")
+    monkeypatch.setattr(tiles, "arch_of", lambda device: arch)
+    monkeypatch.setattr(tiles, "INTERPRETED_SMS", sms)
+    for heads, most in itertools.product((8, 32, 128), (0, 1, 3, 70)):
+        needed = [0, tiles.partial_bytes(min(most, 1), heads, tiles.fixed_split(2048).splits, 512)]
+        for kv_format, half in itertools.product(ALIGNMENTS, (False, True)):
+            used = [tiles.choose_tile(heads, kv_format, arch, half=half)]
+            used.append(tiles.choose_few_rows(heads, MlaDims(), kv_format, arch))
+            for t, tile in itertools.product(range(1, most + 1), filter(None, used)):
+                splits = tiles.choose_split(t, heads, 2048, tile, cpu).splits
+                needed.append(tiles.partial_bytes(t, heads, splits, 512))
+        assert tiles.largest_workspace(most, heads, 2048, 512, cpu) == max(needed)

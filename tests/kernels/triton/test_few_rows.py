@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from mla_kernels import checks, mla_decode
-from mla_kernels.arch import ARCHS, KB, device_arch
+from mla_kernels.arch import ARCHS, KB, MAX_REGISTERS_PER_THREAD, device_arch
 from mla_kernels.decode.triton import launcher, tiles
 from mla_kernels.decode.triton import parts as portable_parts
 from mla_kernels.decode.triton.few_rows.tiles import choose_few_rows, few_rows_tile
@@ -71,6 +71,7 @@ def test_rings_and_registers_fit(sm):
                 assert found.ctas * (ring + 8 * KB) <= arch.shared_memory_per_sm
                 assert found.tokens >= found.rows  # q passes through a slot of the ring
                 assert found.max_registers * found.warps * 32 * found.ctas <= 65536
+                assert found.max_registers <= MAX_REGISTERS_PER_THREAD
                 alone = sm == 90 and kv_format == "fp8"  # few_rows_fp8
                 assert ctas_per_sm(rows, arch, kv_format) == (1 if alone else found.ctas)
 
