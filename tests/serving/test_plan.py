@@ -225,7 +225,8 @@ def test_a_pipeline_holds_what_its_smallest_stage_does(v3, memory, layers):
     }
     fewest = min(held, key=held.get)
     assert plan.gpu_tokens == held[fewest] // 64 * 64 and len(fewest) == layers
-    assert plan.gpu_token_bytes == layers * 1152
+    assert plan.gpu_token_bytes == layers * 1152 and plan.token_bytes == 61 * 1152
+    assert plan.cluster_tokens == plan.gpu_tokens  # a request is in every stage
     assert plan.weights == layout.weights(v3, fewest)
 
 
@@ -274,6 +275,14 @@ def test_attention_floor_by_hand(v3, v32):
     short = cost.make(question(v32, Layout(tp=8), **sparse | {"context": 1024}))
     read = 64 * 1024 * (656 + 132)
     assert short.attention.floor_us == pytest.approx(61 * read / 4000e3, rel=1e-4)
+
+
+def test_an_indexer_multiplies_every_key_with_every_head(v32):
+    slow = rates.Rates("test", "by hand", read_gbps=4000, gemm_tflops=100, cases=())
+    sparse = {"rates": slow, "kv_cache_dtype": "fp8_ds_mla", "context": 16384}
+    times = cost.make(question(v32, Layout(tp=8), **sparse)).attention
+    flop = 2 * 64 * (16 * 2048 * 1088 + 16384 * 64 * 128)
+    assert times.floor_us == pytest.approx(61 * flop / 100e6) and times.bound == "compute"
 
 
 def test_the_largest_stage_is_the_one_with_more_indexers():
@@ -371,11 +380,13 @@ def test_a_measured_case_is_found_again(v3):
     plan = cost.make(question(v3, Layout(tp=8), batch=128))
     assert plan.attention.nearest == case.name and not plan.attention.least
     assert plan.attention.measured_us == pytest.approx(61 * case.us, rel=0.03)
+    shared = cost.make(question(v3, Layout(tp=8, dcp=8), batch=128, context=8 * 4096))
+    assert shared.attention.nearest == "b128_h128_q1_k4096"  # what a rank computes
     fp8 = cost.make(question(v3, Layout(tp=8), batch=128, kv_cache_dtype="fp8_ds_mla"))
     assert fp8.attention.nearest == "b128_h16_q1_k4096_fp8_ds_mla"
 
 
-@pytest.mark.parametrize("dtype, cache", [("auto", "16 bit"), ("fp8", "fp8")])
+@pytest.mark.parametrize("dtype, cache", [("auto", "16 bit"), ("fp8", "fp8"), ("fp8_e4m3", "fp8")])
 def test_no_time_is_less_than_the_least_measured(v3, dtype, cache):
     least = min(
         (case for case in rates.load("h200").cases if case.cache == cache), key=lambda case: case.us

@@ -94,9 +94,10 @@ def test_blocks_of_a_modelopt_release():
         (GPTQ | {"modules_in_block_to_quantize": [["mlp"]]}, "attention"),
         (packed(INT4, ignore=["lm_head", "re:.*self_attn.*"]), "attention"),
         (packed(group(4, ["re:.*mlp.*"], type="int", group_size=32)), "attention"),
-        ({"quant_method": "fp8", "ignored_layers": [
+        *(({"quant_method": "fp8", key: [
             f"model.layers.{i}.mlp.{name}_proj" for i in range(3)
-            for name in ("gate", "up", "down")]}, "dense MLPs"),
+            for name in ("gate", "up", "down")]}, "dense MLPs")
+            for key in ("ignored_layers", "modules_to_not_convert")),
     ],
 )  # fmt: skip
 def test_layers_that_are_not_quantised(quantisation, plain):
@@ -136,12 +137,38 @@ def test_auto_is_the_cache_that_the_checkpoint_asks_for(quantisation, dtype):
     assert made.kv_cache_dtype == dtype and made.row_bytes == (576 if "fp8" in dtype else 1152)
 
 
-def test_auto_is_what_it_is_to_vllm():
+@pytest.mark.parametrize(
+    "quantisation, dtype",
+    [
+        ({"kv_cache_quant_algo": "FP8"}, "fp8_e4m3"),
+        ({"quant_method": "modelopt_fp4", "kv_cache_quant_algo": "FP8"}, "fp8_e4m3"),
+        ({"kv_cache_scheme": FLOAT8 | {"type": "int"}}, None),
+        # Of what says different things a scheme goes first, then what stands further in.
+        ({"kv_cache_scheme": FLOAT8, "kv_cache_quant_algo": "NVFP4"}, "fp8_e4m3"),
+        (
+            {
+                "kv_cache_scheme": FLOAT8,
+                "quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "NVFP4"},
+            },
+            "fp8_e4m3",
+        ),
+        (
+            {
+                "kv_cache_quant_algo": "NVFP4",
+                "quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"},
+            },
+            "fp8_e4m3",
+        ),
+        (packed(INT4, kv_cache_scheme=FLOAT8), None),
+    ],
+)
+def test_auto_is_what_it_is_to_vllm(quantisation, dtype):
     from vllm.utils.torch_utils import get_kv_cache_quant_algo_string
 
-    asks = NVFP4 | {"kv_cache_quant_algo": "FP8"}
-    assert get_kv_cache_quant_algo_string(asks) == model(asks).kv_cache_dtype
-    assert get_kv_cache_quant_algo_string(packed(INT4, kv_cache_scheme=FLOAT8)) is None
+    asks = NVFP4 | quantisation
+    theirs = get_kv_cache_quant_algo_string(asks)
+    assert (None if theirs == "auto" else theirs) == dtype
+    assert model(asks).kv_cache_dtype == (dtype or "bfloat16")
 
 
 def test_a_cache_that_our_kernels_do_not_read_is_refused():
