@@ -109,6 +109,13 @@ def test_room_for_the_cache(capsys, argv, room):
     assert answer["kv_cache"]["bytes_per_gpu"] == pytest.approx(room - weights, rel=1e-9)
 
 
+@pytest.mark.parametrize("dtype, row", [("bfloat16", 1152), ("fp8", 576), ("fp8_ds_mla", 656)])
+def test_the_cache_asked_for(capsys, dtype, row):
+    argv = (*V3, "--gpus", "1", "--kv-cache-dtype", dtype, "--json")
+    cache = json.loads(run(capsys, *argv)[1])["kv_cache"]
+    assert (cache["dtype"], cache["row_bytes"]) == (dtype, row)
+
+
 @pytest.mark.parametrize("option", ["--batch", "--context", "--gpus", "--pp"])
 @pytest.mark.parametrize("value", ["0", "1000000001", f"{10**400}"])
 def test_sizes_beyond_reason_are_refused(capsys, option, value):
