@@ -21,7 +21,7 @@ resolving.
 | | expands_prompts_of_sparse_layers | 0.29 on | step metadata decide; before, versions differ |
 | step_metadata | skip_chunked_context_metadata | to 0.27 | on CPU they want pinned memory |
 | | merge_every_context | to 0.27 | leading prompts alone are merged with their context |
-| | tokens_added_to_drafts | all | a draft model's first step is longer than the model's |
+| | tokens_added_to_drafts | all | first steps of draft models and of P-EAGLE are longer |
 | | bound_lengths | all | a drafter's new token is missing in the host's lengths |
 | | request_ids | all | metadata builders are told no names |
 | weights | keep_kv_b_weight | to 0.28 | on CPU `kv_b_proj.weight` is freed after packing |

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of the machine: devices, memory, system libraries."""
 
+from mla_backend import compat
 from mla_backend.attention import support
 from mla_backend.doctor.facts import Facts
 from mla_backend.doctor.report import Result
@@ -8,8 +9,10 @@ from mla_backend.doctor.report import Result
 GIB, MIB = 2**30, 2**20
 # vLLM's processes take about 3 GiB before any weights; below the first figure they do not start.
 LEAST_MEMORY, COMFORTABLE_MEMORY = 3 * GIB, 6 * GIB
-# The larger of the two rings of an engine and its worker; a container has 64 MiB unless asked.
-LEAST_SHARED_MEMORY = 240 * MIB
+# The larger of the two rings of an engine and its worker, 240 MiB and a few bytes, rounded up; a
+# container has 64 MiB unless asked. vLLM 0.26 does not look, and its rings fill as they are used.
+LEAST_SHARED_MEMORY = 241 * MIB
+SHARED_MEMORY_IS_ASKED_FOR = (0, 27)
 
 
 def devices(facts: Facts) -> Result:
@@ -65,9 +68,11 @@ def shared_memory(facts: Facts) -> Result:
     if len(facts.gpus) == 1:
         return Result("shared memory", "ok", f"{found}; an engine on one GPU needs none")
     least = f"{LEAST_SHARED_MEMORY // MIB} MiB"
-    found = f"{found}: vLLM's processes talk through it, in rings of up to {least}"
+    found = f"{found}: vLLM's processes talk through it, in rings that take up to {least}"
     mend = f"give a container --shm-size 1g or --ipc=host, or free {least} there"
-    return Result("shared memory", "warn" if facts.gpus else "fail", found, mend)
+    version = compat.parse_version(facts.vllm or "")
+    starts = version is not None and version < SHARED_MEMORY_IS_ASKED_FOR
+    return Result("shared memory", "warn" if facts.gpus or starts else "fail", found, mend)
 
 
 def libnuma(facts: Facts) -> Result:

