@@ -86,7 +86,12 @@ def test_what_is_given_empty_is_not_vllms_default(demo_checkpoint, monkeypatch):
 
 @pytest.mark.parametrize(
     ("given", "seconds"),
-    [([], 30), (["--shutdown-timeout", "90"], 90), (["--mla-drain-timeout", "5"], 5)],
+    [
+        ([], 30),
+        (["--shutdown-timeout", "90"], 90),
+        (["--shutdown-timeout", "-5"], 30),  # vLLM refuses it, by this name
+        (["--mla-drain-timeout", "5"], 5),
+    ],
 )
 def test_vllms_word_for_the_drain_counts_too(demo_checkpoint, monkeypatch, given, seconds):
     from mla_serving.server import args as server_args

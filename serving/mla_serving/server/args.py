@@ -66,7 +66,7 @@ def make_parser() -> Any:
         metavar="SECONDS",
         default=30.0,
         help="seconds that running requests have to finish after SIGINT, SIGTERM or SIGHUP; unless "
-        "given, what --shutdown-timeout says",
+        "given, what --shutdown-timeout says, if above 0",
     )
     ours.add_argument(
         "--mla-hang-timeout",
@@ -134,7 +134,7 @@ def parse(settings: Settings) -> Namespace:
         defaults += ["--tokenizer-mode", "hf"]
     if args.host is None and args.uds is None:
         unset += ["--host", DEFAULT_HOST]
-    if args.shutdown_timeout:  # vLLM's word for it; 0, its default, would let nothing finish
+    if args.shutdown_timeout > 0:  # vLLM's word for it; 0, its default, would let nothing finish
         defaults += ["--mla-drain-timeout", str(args.shutdown_timeout)]
     if args.worker_extension_cls == "":
         defaults += ["--worker-extension-cls", WORKER_EXTENSION_CLASS]
