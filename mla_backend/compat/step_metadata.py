@@ -2,10 +2,14 @@
 """What vLLM says of a step, put right: contexts of prompts, lengths, which requests it has."""
 
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from mla_backend.compat import versions
+
+# Of a layer's name, which may have another number behind it: LongCat has two attentions a layer.
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
 def skip_chunked_context_metadata() -> None:
@@ -46,23 +50,20 @@ def tokens_added_to_drafts(layer_names: Sequence[str], vllm_config: Any) -> int:
     begins with what was sampled, and with parallel drafting, where all drafts are in that step. An
     EAGLE draft makes the first of them in the place of a token of the model's step."""
     speculative = vllm_config.speculative_config
-    if getattr(speculative, "method", None) not in ("draft_model", "eagle", "eagle3"):
-        return 0
-    of_its_own = speculative.method == "draft_model"
-    if of_its_own and not all(name.startswith("draft_model.") for name in layer_names):
-        return 0
-    if not of_its_own and not _follow_the_model(layer_names, vllm_config):
+    method = getattr(speculative, "method", None)
+    if method not in ("draft_model", "eagle", "eagle3"):
         return 0
     at_once = int(speculative.num_speculative_tokens) if speculative.parallel_drafting else 1
-    return at_once if of_its_own else at_once - 1
+    if method == "draft_model":
+        return at_once if all(name.startswith("draft_model.") for name in layer_names) else 0
+    return at_once - 1 if at_once > 1 and _follow_the_model(layer_names, vllm_config) else 0
 
 
 def _follow_the_model(layer_names: Sequence[str], vllm_config: Any) -> bool:
     """Whether all are layers of a draft that is numbered on from the model's last layer."""
-    from vllm.model_executor.models.utils import extract_layer_index
-
     own = vllm_config.model_config.hf_text_config.num_hidden_layers
-    return all(extract_layer_index(name) >= own for name in layer_names)
+    found = [_LAYER.search(name) for name in layer_names]
+    return all(layer is not None and int(layer[1]) >= own for layer in found)
 
 
 def bound_lengths(common: Any, added: int) -> Any:

@@ -210,6 +210,8 @@ def test_an_eagle_draft_in_parallel_adds_all_drafts_but_one(builder):
         DRAFT | {"layer": "layer"},
         DRAFT | {"method": "mtp"},
         AT_ONCE | {"layer": "model.layers.3.self_attn.attn"},
+        AT_ONCE | {"layer": "model.layers.3.self_attn.5.attn"},  # LongCat has two a layer
+        AT_ONCE | {"layer": "model.layers.3.self_attn.0.attn", "parallel_drafting": False},
         AT_ONCE | {"parallel_drafting": False},
         AT_ONCE | {"method": "dflash"},
     ],
