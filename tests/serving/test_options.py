@@ -105,6 +105,19 @@ def test_vllms_word_for_the_drain_counts_too(demo_checkpoint, monkeypatch, given
     assert server_args.parse(read_settings(both, {})).mla_drain_timeout == 5
 
 
+@pytest.mark.parametrize("beside", [[], ["--kv-cache-memory-bytes", "1G"]])
+def test_a_wrong_cache_size_of_a_cpu_is_named(demo_checkpoint, monkeypatch, beside):
+    """vLLM reads the variable whatever the option says."""
+    from mla_serving.server import args as server_args
+    from mla_serving.server.settings import read_settings
+
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "0.5")
+    monkeypatch.setattr(server_args.vllm_api, "is_cpu", lambda: True)
+    given = read_settings([str(demo_checkpoint("v3")), *beside], {})
+    with pytest.raises(ValueError, match=r"^VLLM_CPU_KVCACHE_SPACE='0\.5'"):
+        server_args.parse(given)
+
+
 def test_every_worker_of_a_cpu_has_its_share_of_the_cache(demo_checkpoint, monkeypatch):
     from mla_serving.server import args as server_args
     from mla_serving.server.settings import read_settings

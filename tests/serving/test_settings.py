@@ -296,11 +296,11 @@ def test_cpu_kv_cache(available, weights, expected):
         assert environment.kv_cache_gib(available * GIB, weights * GIB, 8) == expected // 8
 
 
-@pytest.mark.parametrize("given", ["0.5", "4GiB", "-3"])
-def test_cpu_kv_cache_of_no_whole_gib(given, tmp_path):
-    """vLLM says "invalid literal for int()", and not of what."""
+@pytest.mark.parametrize("given", ["0.5", "4GiB", "-3", "0", " "])
+def test_cpu_kv_cache_of_no_whole_gib(given):
+    """vLLM says "invalid literal for int()", and not of what; of 0, to use more of a GPU."""
     with pytest.raises(ValueError, match=f"^VLLM_CPU_KVCACHE_SPACE='{given}': expected whole GiB"):
-        environment.set_cpu_kv_cache(str(tmp_path), environ={"VLLM_CPU_KVCACHE_SPACE": given})
+        environment.check_cpu_kv_cache({"VLLM_CPU_KVCACHE_SPACE": given})
 
 
 @pytest.mark.parametrize("ranks", [(0, 1), (1, 0)])

@@ -139,6 +139,7 @@ def parse(settings: Settings) -> Namespace:
     if args.worker_extension_cls == "":
         defaults += ["--worker-extension-cls", WORKER_EXTENSION_CLASS]
     if vllm_api.is_cpu():
+        environment.check_cpu_kv_cache()
         if args.kv_cache_memory_bytes is None:
             ranks = args.data_parallel_size_local or args.data_parallel_size
             workers = args.tensor_parallel_size * args.pipeline_parallel_size

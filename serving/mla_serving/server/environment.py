@@ -2,7 +2,7 @@
 """Environment variables of vLLM and Hugging Face that we set when the user has not."""
 
 import os
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 from mla_backend.memory import available_bytes
@@ -37,6 +37,14 @@ def kv_cache_gib(available: int, weights: int, workers: int = 1) -> int:
     return max(1, int(min(left, available / 8) / workers / GIB))
 
 
+def check_cpu_kv_cache(environ: Mapping[str, str] = os.environ) -> None:
+    """ValueError for a size of the user's that vLLM would refuse without its name, or take for no
+    cache. vLLM reads it even beside --kv-cache-memory-bytes, which then counts no more."""
+    given = environ.get("VLLM_CPU_KVCACHE_SPACE", "")
+    if given and not (given.strip().isdecimal() and int(given)):
+        raise ValueError(f"VLLM_CPU_KVCACHE_SPACE={given!r}: expected whole GiB, 1 or more")
+
+
 def set_cpu_kv_cache(
     model: str,
     workers: int = 1,
@@ -45,12 +53,8 @@ def set_cpu_kv_cache(
 ) -> None:
     """Size the KV cache of a CPU server's workers by the free memory (vLLM would take nearly all of
     it). workers: of each replica, tensor times pipeline parallel; replicas: data parallel, here.
-
-    ValueError for a size of the user's that vLLM would refuse without its name, or take below 0.
     """
-    if given := environ.get("VLLM_CPU_KVCACHE_SPACE"):
-        if not given.strip().isdecimal():
-            raise ValueError(f"VLLM_CPU_KVCACHE_SPACE={given!r}: expected whole GiB, such as 4")
+    if environ.get("VLLM_CPU_KVCACHE_SPACE"):
         return
     weights = sum(f.stat().st_size for f in Path(model).glob("*.safetensors"))
     every = max(1, workers * replicas)  # vLLM refuses 0 by its option's name
