@@ -100,7 +100,9 @@ def test_vllms_word_for_the_drain_counts_too(demo_checkpoint, monkeypatch, given
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     monkeypatch.setattr(server_args.toolchain, "compile_obstacle", lambda: None)
     model = str(demo_checkpoint("v3"))
-    assert server_args.parse(read_settings([model, *given], {})).mla_drain_timeout == seconds
+    args = server_args.parse(read_settings([model, *given], {}))
+    assert args.mla_drain_timeout == seconds
+    assert args.shutdown_timeout == (-5 if "-5" in given else 0)  # an engine would wait again
     both = [model, "--shutdown-timeout", "90", "--mla-drain-timeout", "5"]
     assert server_args.parse(read_settings(both, {})).mla_drain_timeout == 5
 

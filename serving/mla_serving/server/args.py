@@ -152,6 +152,9 @@ def parse(settings: Settings) -> Namespace:
     unset += _attention_defaults(args)
     args = _parse(parser, [*_merge(defaults, given), *unset])
     vllm_api.validate_parsed_serve_args(args)
+    # The drain is ours: an engine with a time of its own computes on what the drain has given up,
+    # until it is killed. One below 0 is left to vLLM, which refuses it.
+    args.shutdown_timeout = min(args.shutdown_timeout, 0)
     return args
 
 
