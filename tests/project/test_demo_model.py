@@ -162,6 +162,8 @@ def test_a_disk_that_is_full_is_named(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert failed.value.errno == errno.EFBIG
+    assert list((tmp_path / "m").iterdir()) == []
+    make_demo_model("v3", tmp_path / "m")
 
 
 def test_all_files_have_the_same_mode(demo_checkpoint):

@@ -62,8 +62,10 @@ def make_demo_model(
         _write_json(out_dir / "config.json", config)
         tokens = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         _write_json(out_dir / "generation_config.json", tokens)
-    except OSError as error:
-        if error.filename is None:  # of a write, as to a full disk
+    except BaseException as error:
+        for name in _FILES:  # else the next try finds `out_dir` not empty
+            (out_dir / name).unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:  # of a write, as to a full disk
             error.filename = str(out_dir)
         raise
     return out_dir
