@@ -467,6 +467,8 @@ def test_gpus_are_known_by_the_names_of_their_drivers():
     [
         ({"kv_lora_rank": None}, "does not use multi-head latent attention"),
         ({"hidden_size": None}, "config.json lacks hidden_size"),
+        ({"num_hidden_layers": None}, "config.json lacks num_hidden_layers"),
+        ({"num_hidden_layers": None, "num_layers": 28}, "LongCat, whose layers have two"),
         ({"moe_intermediate_size": None}, "lacks moe_intermediate_size"),
         ({"torch_dtype": "float64"}, "got float64"),
         ({"linear_attn_config": {"kda_layers": [1]}}, "m: config.json has linear_attn_config: not"),

@@ -95,6 +95,15 @@ def test_errors(capsys, argv, said):
     assert err.startswith("mla-backend plan: ") and said in err
 
 
+def test_mistrals_format(capsys, tmp_path):
+    file = tmp_path / "params.json"
+    file.write_text('{"dim": 7168, "n_layers": 61, "kv_lora_rank": 512}')
+    for model in (tmp_path, file):
+        status, out, err = run(capsys, "--model", str(model), "--gpus", "8")
+        assert status == 1 and out == ""
+        assert f"{file} is a config in Mistral's format, which the plan does not read" in err
+
+
 @pytest.mark.parametrize(
     "argv, room",
     [

@@ -7,6 +7,8 @@ from typing import Any
 
 # ModelOpt up to 0.29 writes `quantization_config` here, beside config.json.
 QUANTISATION_FILE = "hf_quant_config.json"
+# Mistral's config, whose keys have other names.
+_OF_MISTRAL = "params.json"
 
 
 def read(model: str) -> tuple[dict[str, Any], str]:
@@ -21,9 +23,16 @@ def read(model: str) -> tuple[dict[str, Any], str]:
     here = path.exists()
     if path.is_dir():
         path = path / "config.json"
-        if not path.exists():
+        if not path.exists() and path.with_name(_OF_MISTRAL).exists():
+            path = path.with_name(_OF_MISTRAL)
+        elif not path.exists():
             raise FileNotFoundError(f"{model}: a directory without config.json")
-    elif not here:
+    if path.name == _OF_MISTRAL and here:
+        raise ValueError(
+            f"{path} is a config in Mistral's format, which the plan does not read. Give a "
+            "config.json in Hugging Face's"
+        )
+    if not here:
         path = _download(model)
     config = _object(path)
     if config.get("quantization_config") is None:

@@ -240,6 +240,11 @@ def _refuse_other_models(config: Mapping[str, Any], name: str) -> None:
     """ValueError for a model of which the plan would be wrong."""
     if config.get("kv_lora_rank") is None:
         raise ValueError(f"{name} has no kv_lora_rank: it does not use multi-head latent attention")
+    if config.get("num_hidden_layers") is None and config.get("num_layers") is not None:
+        raise ValueError(
+            f"{name}: config.json has num_layers for num_hidden_layers, as that of LongCat, whose "
+            "layers have two attentions and two dense MLPs each: the plan does not count those"
+        )
     hybrid = [key for key in _HYBRID if config.get(key) not in (None, 1)]
     if hybrid:
         raise ValueError(
