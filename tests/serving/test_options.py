@@ -183,6 +183,30 @@ def test_a_cpu_that_would_not_compute_with_ours(parser, named, monkeypatch):
         server_args._attention_defaults(given)
 
 
+@pytest.mark.parametrize("count", [-1, 0, 2])
+def test_one_server(parser, count):
+    from mla_serving.server.args import _parse, _refuse_other_launchers
+
+    _refuse_other_launchers(_parse(parser, ["m", "--api-server-count", "1"]))
+    with pytest.raises(ValueError, match=f"--api-server-count {count} is not served here"):
+        _refuse_other_launchers(_parse(parser, ["m", f"--api-server-count={count}"]))
+
+
+@pytest.mark.parametrize(
+    "given", [["--attention-backend", "auto"], ["--attention-config.backend", "AUTO"]]
+)
+def test_auto_is_as_if_nothing_were_said(demo_checkpoint, monkeypatch, given):
+    """To vLLM it is; the server computed with vLLM's own attention."""
+    from mla_serving.server import args as server_args
+    from mla_serving.server.settings import read_settings
+
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    monkeypatch.setattr(server_args.toolchain, "compile_obstacle", lambda: None)
+    args = server_args.parse(read_settings([str(demo_checkpoint("v3")), *given], {}))
+    assert getattr(args.attention_backend, "name", args.attention_backend) == "CUSTOM"
+    assert args.block_size == 64
+
+
 def test_a_launcher_of_several_servers_is_refused(parser):
     from mla_serving.server.args import _parse, _refuse_other_launchers
 

@@ -173,7 +173,7 @@ def _parse(parser: Any, arguments: list[str]) -> Namespace:
 def _attention_defaults(args: Namespace) -> list[str]:
     """Select our backend for a model with MLA, unless the user selected one."""
     chosen = args.attention_backend or args.attention_config.backend
-    if chosen is None:
+    if chosen is None or str(chosen).lower() == "auto":  # to vLLM the same
         if not vllm_api.model_uses_mla(args):
             raise ValueError(_NOT_MLA.format(model=args.model))
         defaults = ["--attention-backend", "CUSTOM"]
@@ -231,7 +231,8 @@ def _refuse_other_launchers(args: Namespace) -> None:
         "--data-parallel-multi-port-external-lb": getattr(
             args, "data_parallel_multi_port_external_lb", False
         ),
-        f"--api-server-count {args.api_server_count}": (args.api_server_count or 1) > 1,
+        # 0 is `vllm serve`'s other word for --headless.
+        f"--api-server-count {args.api_server_count}": args.api_server_count not in (None, 1),
     }
     for option, asked in reasons.items():
         if asked:
