@@ -16,7 +16,7 @@ from vllm.platforms.cpu import CpuPlatform
 from mla_backend import compat, envs
 from mla_backend.attention import support
 from mla_backend.plugin import is_ours, is_selected, sparse_class_path
-from mla_backend.refusals import RefusalError
+from mla_backend.refusals import RefusalError, cannot_serve
 
 logger = init_logger("vllm.mla_backend")
 
@@ -117,9 +117,9 @@ class MlaCpuPlatform(CpuPlatform):
             raise RefusalError(support.kv_cache_dtype_reason(kv_cache_dtype))
         if vllm_config.parallel_config.decode_context_parallel_size > 1:
             # vLLM before 0.28 does not ask the class of a layer, and would start.
-            raise RefusalError(f"on a CPU, {support.dcp_reason()}")
+            raise cannot_serve(support.dcp_on_cpu_reason())
         if vllm_envs.VLLM_BATCH_INVARIANT:
-            raise RefusalError(support.batch_invariance_on_cpu_reason())
+            raise cannot_serve(support.batch_invariance_on_cpu_reason())
         asked = _Asked.read(vllm_config)
         # Else vLLM warns that it overrides the block size, which is put back right after.
         vllm_config.cache_config.user_specified_block_size = False

@@ -5,7 +5,7 @@ import logging
 from typing import Any
 
 from mla_backend import compat, envs
-from mla_backend.refusals import RefusalError
+from mla_backend.refusals import RefusalError, note_failed_starts
 
 GENERAL_PLUGIN = "mla_backend"
 PLATFORM_PLUGIN = "mla_backend_cpu"
@@ -30,6 +30,7 @@ def register() -> None:
     With a vLLM outside the supported range an error is logged and selecting CUSTOM fails with
     the same message; everything else of that vLLM works as if this plugin were not there.
     """
+    note_failed_starts()
     status = compat.vllm_version_status()
     if not status.supported:
         logger.error("%s. The backend is not available.", status.message)

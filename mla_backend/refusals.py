@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refusals of an engine, also for the server that started it.
 
-Workers are processes of their own. If one refuses, vLLM tells the server no more than "Engine core
-initialization failed", and the sentence that matters stands in the middle of a long log. So it is
-also left in a file, where the server wants that.
+Workers are processes of their own. If one refuses, or fails otherwise as it starts, vLLM tells the
+server no more than "Engine core initialization failed", and the sentence that matters stands in the
+middle of a long log. So it is also left in a file, where the server wants that.
 """
 
 import contextlib
+import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -23,6 +24,11 @@ class RefusalError(ValueError):
         note(words)
 
 
+def cannot_serve(what: str) -> RefusalError:
+    """The refusal of `what`: a noun, why, and the mend."""
+    return RefusalError(f"mla-backend cannot serve {what}")
+
+
 def note(words: str) -> None:
     """Leave `words` for the server, if one listens."""
     if path := os.environ.get(_FILE):
@@ -30,10 +36,31 @@ def note(words: str) -> None:
             Path(path).write_text(words)
 
 
+class _Failures(logging.Handler):
+    """Notes the first exception of which vLLM logs that an engine or a worker "failed to start":
+    the next one up only says that there was one."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        path = os.environ.get(_FILE)
+        if error and path and "failed to start" in record.msg and not Path(path).exists():
+            note(f"{type(error).__name__}: {error}")
+
+
+_FAILURES = _Failures(logging.ERROR)
+
+
+def note_failed_starts() -> None:
+    """From here on in an engine's process, if a server listens; safe to call again."""
+    if os.environ.get(_FILE):
+        logging.getLogger("vllm").addHandler(_FAILURES)
+
+
 @contextlib.contextmanager
 def heard() -> Iterator[Callable[[], str]]:
-    """Listens to the engines started inside: gives a function for their last refusal, "" if none
-    was, or nothing can be written on this machine: then vLLM does not start, and says so."""
+    """Listens to the engines started inside: gives a function for their last refusal, or else the
+    first failure of a start; "" if there was neither, or nothing can be written on this machine:
+    then vLLM does not start, and says so."""
     try:
         temporary = tempfile.TemporaryDirectory()
     except OSError:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mla_backend import compat, envs
-from mla_backend.refusals import RefusalError
+from mla_backend.refusals import RefusalError, cannot_serve
 
 BLOCK_SIZE = 64
 DTYPES = ("float16", "bfloat16", "float32")
@@ -29,6 +29,7 @@ MAX_QUERY_LEN = 8
 MAX_HEADS = 128
 # Of DeepSeek-V4's config: in vLLM's class, and in that of transformers, which vLLM 0.33 takes.
 _COMPRESSED = ("compress_ratios", "compress_rates")
+_NO_DCP = "Mend: --decode-context-parallel-size 1"
 
 
 def block_size_reason(block_size: int) -> str:
@@ -42,7 +43,11 @@ def dcp_reason(sparse: bool = False) -> str:
     what = "decode context parallelism"
     if sparse:
         what = f"sparse attention with {what}"
-    return f"{what}. Mend: --decode-context-parallel-size 1"
+    return f"{what}. {_NO_DCP}"
+
+
+def dcp_on_cpu_reason() -> str:
+    return f"decode context parallelism on a CPU. {_NO_DCP}"
 
 
 def batch_invariance_on_cpu_reason() -> str:
@@ -55,7 +60,7 @@ def refuse_sparse_dcp(vllm_config: Any) -> None:
     """ValueError where ranks share out the tokens of a request: each would choose among its own.
     vLLM before 0.28 does not ask the backend."""
     if vllm_config.parallel_config.decode_context_parallel_size > 1:
-        raise RefusalError(dcp_reason(sparse=True))
+        raise cannot_serve(dcp_reason(sparse=True))
 
 
 def refuse_hisparse(vllm_config: Any) -> None:
@@ -103,9 +108,9 @@ def refuse_models(vllm_config: Any) -> None:
     """
     config = getattr(vllm_config.model_config, "hf_text_config", None)
     if getattr(config, "learnable_sink", False):
-        raise RefusalError(f"learnable attention sinks, which vLLM leaves out here. {ELSE}")
+        raise cannot_serve(f"learnable attention sinks, which vLLM leaves out here. {ELSE}")
     if getattr(config, "model_type", None) == "dots3_note":
-        raise RefusalError(f"dots3_note, to whose layers vLLM gives classes of its own. {ELSE}")
+        raise cannot_serve(f"dots3_note, to whose layers vLLM gives classes of its own. {ELSE}")
 
 
 def refuse_heads(heads: int) -> None:
@@ -126,7 +131,7 @@ def refuse_step_shape(heads: int, query_len: int, *, dcp: int = 1, drafts: int =
     to be wrong. Its second one was not tried.
     """
     if dcp > 1 and drafts:
-        raise RefusalError(
+        raise cannot_serve(
             f"{drafts} speculative tokens with decode context parallelism, whose ranks vLLM gives "
             "lengths that count rejected drafts. Mend: --decode-context-parallel-size 1, or leave "
             "out --speculative-config"
@@ -154,7 +159,7 @@ def refuse_microbatches(query_len: int, microbatches: int, graph_sizes: Sequence
     """
     cut = [size for size in graph_sizes if (size // microbatches) % query_len]
     if cut:
-        raise RefusalError(
+        raise cannot_serve(
             f"--enable-dbo with {query_len - 1} speculative tokens and CUDA graphs of "
             f"{', '.join(map(str, cut))} tokens, whose {microbatches} parts would cut a request of "
             f"{query_len}. Mend: cudagraph_capture_sizes of multiples of "
@@ -272,7 +277,7 @@ def combination_reasons(config: dict[str, Any]) -> list[str]:
     kv_cache_dtype, dtype = config["kv_cache_dtype"], _dtype_name(config["dtype"])
     reasons = []
     if config["device_capability"] is None and config.get("use_dcp"):
-        reasons.append(f"on a CPU, {dcp_reason()}")
+        reasons.append(dcp_on_cpu_reason())
     if config["device_capability"] is None and config.get("use_batch_invariant"):
         reasons.append(batch_invariance_on_cpu_reason())
     if config["device_capability"] is not None:

@@ -194,7 +194,7 @@ def test_queries_of_the_warm_up_are_those_of_a_step():
 
 def test_a_cpu_has_no_context_parallelism():
     (reason,) = reasons(None, use_dcp=True)
-    assert reason.startswith("on a CPU, decode context parallelism. Mend")
+    assert reason.startswith("decode context parallelism on a CPU. Mend")
 
 
 def test_rows_of_fp8_ds_mla_are_of_512_and_64():

@@ -78,14 +78,16 @@ def test_kv_cache_dtype(start_up, demo_checkpoint, dtype):
 def test_context_parallelism_before_any_layer_is_there(start_up, demo_checkpoint):
     """vLLM before 0.28 does not ask the class of a layer about it."""
     # Not of V3.2: vLLM would put its own config class into transformers, for later tests too.
-    with pytest.raises(ValueError, match=r"on a CPU, decode context parallelism\. Mend: --decode"):
+    said = r"mla-backend cannot serve decode context parallelism on a CPU\. Mend: --decode"
+    with pytest.raises(ValueError, match=said):
         start_up(demo_checkpoint("v3"), tensor_parallel_size=2, decode_context_parallel_size=2)
 
 
 def test_batch_invariant_mode_before_any_layer_is_there(start_up, demo_checkpoint, monkeypatch):
     """vLLM would load the model, and fail in the experts or in the first step."""
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    with pytest.raises(ValueError, match=r"batch-invariant mode on a CPU, .*Mend: unset VLLM_BATC"):
+    said = r"mla-backend cannot serve batch-invariant mode on a CPU, .*Mend: unset VLLM_BATC"
+    with pytest.raises(ValueError, match=said):
         start_up(demo_checkpoint("v3"))
 
 
@@ -208,7 +210,7 @@ REFUSED = [
         r"sparse attention with decode context parallelism\. "
         r"Mend: --decode-context-parallel-size 1",
     ),
-    ({"use_dcp": True}, r"on a CPU, decode context parallelism"),
+    ({"use_dcp": True}, r"cannot serve this: decode context parallelism on a CPU"),
     ({"use_batch_invariant": True}, r"mode on a CPU, .*Mend: unset VLLM_BATCH_INVARIANT"),
     ({"has_sliding_window": True}, r"a sliding window\. Mend"),
     ({"has_sink": True}, r"attention sinks\. Mend"),
@@ -380,6 +382,33 @@ def test_a_refusal_reaches_the_server_that_listens():
     RefusalError("nobody listens")
 
 
+def test_a_failed_start_reaches_the_server_that_listens():
+    """Of a worker, not of the engine above it, which only says that there was one."""
+    from mla_backend.refusals import RefusalError, heard
+
+    script = """if True:
+        import logging
+        from mla_backend.plugin import register
+        def failed(error, words):
+            try:
+                raise error
+            except Exception:
+                logging.getLogger("vllm.v1").exception(words)
+        register()
+        register()
+        failed(KeyError("x"), "WorkerProc failed.")
+        failed(OSError("no weights"), "WorkerProc failed to start.")
+        failed(RuntimeError("see above"), "EngineCore failed to start.")
+    """
+    with heard() as refused:
+        subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+        assert refused() == "OSError: no weights"
+        RefusalError("no, mend it")
+        assert refused() == "no, mend it"
+        subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+        assert refused() == "no, mend it"
+
+
 def test_every_refusal_of_the_backend_names_its_mend():
     """ValueErrors under mla_backend/attention that an operator may see at start-up."""
     from mla_backend import attention
@@ -390,9 +419,8 @@ def test_every_refusal_of_the_backend_names_its_mend():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Raise) and path.name not in inner and node.exc is not None:
                 text = ast.unparse(node)
-                if text.startswith(("raise ValueError", "raise RefusalError")) and not re.search(
-                    r"Mend|ELSE|_reason\(", text
-                ):
+                raised = ("raise ValueError", "raise RefusalError", "raise cannot_serve")
+                if text.startswith(raised) and not re.search(r"Mend|ELSE|_reason\(", text):
                     missing.append(f"{path.name}:{node.lineno}: {text[:80]}")
     assert missing == []
 

@@ -349,14 +349,14 @@ def test_layer_options_are_refused(monkeypatch, name, value):
 @pytest.mark.parametrize(
     "text_config, words",
     [
-        ({"model_type": "hy_v4", "learnable_sink": True}, r"learnable attention sinks.*Mend"),
-        ({"model_type": "dots3_note"}, r"dots3_note, to whose layers.*Mend"),
+        ({"model_type": "hy_v4", "learnable_sink": True}, "learnable attention sinks.*Mend"),
+        ({"model_type": "dots3_note"}, "dots3_note, to whose layers.*Mend"),
     ],
 )
 def test_models_that_vllm_gives_in_part_are_refused(monkeypatch, text_config, words):
     config = fake_config()
     config.model_config.hf_text_config = types.SimpleNamespace(**text_config)
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=f"^mla-backend cannot serve {words}"):
         make_impl(monkeypatch, config=config)
     config.model_config.hf_text_config = types.SimpleNamespace(
         model_type="hy_v4", learnable_sink=False
@@ -501,7 +501,8 @@ def test_the_top_k_buffer_of_a_layer(monkeypatch):
         impl = make_impl(monkeypatch, indexer=indexer, topk_indices_buffer=given)
         assert impl.topk_indices_buffer is own
     assert make_impl(monkeypatch, topk_indices_buffer=shared).topk_indices_buffer is shared
-    with pytest.raises(ValueError, match="without an indexer and without a top-k buffer"):
+    said = "mla-backend cannot serve a sparse layer without an indexer and without a top-k buffer"
+    with pytest.raises(ValueError, match=said):
         make_impl(monkeypatch, topk_indices_buffer=None)
 
 

@@ -22,7 +22,7 @@ from mla_backend.attention.sparse.kernel import SparseKernel, attention_workspac
 from mla_backend.attention.sparse.metadata import SparseMetadata
 from mla_backend.attention.sparse.rows import max_tokens
 from mla_backend.attention.sparse.short_prompts import ExpandedBytes, are_expanded
-from mla_backend.refusals import RefusalError
+from mla_backend.refusals import cannot_serve
 from mla_backend.stats import STATS
 
 # What vLLM's common path of prompts needs beside what every impl is given.
@@ -84,7 +84,7 @@ class SparseMlaImpl(ExpandedPrompts):
         self._indexer, self._shared_buffer = indexer, topk_indices_buffer
         buffer = self.topk_indices_buffer
         if buffer is None:
-            raise RefusalError(
+            raise cannot_serve(
                 f"a sparse layer without an indexer and without a top-k buffer. {support.ELSE}"
             )
         device = buffer.device

@@ -21,7 +21,7 @@ from mla_backend.attention.sparse.kernel import SparseKernel, topk_workspace
 from mla_backend.attention.sparse.metadata import IndexerMetadata, SparseMetadata
 from mla_backend.attention.sparse.rows import max_tokens
 from mla_backend.attention.sparse.short_prompts import ExpandedBytes
-from mla_backend.refusals import RefusalError
+from mla_backend.refusals import RefusalError, cannot_serve
 from mla_backend.stats import STATS
 
 OP_NAME = "mla_backend_sparse_indexer"
@@ -56,7 +56,7 @@ def take_over(
     impl = kernel.indexer
     by_kernel = device.type != "cpu" and impl not in support.SLOW_IMPLS
     if by_kernel and max_blocks * support.BLOCK_SIZE > MAX_WIDTH:
-        raise RefusalError(
+        raise cannot_serve(
             f"max_model_len {vllm_config.model_config.max_model_len} with sparse attention, whose "
             f"indexer's kernels choose among {MAX_WIDTH} tokens of a request at most. Mend: lower "
             "--max-model-len"

@@ -17,7 +17,7 @@ from mla_backend import envs
 from mla_backend.attention.choice import choose
 from mla_backend.attention.kernel import rescale_on
 from mla_backend.attention.sparse import fp8_indexer
-from mla_backend.refusals import RefusalError
+from mla_backend.refusals import cannot_serve
 from mla_backend.stats import STATS
 
 logger = init_logger("vllm.mla_backend")
@@ -52,7 +52,7 @@ class SparseKernel:
         """
         rescale = rescale_on(device)
         if rescale not in (RESCALES if device.type == "cpu" else ("pow2",)):
-            raise RefusalError(
+            raise cannot_serve(
                 f"MLA_BACKEND_RESCALE={rescale} with a sparse model, whose attention rescales by "
                 "powers of two (on a CPU also as flash). Mend: unset MLA_BACKEND_RESCALE"
             )
