@@ -96,15 +96,25 @@ def test_values_are_repeated_for_the_tokens_of_a_request(dtype):
     assert got.dtype == dtype and got.tolist() == [3, 3, 1, 1, 1, 7]
 
 
-@pytest.mark.parametrize("drafts", [0, 3])
-def test_a_step_with_top_k_may_be_without_drafts(monkeypatch, drafts):
-    """As the step of a prompt is in an engine that drafts."""
+@pytest.fixture
+def mend(monkeypatch):
+    """`mend(runner)`: our worker's mends, with a model runner that vLLM's worker has made."""
     for name in ("expand_batch_to_tokens", "apply_top_k_top_p"):
         monkeypatch.setattr(rejection_sampler, name, getattr(rejection_sampler, name))
     monkeypatch.setattr(CPUWorker, "init_device", lambda self: None)
     worker = MlaCpuWorker.__new__(MlaCpuWorker)
-    worker.model_runner = None
-    worker.init_device()
+
+    def init_device(runner):
+        worker.model_runner = runner
+        worker.init_device()
+
+    return init_device
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_a_step_with_top_k_may_be_without_drafts(mend, drafts):
+    """As the step of a prompt is in an engine that drafts."""
+    mend(None)
     sampling = SimpleNamespace(
         all_greedy=False, temperature=torch.ones(1), top_k=torch.tensor([2]), top_p=None
     )
@@ -184,14 +194,10 @@ def hybrid_runner(pages):
 
 
 @pytest.mark.parametrize("pages", [1, 2])
-def test_new_blocks_are_zeroed_and_no_others(monkeypatch, pages):
+def test_new_blocks_are_zeroed_and_no_others(mend, pages):
     """vLLM alone takes block numbers for those of pages, and zeroes other requests' rows."""
-    for name in ("expand_batch_to_tokens", "apply_top_k_top_p"):
-        monkeypatch.setattr(rejection_sampler, name, getattr(rejection_sampler, name))
-    monkeypatch.setattr(CPUWorker, "init_device", lambda self: None)
-    worker = MlaCpuWorker.__new__(MlaCpuWorker)
-    worker.model_runner, latent, linear = hybrid_runner(pages)
-    worker.init_device()
-    worker.model_runner._zero_block_ids([1, 3])
+    runner, latent, linear = hybrid_runner(pages)
+    mend(runner)
+    runner._zero_block_ids([1, 3])
     assert latent.sum(dim=(1, 2)).tolist() == [128 * 576, 0, 128 * 576, 0]
     assert (linear == 1).all()
