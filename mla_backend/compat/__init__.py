@@ -25,6 +25,7 @@ resolving.
 | | bound_lengths | all | a drafter's new token is missing in the host's lengths |
 | | request_ids | all | metadata builders are told no names |
 | weights | keep_kv_b_weight | to 0.28 | on CPU `kv_b_proj.weight` is freed after packing |
+| | (int8) | all | and None without AMX tiles |
 | indexer | replace_indexer | all | its class takes no other kernels; on CPU none quantises |
 | | (below sm_89) | to 0.28 | the fused kernel of its queries does not compile |
 | | indexer_needs_fp8_type | 0.29 on | nor can one do without it: refused |

@@ -153,6 +153,29 @@ def test_a_quantised_kv_b_is_left_alone(vllm_version):
     assert layer.quant_method is method
 
 
+@pytest.mark.parametrize("version", ["0.26.0", "0.32.0"])
+def test_a_kv_b_of_int8_can_be_split(vllm_version, version):
+    """vLLM's operator for CPUs without AMX tiles leaves None as the layer's weight."""
+    import torch
+    from vllm.model_executor.layers.quantization.utils import quant_utils
+
+    packed = torch.arange(32.0).view(8, 4)
+
+    class Int8:
+        def process_weights_after_loading(self, layer):
+            layer.weight = None
+
+        def apply(self, layer, x, bias=None):
+            return x @ packed.T
+
+    vllm_version(version)
+    layer = torch.nn.Linear(4, 8, bias=False)
+    layer.quant_method, layer.input_size_per_partition = Int8(), 4
+    compat.keep_kv_b_weight(layer)
+    layer.quant_method.process_weights_after_loading(layer)
+    assert torch.equal(quant_utils.get_and_maybe_dequant_weights(layer), packed)
+
+
 @pytest.mark.parametrize(
     "max_model_len, block_size, ranks, expected",
     [
