@@ -43,7 +43,7 @@ class _Failures(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
         path = os.environ.get(_FILE)
-        if error and path and "failed to start" in record.msg and not Path(path).exists():
+        if error and path and "failed to start" in str(record.msg) and not Path(path).exists():
             note(f"{type(error).__name__}: {error}")
 
 

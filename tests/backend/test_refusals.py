@@ -397,6 +397,7 @@ def test_a_failed_start_reaches_the_server_that_listens():
         register()
         register()
         failed(KeyError("x"), "WorkerProc failed.")
+        failed(KeyError("x"), ValueError("an exception for words"))
         failed(OSError("no weights"), "WorkerProc failed to start.")
         failed(RuntimeError("see above"), "EngineCore failed to start.")
     """
