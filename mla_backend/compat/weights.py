@@ -15,7 +15,7 @@ def keep_kv_b_weight(kv_b_proj: Any) -> None:
     tiles leaves None; such a layer is asked for its weight by a product with the identity, and
     vLLM reads of `weight` only the device, for which an empty one does.
     """
-    _leave_no_none(kv_b_proj)
+    _replace_none(kv_b_proj)
     if not versions.before((0, 29)):
         return
     import torch
@@ -34,7 +34,7 @@ def keep_kv_b_weight(kv_b_proj: Any) -> None:
         kv_b_proj.quant_method = UnpackedLinearMethod()
 
 
-def _leave_no_none(kv_b_proj: Any) -> None:
+def _replace_none(kv_b_proj: Any) -> None:
     import torch
 
     method: Any = getattr(kv_b_proj, "quant_method", None)

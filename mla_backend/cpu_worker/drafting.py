@@ -9,7 +9,7 @@ import functools
 from typing import Any
 
 
-def part_lengths(drafter: Any) -> None:
+def unshare_lengths(drafter: Any) -> None:
     """Give the steps of vLLM's `drafter` lengths of their own, if it cuts rejected drafts off."""
     if not hasattr(drafter, "prepare_inputs"):  # no drafts, or no model that makes them
         return

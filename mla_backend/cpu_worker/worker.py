@@ -8,7 +8,7 @@ from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker.cpu_worker import CPUModelRunner, CPUWorker
 
 from mla_backend.cpu_worker.blocks import zero_blocks
-from mla_backend.cpu_worker.drafting import part_lengths
+from mla_backend.cpu_worker.drafting import unshare_lengths
 from mla_backend.cpu_worker.generators import keep_generators
 from mla_backend.cpu_worker.rejection import expand_batch_to_tokens, limit_drafts
 from mla_backend.cpu_worker.stages import make_stage_buffers
@@ -25,7 +25,7 @@ class MlaCpuWorker(CPUWorker):
         if isinstance(runner, CPUModelRunner):  # not the second runner, which is another class
             keep_generators(runner)
             runner._zero_block_ids = functools.partial(zero_blocks, runner)
-            part_lengths(getattr(runner, "drafter", None))
+            unshare_lengths(getattr(runner, "drafter", None))
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)

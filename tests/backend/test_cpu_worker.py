@@ -13,7 +13,7 @@ from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 from vllm.v1.worker.cpu_worker import CPUModelRunner, CPUWorker
 
 from mla_backend.cpu_worker import MlaCpuWorker, stages
-from mla_backend.cpu_worker.drafting import part_lengths
+from mla_backend.cpu_worker.drafting import unshare_lengths
 from mla_backend.cpu_worker.generators import keep_generators
 from mla_backend.cpu_worker.rejection import expand_batch_to_tokens
 
@@ -128,7 +128,7 @@ def test_lengths_of_drafts_are_not_those_of_the_host():
     """vLLM adds what it drafts to both."""
     drafter = SpecDecodeBaseProposer.__new__(SpecDecodeBaseProposer)
     drafter.token_arange_np = np.arange(16, dtype=np.int32)
-    part_lengths(drafter)
+    unshare_lengths(drafter)
     starts = torch.tensor([0, 3, 6], dtype=torch.int32)
     step = CommonAttentionMetadata(
         query_start_loc=starts,
@@ -152,7 +152,7 @@ def test_lengths_of_drafts_are_not_those_of_the_host():
 @pytest.mark.parametrize("drafter", [None, SimpleNamespace()])
 def test_other_drafters_have_no_lengths(drafter):
     """As without drafts, and those that look the next tokens up."""
-    part_lengths(drafter)
+    unshare_lengths(drafter)
 
 
 @pytest.mark.parametrize("first", [True, False])
