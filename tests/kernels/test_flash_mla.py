@@ -9,6 +9,8 @@ import pytest
 import torch
 from mla_kernels import checks, flash_mla, mla_decode, plan_mla_decode
 from mla_kernels.cache.torch_impl import encode_rows
+from mla_kernels.flash_mla import decode as decoding
+from mla_kernels.flash_mla import prefill
 from mla_kernels.layouts import MlaDims
 from mla_kernels.sparse.hopper import support
 from mla_kernels.testing.cases import decode_case
@@ -78,7 +80,7 @@ def test_parts_of_many_new_tokens_share_the_memory_for_partial_results(monkeypat
     """Sixteen parts of 128 new tokens of 128 heads would hold 470 MB on an H200."""
     for function in (plan_mla_decode, mla_decode):
         by_triton = functools.partial(function, impl="triton")
-        monkeypatch.setattr(flash_mla, function.__name__, by_triton)
+        monkeypatch.setattr(decoding, function.__name__, by_triton)
     case = decode_case([130, 12], num_heads=1, s_q=17, dims=MlaDims(256, 32))
     k_cache, (meta, _) = case.kv_cache.unsqueeze(2), metadata()
     args = case.q, k_cache, case.block_table, case.seq_lens, 256, meta
@@ -99,7 +101,7 @@ def test_parts_of_many_new_tokens_are_for_the_kernel_that_the_plan_is_for(monkey
         contiguous.append(q.is_contiguous())
         return mla_decode(q, *args, **options)
 
-    monkeypatch.setattr(flash_mla, "mla_decode", spy)
+    monkeypatch.setattr(decoding, "mla_decode", spy)
     decode(decode_case([130, 64], num_heads=4, s_q=17))
     assert contiguous == [True] * 3
 
@@ -137,13 +139,13 @@ def test_sparse_decode_of_any_block_size(block_size, fp8, monkeypatch):
     padded = torch.zeros(12, 64, cache.shape[2] + 16, dtype=cache.dtype)
     indices = torch.randint(0, 12 * 64, (3, 1, 40), generator=g, dtype=torch.int32)
     indices[0, 0, :2] = torch.tensor([12 * 64, -1])
-    inner, seen = flash_mla.mla_sparse_attention, []
+    inner, seen = decoding.mla_sparse_attention, []
 
     def spy(q, kv_cache, *args, **options):
         seen.append(kv_cache.data_ptr())
         return inner(q, kv_cache, *args, **options)
 
-    monkeypatch.setattr(flash_mla, "mla_sparse_attention", spy)
+    monkeypatch.setattr(decoding, "mla_sparse_attention", spy)
 
     def run(cache):
         return flash_mla.flash_mla_with_kvcache(
@@ -223,7 +225,7 @@ def test_the_plan_is_for_what_will_run(dtype, fp8, monkeypatch):
     def plan(seq_lens, **arguments):
         seen.update(arguments)
 
-    monkeypatch.setattr(flash_mla, "plan_mla_decode", plan)
+    monkeypatch.setattr(decoding, "plan_mla_decode", plan)
     case = decode_case(
         LENGTHS, num_heads=4, s_q=2, dtype=dtype, cache_dtype=torch.uint8 if fp8 else None
     )
@@ -288,7 +290,8 @@ def nothing_runs(monkeypatch):
         raise AssertionError("an op was called")
 
     for name in ("mla_decode", "plan_mla_decode", "mla_sparse_attention"):
-        monkeypatch.setattr(flash_mla, name, reached)
+        monkeypatch.setattr(decoding, name, reached)
+    monkeypatch.setattr(prefill, "mla_sparse_attention", reached)
 
 
 @pytest.mark.parametrize(
@@ -467,7 +470,7 @@ def test_the_prefill_asks_for_largest_logits_of_a_batch_that_the_hopper_kernel_t
         seen.update(options, kv_cache=kv_cache)
         return q[..., :512], q.new_zeros(q.shape[:2], dtype=torch.float32)
 
-    monkeypatch.setattr(flash_mla, "mla_sparse_attention", spy)
+    monkeypatch.setattr(prefill, "mla_sparse_attention", spy)
     q, kv = torch.zeros(2, 4, 576).bfloat16(), torch.zeros(16, 1, 576).bfloat16()
     _, max_logits, _ = flash_mla.flash_mla_sparse_fwd(q, kv, torch.zeros(2, 1, 8).int(), 0.1)
     assert seen["max_logits"] is max_logits
