@@ -6,11 +6,11 @@ import types
 
 import numpy as np
 import pytest
-import test_sparse
 import torch
 from conftest import tokens
 from follow import following
 from mla_serving.demo_model import make_demo_model
+from sparse_cases import NOPE, RANK, ROPE, H, make_impl
 
 from mla_backend import compat
 
@@ -182,7 +182,7 @@ def test_a_gpu_gets_what_the_common_path_of_vllm_reads(monkeypatch):
 
     from mla_backend.attention.sparse import short_prompts as module
 
-    nope, rank, rope, heads = test_sparse.NOPE, test_sparse.RANK, test_sparse.ROPE, test_sparse.H
+    nope, rank, rope, heads = NOPE, RANK, ROPE, H
     g = torch.Generator().manual_seed(0)
     weight = torch.randn(rank, heads * 2 * nope, generator=g) * rank**-0.5
 
@@ -192,7 +192,7 @@ def test_a_gpu_gets_what_the_common_path_of_vllm_reads(monkeypatch):
         def forward(self, x):
             return x @ weight, None
 
-    impl = test_sparse.make_impl(monkeypatch, kv_b_proj=Projection())
+    impl = make_impl(monkeypatch, kv_b_proj=Projection())
     dims = {"qk_nope_head_dim": nope, "qk_rope_head_dim": rope, "v_head_dim": nope}
     backend = registry.MLAPrefillBackendEnum.CPU.get_class()(
         num_heads=heads, scale=impl.scale, kv_lora_rank=rank, vllm_config=None, **dims
