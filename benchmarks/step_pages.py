@@ -52,7 +52,7 @@ def steps_lines(report: Report) -> list[str]:
         depth = deepest(report, heads)
         lines += [f"## {heads} heads, {depth} layers", ""] if not settings["as_is"] else []
         lines += _steps_table(report, heads)
-    return lines + _gate(report) + _disturbed(report)
+    return lines + _gate(report) + _steps_counted(report) + _disturbed(report)
 
 
 def _gate(report: Report) -> list[str]:
@@ -71,6 +71,19 @@ def _gate(report: Report) -> list[str]:
         "Before the steps each engine answered prompts; nats from the first one's logprobs, at most"
     )
     return [f"{line}: {', '.join(said)}.", ""]
+
+
+def _steps_counted(report: Report) -> list[str]:
+    """Of how many steps a time is the median: `--case-seconds` allows fewer than `--steps`."""
+    counts: dict[str, list[int]] = {}
+    for row in report.rows:
+        if "steps" in row:
+            counts.setdefault(row["backend"], []).append(row["steps"])
+    said = [
+        f"{label(name)} {min(seen)}" + f" to {max(seen)}" * (min(seen) < max(seen))
+        for name, seen in counts.items()
+    ]
+    return [f"Steps in the round that is shown: {', '.join(said)}.", ""] if said else []
 
 
 def _disturbed(report: Report) -> list[str]:

@@ -266,7 +266,7 @@ def step_row(backend, batch, ms, attention):
     times = {"step_ms": ms, "gpu_ms": ms * 0.9, "attention_ms": attention}
     key = {"heads": 128, "batch": batch, "context": 16384, "backend": backend}
     key |= {"layers": 2 if batch == 1 else 6, "rounds_ms": [ms, ms * (1.2 if batch == 1 else 1)]}
-    return {**key, **times, "attention_share": attention / ms}
+    return {**key, **times, "steps": int(200 / ms), "attention_share": attention / ms}
 
 
 def test_report_of_steps(tmp_path):
@@ -294,6 +294,8 @@ def test_report_of_steps(tmp_path):
     slower = "Steps slower than the best peer's: "
     assert f"{slower}1 x 16384 (GPU 0.50, our rounds 2.00 to 2.40 ms).\n" in page
     assert "| 1 x 16384 (2 layers) | 2.000" in page and "## 128 heads, 6 layers" in page
+    shown = "mla-backend 25 to 100, FLASHMLA 20 to 200, TRITON_MLA 4"
+    assert f"\nSteps in the round that is shown: {shown}.\n" in page
     assert "the host's doing: mla-backend 1 of 2, FLASHMLA 1 of 2, TRITON_MLA 0 of 1." in page
     assert "* backend CUSTOM heads 128 (batch 8 context 65536): no time" in page
     assert (tmp_path / "engine_steps.png").stat().st_size > 1000
