@@ -153,3 +153,8 @@ def test_a_refusal_of_vllms_configuration_is_said_without_its_frame(values, said
 def test_a_failure_without_words_has_a_name():
     assert run._what(ValueError("bad value")) == "bad value"
     assert run._what(AssertionError()) == "AssertionError"
+    with pytest.raises(ZeroDivisionError) as failed:
+        1 % len("")
+    said = run._what(failed.value)
+    assert said.startswith("ZeroDivisionError: ") and "test_start.py, line" in said
+    assert '(1 % len(""));' in said

@@ -5,6 +5,7 @@ import asyncio
 import os
 import socket
 import sys
+import traceback
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -17,6 +18,9 @@ from mla_serving.server import environment, lifecycle
 from mla_serving.server.admission import Gate
 from mla_serving.server.progress import Progress, say
 from mla_serving.server.settings import read_settings
+
+# Python's own errors: "integer modulo by zero" says nothing to who started a server.
+_NO_WORDS = ArithmeticError, AttributeError, LookupError, NameError, TypeError
 
 
 def serve(argv: list[str] | None) -> int:
@@ -59,9 +63,16 @@ def _start(argv: list[str] | None, refused: Callable[[], str]) -> int:
 
 
 def _what(error: Exception) -> str:
-    """What went wrong, without pydantic's frame of types and links around a refusal of vLLM's."""
+    """What went wrong, without pydantic's frame of types and links around a refusal of vLLM's; of
+    what no one put into words, where."""
     if isinstance(error, ImportError):
         return f"{error}; `mla-backend doctor` says how to mend it"
+    if isinstance(error, _NO_WORDS):
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        return (
+            f"{type(error).__name__}: {error}, in {last.filename}, line {last.lineno} "
+            f"({last.line}); VLLM_LOGGING_LEVEL=DEBUG shows the way there"
+        )
     if not isinstance(error, ValidationError):
         return str(error) or type(error).__name__
     said = []
