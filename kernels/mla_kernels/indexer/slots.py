@@ -33,9 +33,9 @@ def positions_to_slots(
     request_ids  [T] int32, -1 = padding row; default: T / B rows a request, in order
 
     Returns [T, K] int32: block_table[request, p // block_size] * block_size + p % block_size, and
-    -1 for none, for padding rows and for positions past the table. Slots wrap at 2^31, which is not
-    checked: so many rows of a cache are 1.4 TB of fp8_ds_mla. ValueError for arguments that do not
-    fit.
+    -1 for none, for padding rows and for positions past the table. Slots wrap at 2^31: a cache of
+    more rows, whose size is not known here, is what `mla_sparse_attention` refuses. ValueError for
+    arguments that do not fit.
     """
     key = kind(positions), kind(block_table), kind(request_ids), kind(block_size), impl
     replay = _RECORDINGS.find(key)

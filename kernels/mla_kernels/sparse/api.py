@@ -195,6 +195,11 @@ def _check_arguments(
     checks.check_shape("slots", slots, (T, "K"))
     checks.check_dtype("slots", slots, (torch.int32,))
     checks.check_last_contiguous("slots", slots)
+    rows = kv_cache.shape[0] * kv_cache.shape[1]
+    if rows > 2**31:
+        raise ValueError(
+            f"Expected kv_cache of up to 2^31 rows (slots are int32), got {rows}: split it"
+        )
     tensors = {"kv_cache": kv_cache, "slots": slots}
     if lengths is not None:
         checks.check_shape("lengths", lengths, (T,))

@@ -75,13 +75,14 @@ class SparseCall:
         return self.max_logits.fill_(-torch.inf) if split.splits > 1 else self.max_logits
 
     def turns(self, split: Split) -> "list[SparseCall]":
-        """The call as several, one after the other, whose partial results fit the workspace."""
+        """The call as several, one after the other, whose partial results fit the workspace; of a
+        token at a time where they fit for none."""
         T, H, _ = self.shape
         if split.splits == 1:
             return [self]
         room = FIXED_WORKSPACE if self.workspace is None else self.workspace.numel()
-        turn = tokens_at_once(H, split.splits, self.out.shape[2], room)
-        if not 0 < turn < T:
+        turn = max(1, tokens_at_once(H, split.splits, self.out.shape[2], room))
+        if turn >= T:
             return [self]
         return [self._part(slice(t, t + turn)) for t in range(0, T, turn)]
 

@@ -210,6 +210,7 @@ def test_the_workspace_of_nothing_is_empty(size, device):
         ({"slots": torch.zeros(3, 8, dtype=torch.int32)}, r"slots of shape \[2, K\], got \[3, 8\]"),
         ({"slots": torch.zeros(2, 8, dtype=torch.int64)}, "slots.dtype"),
         ({"slots": torch.zeros(8, 2, dtype=torch.int32).T}, "slots with a contiguous last"),
+        ({"kv_cache": torch.zeros(1, 64, 576).expand(2**25 + 1, -1, -1)}, "2147483712: split"),
         ({"scale": 0.0}, "softmax scale above 0, got 0.0"),
         ({"scale": float("nan")}, "softmax scale above 0, got nan"),
         ({"scale": None}, "softmax scale above 0, got None"),

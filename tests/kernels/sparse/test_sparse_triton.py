@@ -10,6 +10,7 @@ from mla_kernels import mla_sparse_attention, mla_sparse_workspace
 from mla_kernels.arch import ARCHS, arch_of
 from mla_kernels.decode.triton.specs import ALIGNMENTS
 from mla_kernels.layouts import MlaDims
+from mla_kernels.sparse import call as sparse_call
 from mla_kernels.sparse.call import SparseCall
 from mla_kernels.sparse.reference import mla_sparse_attention_reference
 from mla_kernels.sparse.triton import launcher, tiles
@@ -288,6 +289,28 @@ def test_deterministic_bits_are_those_of_a_token_alone(device, impl, room, monke
                 assert torch.equal(a[0], b[at])
     options.pop("workspace", None)
     check(q, kv, slots, options, deterministic=True)
+
+
+def test_deterministic_calls_without_a_workspace_take_turns(device, monkeypatch):
+    """Also where what a token needs is more than a call allocates otherwise."""
+    q, kv, slots, options = sparse_case((700, 600, 3), 600, heads=8, device=device)
+    want = attend(q, kv, slots, options, deterministic=True)
+    one = tiles.partial_bytes(1, 8, tiles.fixed_split(600).splits, 512)
+    monkeypatch.setattr(sparse_call, "FIXED_WORKSPACE", one - 1)
+    partials, needed = SparseCall.partials, []
+
+    def noted(part, split):
+        acc, sums = partials(part, split)
+        needed.append(4 * (acc.numel() + sums.numel()))
+        return acc, sums
+
+    monkeypatch.setattr(SparseCall, "partials", noted)
+    got = attend(q, kv, slots, options, deterministic=True)
+    assert needed == [one] * 3
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+    workspace = torch.empty(one - 4, dtype=torch.uint8, device=device)
+    with pytest.raises(ValueError, match=f"Expected workspace of {one} bytes, got {one - 4}"):
+        attend(q, kv, slots, options, deterministic=True, workspace=workspace)
 
 
 def test_ranges_of_the_deterministic_mode():
