@@ -36,7 +36,7 @@ class Facts:
     libnuma: bool
     compile_obstacle: str | None
     memory_available: int  # bytes
-    shared_memory: int | None  # bytes free in /dev/shm; None without one
+    shared_memory: int | None  # bytes free in /dev/shm, 0 without one; None where it is not Linux
     seen: Mapping[str, Any] = field(default_factory=dict)
     probe_failure: str = ""
 
@@ -65,7 +65,7 @@ def collect() -> Facts:
         libnuma=_loads("libnuma.so.1"),
         compile_obstacle=toolchain.compile_obstacle(),
         memory_available=memory.available_bytes(),
-        shared_memory=_free("/dev/shm"),
+        shared_memory=_free("/dev/shm") if sys.platform == "linux" else None,
         seen=seen,
         probe_failure=failure,
     )
@@ -115,11 +115,11 @@ def _kernels_origin() -> str | None:
     return spec.origin if spec else None
 
 
-def _free(path: str) -> int | None:
+def _free(path: str) -> int:
     try:
         return shutil.disk_usage(path).free
     except OSError:
-        return None
+        return 0
 
 
 def _loads(library: str) -> bool:

@@ -13,6 +13,8 @@ LEAST_MEMORY, COMFORTABLE_MEMORY = 3 * GIB, 6 * GIB
 # container has 64 MiB unless asked. vLLM 0.26 does not look, and its rings fill as they are used.
 LEAST_SHARED_MEMORY = 241 * MIB
 SHARED_MEMORY_IS_ASKED_FOR = (0, 27)
+# Of a GPU's memory, free: vLLM's default --gpu-memory-utilization, below which it does not start.
+LEAST_FREE = 0.92
 
 
 def devices(facts: Facts) -> Result:
@@ -27,6 +29,13 @@ def devices(facts: Facts) -> Result:
         made_for = support.compute_generations()
         mend = f"hide it with CUDA_VISIBLE_DEVICES; the kernels are made for {made_for}"
         return Result("devices", "fail", found, mend)
+    if any(gpu["free"] < LEAST_FREE * gpu["total"] for gpu in facts.gpus):
+        mend = (
+            f"end what holds memory (nvidia-smi lists it), or give --gpu-memory-utilization less "
+            f"than is free: vLLM takes {LEAST_FREE} of a GPU by default, and does not start beside "
+            "others that leave less"
+        )
+        return Result("devices", "warn", found, mend)
     if found:
         return Result("devices", "ok", found)
     error = facts.seen.get("errors", {}).get("gpus")
@@ -61,17 +70,20 @@ def memory(facts: Facts) -> Result:
 def shared_memory(facts: Facts) -> Result:
     free = facts.shared_memory
     if free is None:
-        return Result("shared memory", "ok", "no /dev/shm to be full")
-    found = f"{free // MIB} MiB free in /dev/shm"
+        return Result("shared memory", "ok", "not in /dev/shm on this system")
+    found = f"{free // MIB} MiB free in /dev/shm" if free else "/dev/shm is missing or full"
     if free >= LEAST_SHARED_MEMORY:
         return Result("shared memory", "ok", found)
     if len(facts.gpus) == 1:
         return Result("shared memory", "ok", f"{found}; an engine on one GPU needs none")
     least = f"{LEAST_SHARED_MEMORY // MIB} MiB"
     found = f"{found}: vLLM's processes talk through it, in rings that take up to {least}"
-    mend = f"give a container --shm-size 1g or --ipc=host, or free {least} there"
+    mend = (
+        f"give a container --shm-size 1g or --ipc=host, or free {least} there; "
+        "where it is missing, mount -t tmpfs tmpfs /dev/shm"
+    )
     version = compat.parse_version(facts.vllm or "")
-    starts = version is not None and version < SHARED_MEMORY_IS_ASKED_FOR
+    starts = free > 0 and version is not None and version < SHARED_MEMORY_IS_ASKED_FOR
     return Result("shared memory", "warn" if facts.gpus or starts else "fail", found, mend)
 
 

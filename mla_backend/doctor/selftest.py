@@ -10,6 +10,7 @@ _LENGTHS = [1, 0, 64, 333]  # one token, an empty request, a full block, blocks 
 # The weights that are summed are bf16 (half a unit: 2^-8) on a grid of 2^-12 (numerics.py).
 _LSE_BAR = 2**-8 + 2**-12
 _MEND = "do not serve with it: report the output of `mla-backend doctor --json --selftest`"
+_NO_ROOM = "end what fills its memory, as nvidia-smi lists it, and try again"
 
 
 def run() -> list[Result]:
@@ -41,7 +42,8 @@ def run() -> list[Result]:
                 shown.append(Result(name, "ok", compare(impl, device)))
             except Exception as error:
                 found = f"{type(error).__name__}: {error}"
-                shown.append(Result(name, "fail", found, _MEND))
+                mend = _NO_ROOM if "out of memory" in found else _MEND
+                shown.append(Result(name, "fail", found, mend))
     return shown
 
 

