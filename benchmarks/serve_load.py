@@ -9,7 +9,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from load import make_prompts, run_load
 from machine import nvidia_smi
 from mla_serving.demo_model import FAMILIES, demo_model_path
 from serve_cases import FEWEST, Load, Shape, dense_overrides, loads
+from serve_memory import what_does_not_fit
 from servers import Server
 from telling import TELLING
 
@@ -41,10 +42,7 @@ def server_options(args: argparse.Namespace, asked: list[Load], tokenizer: Path)
     options += ["--gpu-memory-utilization", f"{0.9 / share:.3f}"]
     if args.together:  # what is left of the GPU changes while the others start
         options += ["--kv-cache-memory-bytes", str(int(args.cache_gib * 2**30))]
-    overrides = {} if args.as_is else dense_overrides(args.layers[0], args.heads[0])
-    if tokenizer != args.model:
-        # For a token that the tokenizer lacks, vLLM would decode the whole prompt again.
-        overrides["vocab_size"] = FAMILIES["v3"]["vocab_size"]
+    overrides = config_overrides(args, tokenizer)
     options += ["--hf-overrides", json.dumps(overrides)] if overrides else []
     if args.kv_cache_dtype != "auto":
         options += ["--kv-cache-dtype", args.kv_cache_dtype]
@@ -53,6 +51,15 @@ def server_options(args: argparse.Namespace, asked: list[Load], tokenizer: Path)
     elif not args.compile:
         options += ["--compilation-config", '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}']
     return [*options, *args.server_options]
+
+
+def config_overrides(args: argparse.Namespace, tokenizer: Path) -> Row:
+    """What the servers' model has otherwise than its config.json."""
+    overrides = {} if args.as_is else dense_overrides(args.layers[0], args.heads[0])
+    if tokenizer != args.model:
+        # For a token that the tokenizer lacks, vLLM would decode the whole prompt again.
+        overrides["vocab_size"] = FAMILIES["v3"]["vocab_size"]
+    return overrides
 
 
 def gpu_memory_gib(pids: set[int]) -> float | None:
@@ -71,6 +78,8 @@ def run(args: argparse.Namespace, save: Callable[[Row], None]) -> None:
     tokenizer = args.model
     if not (args.model / "tokenizer.json").exists():
         tokenizer = demo_model_path("v3")
+    if reason := what_does_not_fit(args, config_overrides(args, tokenizer)):
+        raise SystemExit(reason)
     options = server_options(args, asked, tokenizer)
     groups = [args.backends] if args.together else [[backend] for backend in args.backends]
     with tempfile.TemporaryDirectory() as folder:
@@ -86,10 +95,12 @@ def run(args: argparse.Namespace, save: Callable[[Row], None]) -> None:
                     for backend in group
                 ]
                 # At once: prompts, and what others say, take time that is not a server's own.
-                waits = [pool.submit(server.wait_ready) for server in servers]
+                waits = {pool.submit(server.wait_ready): server for server in servers}
                 runner.prepare()
-                pairs = zip(servers, waits, strict=True)
-                started = [server for server, wait in pairs if runner.ready(server, wait)]
+                # One that fails says so at once, not when those before it have started.
+                failed = {waits[w] for w in as_completed(waits) if runner.failed(waits[w], w)}
+                ready = [(server, wait) for wait, server in waits.items() if server not in failed]
+                started = [server for server, wait in ready if runner.ready(server, wait.result())]
                 for server in started:
                     runner.warm_up(server)
                 runner.run(started)
@@ -98,11 +109,6 @@ def run(args: argparse.Namespace, save: Callable[[Row], None]) -> None:
                         save({"backend": server.backend, "gpu_memory_gib": gib})
                 for server in servers:
                     server.terminate()
-
-
-def last_error(log: Path) -> str:
-    lines = [line for line in log.read_text().splitlines() if "Error" in line]
-    return lines[-1][-300:] if lines else ""
 
 
 @dataclass
@@ -130,15 +136,18 @@ class Runner:
         for load in self.asked:
             make_prompts(self.args.model, **self._describe(load))
 
-    def ready(self, server: Server, wait: Future[float]) -> bool:
-        """Ask a server the prompts of the gate after `wait`, its `wait_ready`; False if it is not
-        to be measured."""
+    def failed(self, server: Server, wait: Future[float]) -> bool:
+        """Whether a server did not start, by `wait`, its `wait_ready`, which is over."""
         try:
-            seconds = wait.result()
+            wait.result()
         except RuntimeError as error:
-            reason = f"{error}: {last_error(server.log)}"
-            self.save({"backend": server.backend, "error": reason})
-            return False
+            self.save({"backend": server.backend, "error": str(error)})
+            return True
+        return False
+
+    def ready(self, server: Server, seconds: float) -> bool:
+        """Ask a server that started in `seconds` the prompts of the gate; False if it is not to be
+        measured."""
         row: Row = {"backend": server.backend, "start_s": seconds}
         most = serve_gate.tolerance(self.args.kv_cache_dtype, self.args.backends)
         try:

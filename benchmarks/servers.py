@@ -15,6 +15,8 @@ from types import TracebackType
 import psutil
 from serve_cases import engine_of
 
+from mla_backend import refusals
+
 TELLING_SERVER = Path(__file__).with_name("telling_server.py")
 START_SECONDS = 600
 HEALTH_SECONDS = 10
@@ -27,6 +29,8 @@ QUIET = {
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
 }
+# What vLLM's server says of an engine that did not start, whose reason stands far above.
+NO_REASON = "See root cause above"
 # No plugin of any kind, so that vLLM chooses its own best attention for this CPU.
 STOCK = {"VLLM_PLUGINS": "", "MLA_BACKEND_CPU_PLATFORM": "0"}
 
@@ -54,13 +58,14 @@ class Server:
             name, env = engine_of(backend)
             options = [*options, "--attention-backend", name]
         options = [*options, "--host", "127.0.0.1", "--port", str(self.port)]
-        self.log = log
+        self.log, self._failure = log, log.with_suffix(".failure")
         self._tree: set[psutil.Process] = set()
         self.started = time.monotonic()
+        self._failure.unlink(missing_ok=True)  # of an earlier run
         with log.open("w") as out:
             self._process = subprocess.Popen(
                 [*entry, "--model", str(model), *options],
-                env={**os.environ, **QUIET, **env},
+                env={**os.environ, **QUIET, **refusals.listening(self._failure), **env},
                 stdout=out,
                 stderr=subprocess.STDOUT,
             )
@@ -101,7 +106,19 @@ class Server:
             except (OSError, http.client.HTTPException):  # not there yet, or not well
                 time.sleep(0.5)
         print(self.log.read_text()[-4000:], file=sys.stderr)  # its folder may go with this process
-        raise RuntimeError(f"{self.backend} did not start; see {self.log}")
+        raise RuntimeError(f"{self.backend} did not start: {self.failure()}")
+
+    def failure(self) -> str:
+        """The first failure of its engines, as `mla-backend serve` says it, or else what the last
+        line of its log says that names one."""
+        if self._failure.exists():
+            return self._failure.read_text()
+        named = [
+            line
+            for line in self.log.read_text().splitlines()
+            if ("Error" in line or line.startswith("mla-backend serve: ")) and NO_REASON not in line
+        ]
+        return named[-1] if named else "it did not say why"
 
     def attention(self) -> str:
         """The attention class that vLLM says it chose."""

@@ -29,6 +29,11 @@ def cannot_serve(what: str) -> RefusalError:
     return RefusalError(f"mla-backend cannot serve {what}")
 
 
+def listening(path: Path) -> dict[str, str]:
+    """The environment of a process whose engines are to leave their words in `path`."""
+    return {_FILE: str(path)}
+
+
 def note(words: str) -> None:
     """Leave `words` for the server, if one listens."""
     if path := os.environ.get(_FILE):
@@ -68,7 +73,7 @@ def heard() -> Iterator[Callable[[], str]]:
         return
     with temporary as folder:
         path = Path(folder) / "refusal"
-        os.environ[_FILE] = str(path)
+        os.environ.update(listening(path))
         try:
             yield lambda: path.read_text() if path.exists() else ""
         finally:

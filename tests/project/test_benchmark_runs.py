@@ -439,6 +439,32 @@ def test_a_server_that_never_answers_is_not_waited_for_forever(tmp_path, monkeyp
         server.wait_ready()
 
 
+# In the place of Python: servers whose engine fails. What vLLM logs last names no cause.
+LAST = "RuntimeError: Engine core initialization failed. See root cause above."
+FAILS = f"""echo 'ValueError: Free memory on device cuda:0'\n%s\necho '{LAST}'\nexit 1"""
+NOTES = "printf 'OutOfMemoryError: 2 GiB' > $_MLA_REFUSAL_FILE"
+
+
+@pytest.mark.parametrize(
+    ("between", "cause"),
+    [
+        ("", "ValueError: Free memory on device cuda:0"),
+        ("echo 'mla-backend serve: mla-backend cannot serve it'", "mla-backend cannot serve it"),
+        (NOTES, "OutOfMemoryError: 2 GiB"),
+    ],
+)
+def test_a_server_that_does_not_start_says_the_first_cause(between, cause, tmp_path, monkeypatch):
+    import servers
+
+    monkeypatch.setattr(servers.sys, "executable", fake_python(tmp_path, FAILS % between))
+    (tmp_path / "FLASHMLA.failure").write_text("that of an earlier run")
+    with (
+        servers.Server("FLASHMLA", tmp_path, [], tmp_path / "FLASHMLA.log") as server,
+        pytest.raises(RuntimeError, match=f"FLASHMLA did not start: .*{cause}$"),
+    ):
+        server.wait_ready()
+
+
 def test_a_benchmark_that_is_told_to_end_takes_its_server_along(tmp_path):
     fake = fake_python(tmp_path, CARELESS)
     program = f"""

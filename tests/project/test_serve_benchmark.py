@@ -626,6 +626,35 @@ def test_servers_that_run_together_share_the_gpu():
         assert int(options["--max-model-len"]) >= 2500 and options["--max-num-seqs"] == "32"
 
 
+@pytest.mark.parametrize(
+    ("words", "gpu", "reason"),
+    [
+        (["--together"], [["81559"]], "4 servers together, each with 4.9 GiB of weights, 19 "),
+        (["--together", "--cache-gib", "13.5"], [["81559"]], "take 81, and the GPU has 80: give"),
+        (["--together", "--cache-gib", "13.5", "--layers", "8"], [["81559"]], ""),
+        (["--together", "--cache-gib", "13.5"], [["81559"], ["143771"]], ""),
+        (["--together", "--server-options", "-tp 2"], [["81559"]], ""),
+        (["--together"], [["[N/A]"]], ""),
+        (["--together"], [], ""),
+        ([], [["81559"]], ""),
+    ],
+)
+def test_servers_that_cannot_fit_a_gpu_are_not_started(words, gpu, reason, monkeypatch, tmp_path):
+    import serve_load
+    import serve_memory
+    from serve import parse_arguments
+
+    args = parse_arguments([*words, "--heads", "16"])
+    monkeypatch.setattr(serve_memory, "nvidia_smi", lambda field: gpu)
+    overrides = serve_load.config_overrides(args, tmp_path)
+    said = serve_memory.what_does_not_fit(args, overrides)
+    assert (reason in said) if reason else said == ""
+    if reason:
+        monkeypatch.setattr(serve_load, "nvidia_smi", lambda *_: [["H100"]])
+        with pytest.raises(SystemExit, match="smaller --cache-gib"):
+            serve_load.run(args, None)
+
+
 def test_memory_of_a_gpu_is_that_of_the_servers_own_processes(monkeypatch):
     import serve_load
 
