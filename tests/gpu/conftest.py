@@ -188,8 +188,8 @@ def engines(request, tmp_path_factory, checkpoint):
 
 @pytest.fixture(scope="session")
 def parity_table(request):
-    """`parity_table(name, distance, partings, requests, choices)` adds a row to parity.json and
-    parity.md in --results."""
+    """`parity_table(name, distance, partings, requests, choices, accepted)` adds a row to
+    parity.json and parity.md in --results."""
     return make_table(request, "parity")
 
 
@@ -203,8 +203,10 @@ def make_table(request, stem):
     rows = ROWS[stem] = []
     folder = request.config.getoption("--results", default=None)
 
-    def add(name, d, partings=None, requests=None, choices=None):
+    def add(name, d, partings=None, requests=None, choices=None, accepted=None):
         row = {"engine": name, **asdict(d)}
+        if accepted is not None:
+            row["accepted"] = accepted
         if choices is not None:
             row["choices"] = choices
         if partings is not None:
@@ -291,6 +293,11 @@ def write_parity(folder, stem, rows, some, note=""):
             f"| {r['engine']} | {r['tokens']} | {r['best']} | {r['mean']:.5f} | {r['p99']:.4f} | "
             f"{r['max']:.4f} | {parted} | {gap} |"
         )
+    lines += [
+        f"\n{r['engine']}: {r['accepted']:.1%} of its drafts were accepted."
+        for r in rows
+        if "accepted" in r
+    ]
     lines += [describe_choices(r["engine"], **r["choices"]) for r in rows if "choices" in r]
     (folder / f"{stem}.md").write_text("\n".join(lines) + "\n")
 

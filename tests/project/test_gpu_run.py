@@ -140,6 +140,21 @@ def test_a_table_of_some_engines_does_not_replace_that_of_all(
         assert (results / "parity.json").read_text() == "of all, an earlier run"
 
 
+def test_the_table_has_the_share_of_drafts_that_were_accepted(tmp_path):
+    tests, results = tmp_path / "tests", tmp_path / "results"
+    tests.mkdir()
+    (tests / "conftest.py").write_text(TABLES.format(conftest=str(GPU_TESTS / "conftest.py")))
+    row = "parity_table('drafts ' + name, Distance(1, 1, 0, 0, 0), [0.5], 9, accepted=0.977)"
+    (tests / "test_row.py").write_text(ADDS.format(then=row))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests", "-k", "two"]
+    subprocess.run([*command, "--results", str(results)], cwd=tmp_path, check=True)
+    plain, drafts = json.loads((results / "parity_partial.json").read_text())["rows"]
+    assert drafts["accepted"] == 0.977 and "accepted" not in plain
+    page = (results / "parity_partial.md").read_text()
+    assert "\ndrafts two: 97.7% of its drafts were accepted.\n" in page
+    assert "| 1 of 9 | 0.5000 |" in page
+
+
 @pytest.mark.parametrize("words", ["mtq", "sleep,mtq"])
 def test_an_engine_that_there_is_not_is_said(words, tmp_path):
     """Else all tests are skipped, which looks like success."""
