@@ -114,6 +114,9 @@ def make_vllm_app(events, engine):
             return JSONResponse({"error": "Unauthorized"}, 401)
         if how == "shaped":
             return JSONResponse({"error": {"message": "m", "code": 404}}, 404)
+        if how == "nan":
+            message = "Out of range float values are not JSON compliant"
+            return JSONResponse({"error": {"message": message, "code": 400}}, 400)
         if how == "silent":
             return JSONResponse({"error": {"message": "", "param": "p", "code": 500}}, 500)
         if how == "raw":

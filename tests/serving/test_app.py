@@ -5,6 +5,7 @@ import asyncio
 import json
 
 import pytest
+from mla_serving.server import errors
 
 KEY = {"Authorization": "Bearer secret"}
 
@@ -54,6 +55,7 @@ def test_vllms_lifespan_runs(stand):
         ("string", 401, "Unauthorized"),
         ("shaped", 404, "m"),
         ("silent", 500, "Internal Server Error"),
+        ("nan", 500, errors._NAN),
         ("raw", 502, "plain"),
     ],
 )

@@ -25,6 +25,7 @@ def test_a_grammar_that_is_given_up(stand, openai_error):
     error = openai_error(ask(stand, "generate?how=unstreamed"))
     assert (error["code"], error["type"]) == (400, "BadRequestError")
     assert "grammar that the request asks for" in error["message"]
+    assert "NaN, which is no fault of the request" in error["message"]
 
 
 @pytest.mark.parametrize("how", STREAMS)

@@ -13,6 +13,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 _LOG = logging.getLogger("uvicorn.error")  # which would log it otherwise
 # What an error body may weigh before it is passed on as it is: ours and vLLM's are far smaller.
 _LONGEST_REWRITE = 64 * 1024
+# How Python's json says of an answer that it holds NaN, which vLLM passes on as 400.
+_NOT_FINITE = "Out of range float values are not JSON compliant"
+_NAN = "The model's logprobs are NaN, or infinite: a fault of its weights or of the server."
 
 
 def error_type(status: int) -> str:
@@ -70,9 +73,18 @@ def reshaped(status: int, body: bytes) -> bytes | None:
     return json.dumps(error_body(status, message.strip() or HTTPStatus(status).phrase)).encode()
 
 
+def _holds_nan(body: bytes) -> bool:
+    """Whether `body`, of an error, says that what was to be answered is not finite."""
+    try:
+        message = json.loads(body)["error"]["message"]
+    except (ValueError, TypeError, KeyError):
+        return False
+    return isinstance(message, str) and message.startswith(_NOT_FINITE)
+
+
 class OpenAIErrors:
     """ASGI middleware: gives any error answer (status >= 400) of the application our one shape, and
-    500 where it raises before an answer."""
+    500 where it raises before an answer, or answers 400 for NaN of its own."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -100,6 +112,9 @@ class OpenAIErrors:
             if message.get("more_body") and len(body) <= _LONGEST_REWRITE:
                 return
             start, held = held, None
+            if start["status"] == 400 and _holds_nan(body):
+                start = {**start, "status": 500}
+                body = json.dumps({"detail": _NAN}).encode()
             new = None if len(body) > _LONGEST_REWRITE else reshaped(start["status"], body)
             if new is not None:
                 kept = [h for h in start["headers"] if h[0].lower() not in _REPLACED]

@@ -5,7 +5,8 @@ next token, and answers 500 when there is none (or the engine's compiler takes l
 The engine ends such a request with the reason "error" and does not say why; that there was a
 grammar is in its sampling parameters, whatever field or tool asked for it. It ends in the same way
 what a KV connector cannot load, and requests whose images are no longer in its caches: those, with
-a grammar too, keep vLLM's answer.
+a grammar too, keep vLLM's answer. Of NaN logits a GPU may sample a token that the grammar rejects;
+the engine counts them only if asked to, for its metrics alone, so the text names them too.
 """
 
 from collections.abc import AsyncGenerator
@@ -21,7 +22,8 @@ from mla_serving.server.errors import error_event, error_response, is_event_stre
 _TEXT = (
     "No text can be made by the grammar that the request asks for (response_format, "
     "structured_outputs, or the parameters of its tools): the engine cannot compile it, nothing "
-    "satisfies it, or allowed_token_ids, logit_bias or bad_words leave none of its tokens."
+    "satisfies it, or allowed_token_ids, logit_bias or bad_words leave none of its tokens. "
+    "(A model whose logits are NaN, which is no fault of the request, may look the same.)"
 )
 # How an error begins in a stream: of chat and completions, of messages.
 _EVENT_ERRORS = (b'data: {"error"', b"event: error\n")
