@@ -6,8 +6,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
+import huggingface_hub
 import pytest
+from huggingface_hub.errors import RemoteEntryNotFoundError
 from mla_serving import cli
 
 ROOT = Path(__file__).parents[2]
@@ -95,13 +98,59 @@ def test_errors(capsys, argv, said):
     assert err.startswith("mla-backend plan: ") and said in err
 
 
-def test_mistrals_format(capsys, tmp_path):
+# Of the size of Mistral Large 3.
+MISTRAL = {
+    "dim": 7168, "n_layers": 61, "hidden_dim": 16384, "n_heads": 128, "n_kv_heads": 128,
+    "vocab_size": 131072, "max_position_embeddings": 294912, "q_lora_rank": 1536,
+    "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "kv_lora_rank": 512, "v_head_dim": 128,
+    "quantization": {"qformat_weight": "fp8_e4m3", "qscheme_act": "TENSOR"},
+    "moe": {
+        "route_every_n": 1, "first_k_dense_replace": 3, "num_experts": 128,
+        "num_experts_per_tok": 4, "expert_hidden_dim": 4096, "num_shared_experts": 1,
+    },
+    "llama_4_scaling": {"original_max_position_embeddings": 8192, "beta": 0.1},
+}  # fmt: skip
+
+
+def test_mistrals_format(capsys, tmp_path, monkeypatch):
     file = tmp_path / "params.json"
-    file.write_text('{"dim": 7168, "n_layers": 61, "kv_lora_rank": 512}')
-    for model in (tmp_path, file):
-        status, out, err = run(capsys, "--model", str(model), "--gpus", "8")
-        assert status == 1 and out == ""
-        assert f"{file} is a config in Mistral's format, which the plan does not read" in err
+    vision = {"vision_encoder": {"hidden_size": 1664, "num_hidden_layers": 48}}
+    for model, more in ((tmp_path, {}), (file, vision), ("org/name", vision)):
+        file.write_text(json.dumps(MISTRAL | more))
+
+        def download(model, name):
+            if name != "params.json":
+                raise RemoteEntryNotFoundError("not there", response=Mock())
+            return str(file)
+
+        monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+        status, out, err = run(capsys, "--model", str(model), "--gpus", "8", "--tp", "8")
+        assert status == 0, err
+        assert "673.4 B parameters, 61 layers, 128 heads, 128 experts" in out
+        assert "linear layers in 8 bits, all of them" in out
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"kv_lora_rank": None}, "does not use multi-head latent attention"),
+        ({"llama_4_scaling": {}}, "vLLM finds no config in Mistral's format (AssertionE"),
+        ({"quantization": {"bits": 3}}, "vLLM finds no config in Mistral's format (ValueError: Fo"),
+    ],
+)
+def test_what_is_no_mla_model_of_mistrals_format(capsys, tmp_path, change, said):
+    (tmp_path / "params.json").write_text(json.dumps(MISTRAL | change))
+    status, out, err = run(capsys, "--model", str(tmp_path), "--gpus", "8")
+    assert (status, out) == (1, "")
+    assert err.startswith("mla-backend plan: ") and said in err
+
+
+def test_mistrals_format_takes_vllm(capsys, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm.transformers_utils.configs.mistral", None)
+    (tmp_path / "params.json").write_text(json.dumps(MISTRAL))
+    status, out, err = run(capsys, "--model", str(tmp_path), "--gpus", "8")
+    assert (status, out) == (1, "")
+    assert "in Mistral's format, which takes vLLM to read, and that cannot be imported" in err
 
 
 @pytest.mark.parametrize(

@@ -7,15 +7,17 @@ from typing import Any
 
 # ModelOpt up to 0.29 writes `quantization_config` here, beside config.json.
 QUANTISATION_FILE = "hf_quant_config.json"
-# Mistral's config, whose keys have other names.
+# Mistral's config, whose keys have other names: vLLM translates them.
 _OF_MISTRAL = "params.json"
 
 
 def read(model: str) -> tuple[dict[str, Any], str]:
     """The config of `model` (a config.json, a directory with one, or a name on the Hub) with the
-    quantisation that vLLM would find, and the model's name.
+    quantisation that vLLM would find, and the model's name. A params.json takes its place where
+    there is none.
 
-    OSError if there is no such config, ValueError if a file holds no JSON object.
+    OSError if there is no such config, ValueError if a file holds no JSON object, or vLLM is
+    missing or finds fault with a params.json.
     """
     if not model:  # a shell's "$VARIABLE" that is not set; as a path it would be this directory
         raise FileNotFoundError("--model is empty; expected a path, or a name on the Hub")
@@ -27,14 +29,11 @@ def read(model: str) -> tuple[dict[str, Any], str]:
             path = path.with_name(_OF_MISTRAL)
         elif not path.exists():
             raise FileNotFoundError(f"{model}: a directory without config.json")
-    if path.name == _OF_MISTRAL and here:
-        raise ValueError(
-            f"{path} is a config in Mistral's format, which the plan does not read. Give a "
-            "config.json in Hugging Face's"
-        )
     if not here:
         path = _download(model)
     config = _object(path)
+    if path.name == _OF_MISTRAL:
+        return _translated(config, path), (path.parent.name if here else model) or model
     if config.get("quantization_config") is None:
         file = path.with_name(QUANTISATION_FILE) if here else _also_on_hub(model)
         if file is not None and file.exists():
@@ -54,13 +53,34 @@ def _object(path: Path) -> dict[str, Any]:
     return content
 
 
+def _translated(config: dict[str, Any], path: Path) -> dict[str, Any]:
+    """`config` of Mistral's format with the keys of Hugging Face's."""
+    try:
+        from vllm.transformers_utils.configs.mistral import adapt_config_dict
+    except ImportError:
+        raise ValueError(
+            f"{path} is in Mistral's format, which takes vLLM to read, and that cannot be "
+            "imported: install it, or give a config.json in Hugging Face's"
+        ) from None
+    try:
+        translated: dict[str, Any] = adapt_config_dict(config, defaults={}).to_dict()
+    except Exception as error:  # assertions and missing keys, too
+        what = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path}: vLLM finds no config in Mistral's format ({what})") from None
+    return translated
+
+
 def _download(model: str) -> Path:
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise FileNotFoundError(f"{model}: no such file or directory")
     from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
 
     try:
-        return Path(hf_hub_download(model, "config.json"))
+        try:
+            return Path(hf_hub_download(model, "config.json"))
+        except EntryNotFoundError:
+            return Path(hf_hub_download(model, _OF_MISTRAL))
     except Exception as error:  # also of its HTTP client, as for an HF_ENDPOINT without https://
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise OSError(

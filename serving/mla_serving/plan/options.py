@@ -16,7 +16,9 @@ _KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_ds_ml
 def add(parser: argparse.ArgumentParser) -> None:
     """Options as vLLM names them where it has them."""
     parser.add_argument(
-        "--model", required=True, help="config.json, a directory with one, or a name on the Hub"
+        "--model",
+        required=True,
+        help="config.json (or Mistral's params.json), a directory with one, or a name on the Hub",
     )
     parser.add_argument("--gpus", type=_size, required=True, help="GPUs of the whole cluster")
     parser.add_argument("--gpu", default="h200", help="their kind (default: h200)")
