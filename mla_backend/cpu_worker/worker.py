@@ -4,11 +4,16 @@
 import functools
 from typing import Any
 
+from vllm.model_executor.layers.fused_moe.router import (
+    fused_topk_bias_router,
+    zero_expert_router,
+)
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker.cpu_worker import CPUModelRunner, CPUWorker
 
 from mla_backend.cpu_worker.blocks import zero_blocks
 from mla_backend.cpu_worker.drafting import unshare_lengths
+from mla_backend.cpu_worker.experts import choose_experts, pass_on
 from mla_backend.cpu_worker.generators import keep_generators
 from mla_backend.cpu_worker.rejection import expand_batch_to_tokens, limit_drafts
 from mla_backend.cpu_worker.stages import make_stage_buffers
@@ -21,6 +26,8 @@ class MlaCpuWorker(CPUWorker):
         super().init_device()
         rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
         rejection_sampler.apply_top_k_top_p = limit_drafts
+        fused_topk_bias_router.vllm_topk_softmax = choose_experts
+        zero_expert_router.zero_experts_compute_triton = pass_on
         runner = self.model_runner
         if isinstance(runner, CPUModelRunner):  # not the second runner, which is another class
             keep_generators(runner)

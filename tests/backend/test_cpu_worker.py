@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's CPU worker, mended: seeds under chunked prefill, drafts, pipelines, zeroed blocks."""
+"""vLLM's CPU worker, mended: seeds under chunked prefill, drafts, pipelines, zeroed blocks,
+experts."""
 
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from vllm.model_executor.layers.fused_moe.router import (
+    fused_topk_bias_router,
+    zero_expert_router,
+)
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from vllm.v1.sample import rejection_sampler
@@ -99,8 +104,13 @@ def test_values_are_repeated_for_the_tokens_of_a_request(dtype):
 @pytest.fixture
 def mend(monkeypatch):
     """`mend(runner)`: our worker's mends, with a model runner that vLLM's worker has made."""
-    for name in ("expand_batch_to_tokens", "apply_top_k_top_p"):
-        monkeypatch.setattr(rejection_sampler, name, getattr(rejection_sampler, name))
+    for module, name in (
+        (rejection_sampler, "expand_batch_to_tokens"),
+        (rejection_sampler, "apply_top_k_top_p"),
+        (fused_topk_bias_router, "vllm_topk_softmax"),
+        (zero_expert_router, "zero_experts_compute_triton"),
+    ):
+        monkeypatch.setattr(module, name, getattr(module, name))
     monkeypatch.setattr(CPUWorker, "init_device", lambda self: None)
     worker = MlaCpuWorker.__new__(MlaCpuWorker)
 
@@ -201,3 +211,34 @@ def test_new_blocks_are_zeroed_and_no_others(mend, pages):
     runner._zero_block_ids([1, 3])
     assert latent.sum(dim=(1, 2)).tolist() == [128 * 576, 0, 128 * 576, 0]
     assert (linear == 1).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_experts_of_longcat(mend, dtype, renormalize):
+    """6 experts, of which the last two pass tokens on, as vLLM's own router asks for them."""
+    mend(None)
+    g = torch.Generator().manual_seed(0)
+    hidden, logits = torch.randn(5, 40, generator=g).to(dtype), torch.randn(5, 6, generator=g)
+    bias = torch.tensor([0.0, -1.0, 0.0, 0.0, 0.3, 0.3])
+    router = zero_expert_router.ZeroExpertRouter.__new__(zero_expert_router.ZeroExpertRouter)
+    router.e_score_correction_bias = torch.nn.Parameter(bias, requires_grad=False)
+    router.top_k, router.renormalize, router.scoring_func = 3, renormalize, "softmax"
+    router.routed_scaling_factor, router.num_logical_experts = 6.0, 4
+    router.zero_expert_type, router._zero_expert_output = "identity", None
+    weights, experts = router._compute_routing(hidden, logits, None)
+    passed = router.zero_expert_output
+    assert passed.dtype == dtype and experts.dtype == torch.int32
+    seen = 0
+    for t in range(5):
+        scores = logits[t].softmax(0)
+        chosen = sorted(range(6), key=lambda e: -(scores[e] + bias[e]))[:3]
+        total = scores[chosen].sum() if renormalize else 1
+        factors = {e: float(6 * scores[e] / total) for e in chosen}
+        computed = {e: w for e, w in factors.items() if e < 4}
+        got = zip(experts[t].tolist(), weights[t].tolist(), strict=True)
+        assert {e: w for e, w in got if w} == pytest.approx(computed)
+        want = hidden[t].float() * sum(w for e, w in factors.items() if e >= 4)
+        torch.testing.assert_close(passed[t].float(), want, atol=1e-5, rtol=2**-7)
+        seen += len(computed)
+    assert 0 < seen < 15
