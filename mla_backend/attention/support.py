@@ -108,7 +108,11 @@ def refuse_models(vllm_config: Any) -> None:
     """
     config = getattr(vllm_config.model_config, "hf_text_config", None)
     if getattr(config, "learnable_sink", False):
-        raise cannot_serve(f"learnable attention sinks, which vLLM leaves out here. {ELSE}")
+        raise cannot_serve(
+            "learnable attention sinks, which of vLLM's backends its own FLASHMLA_SPARSE takes: a "
+            "warning about the sink, in the log, says why not here. Mend: what it names; without "
+            "--attention-backend CUSTOM vLLM leaves the sinks out"
+        )
     if getattr(config, "model_type", None) == "dots3_note":
         raise cannot_serve(f"dots3_note, to whose layers vLLM gives classes of its own. {ELSE}")
 

@@ -172,7 +172,7 @@ def test_layer_options_are_refused(monkeypatch, name, value):
 @pytest.mark.parametrize(
     "text_config, words",
     [
-        ({"model_type": "hy_v4", "learnable_sink": True}, "learnable attention sinks.*Mend"),
+        ({"model_type": "hy_v4", "learnable_sink": True}, "learnable .*sinks.*Mend: what it names"),
         ({"model_type": "dots3_note"}, "dots3_note, to whose layers.*Mend"),
     ],
 )
