@@ -93,6 +93,15 @@ def _select_for_draft(vllm_config: Any) -> None:
         speculative.attention_backend = vllm_config.attention_config.backend
 
 
+def _refuse_hybrid(model: Any) -> None:
+    """ValueError for a model with layers that no kernel of this machine computes. vLLM would fail
+    on an import, or start and end at the first request."""
+    from vllm.triton_utils import HAS_TRITON  # asks for the platform, which this module makes
+
+    if model.is_hybrid and not HAS_TRITON:
+        raise cannot_serve(support.hybrid_on_cpu_reason(model.architecture))
+
+
 class MlaCpuPlatform(CpuPlatform):
     """vLLM's CPU platform, plus this backend."""
 
@@ -101,8 +110,9 @@ class MlaCpuPlatform(CpuPlatform):
         """vLLM's own adaptation; with our backend selected, without the parts that fight it.
 
         Raises RuntimeError for a vLLM outside the supported range, ValueError for a model
-        without MLA, a KV cache dtype or a block size that the kernels do not take, decode context
-        parallelism, batch-invariant mode, and a setting that does not parse.
+        without MLA, one with linear attention beside it, a KV cache dtype or a block size that the
+        kernels do not take, decode context parallelism, batch-invariant mode, and a setting that
+        does not parse.
         """
         model = vllm_config.model_config
         if model is None or not is_selected(vllm_config):
@@ -112,6 +122,7 @@ class MlaCpuPlatform(CpuPlatform):
         envs.get("MLA_BACKEND_CPU_PLATFORM")  # our entry point let a wrong value pass
         if not support.is_mla_model(model):
             raise RefusalError(support.not_mla_reason(model.architecture))
+        _refuse_hybrid(model)
         kv_cache_dtype = vllm_config.cache_config.cache_dtype
         if kv_cache_dtype not in support.KV_CACHE_DTYPES:
             raise RefusalError(support.kv_cache_dtype_reason(kv_cache_dtype))

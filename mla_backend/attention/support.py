@@ -56,6 +56,15 @@ def batch_invariance_on_cpu_reason() -> str:
     return f"{what}. Mend: unset VLLM_BATCH_INVARIANT"
 
 
+def hybrid_on_cpu_reason(architecture: str) -> str:
+    """Of such models vLLM computes the other layers, as those of Kimi-Linear and Ling 2.5, with
+    Triton, whose releases have no backend for a CPU."""
+    return (
+        f"{architecture} on a CPU: its linear attention is computed with Triton, which is not "
+        "active here. Mend: a GPU"
+    )
+
+
 def refuse_sparse_dcp(vllm_config: Any) -> None:
     """ValueError where ranks share out the tokens of a request: each would choose among its own.
     vLLM before 0.28 does not ask the backend."""

@@ -58,6 +58,42 @@ def test_a_model_whose_attention_is_its_own(start_up, tmp_path):
     assert start_up(tmp_path, attention_backend=None).cache_config.block_size == 256
 
 
+@pytest.mark.parametrize("triton", [False, True])
+def test_a_hybrid_whose_linear_attention_has_no_kernels(start_up, tmp_path, monkeypatch, triton):
+    """vLLM would fail on an import of Kimi-Linear's, and start Ling 2.5, for its first request."""
+    import vllm.triton_utils
+
+    config = {
+        "architectures": ["KimiLinearForCausalLM"],
+        "model_type": "kimi_linear",
+        "hidden_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "mla_use_nope": True,
+        "vocab_size": 2048,
+        "linear_attn_config": {
+            "kda_layers": [1],
+            "full_attn_layers": [2],
+            "num_heads": 4,
+            "head_dim": 64,
+            "short_conv_kernel_size": 4,
+        },
+        "torch_dtype": "bfloat16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(vllm.triton_utils, "HAS_TRITON", triton)
+    if triton:
+        assert start_up(tmp_path).model_config.is_hybrid
+        return
+    said = r"mla-backend cannot serve KimiLinearForCausalLM on a CPU: .* Triton.*Mend: a GPU"
+    with pytest.raises(ValueError, match=said):
+        start_up(tmp_path)
+
+
 def test_deepseek_v4_by_the_config_of_transformers():
     """vLLM 0.33 has no class of its own for it, and transformers' renames what V4 is told by."""
     modeling = pytest.importorskip("transformers.models.deepseek_v4.configuration_deepseek_v4")
