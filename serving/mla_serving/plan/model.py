@@ -154,7 +154,7 @@ class MlaModel:
 
     @property
     def parameters(self) -> int:
-        """All weights of the main model; an MTP layer is not counted."""
+        """All weights of the language model; an MTP layer is not counted."""
         moe = sum(map(self.is_moe, range(self.layers)))
         attention = _sum(self.attention_replicated) + _sum(self.attention_sharded) + self.norms
         experts = self.router + self.experts * _sum(self.expert) + _sum(self.shared_mlp)

@@ -87,7 +87,8 @@ def as_text(plan: Plan) -> str:
     short = "" if plan.fits else f", fewer than the {question.batch} asked for"
     lines = [
         ("model", f"{model.name}: {model.parameters / 1e9:.1f} B parameters, {model.layers} layers"
-                  f", {model.heads} heads{experts}; MTP layers, if any, are not counted"),
+                  f", {model.heads} heads{experts}; MTP layers and encoders of images, if any, are "
+                  "not counted"),
         ("cluster", f"{layout.gpus} x {question.gpu}: {sizes}{expert_parallel}{versions}"),
         ("weights", f"{plan.weight_bytes / GIB:.1f} GiB a GPU{stage}: {parts}; {_stored(model)}"),
         ("KV cache", f"{plan.token_bytes:,} bytes a token: {rows}, {plan.kv_cache_dtype}"),
