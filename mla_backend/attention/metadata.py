@@ -39,6 +39,7 @@ from mla_backend.attention.kernel import DecodeKernel
 from mla_backend.attention.prefill import PrefillTile, plan_prefill
 from mla_backend.attention.step_plans import StepPlans
 from mla_backend.attention.warmup import warm_up
+from mla_backend.refusals import cannot_serve
 from mla_backend.stats import STATS
 
 logger = init_logger("vllm.mla_backend")
@@ -107,6 +108,7 @@ class MlaMetadataBuilder(StepBuilder, MLACommonMetadataBuilder[MlaMetadata]):
         longest = min(1 + self._drafts + self._added, MAX_S_Q)
         self._most_s_q = max(self.reorder_batch_threshold, longest)
         self._refuse_steps(vllm_config, heads)
+        self._refuse_prompts(layer)
         self._check_steps_of(layer, vllm_config, self.dcp_world_size)
         kernel, requests = layer.impl.decode_kernel, most_requests(vllm_config)
         max_blocks = compat.block_table_width(vllm_config, support.BLOCK_SIZE)
@@ -139,6 +141,14 @@ class MlaMetadataBuilder(StepBuilder, MLACommonMetadataBuilder[MlaMetadata]):
             parallel.num_ubatches,
             microbatched_graphs(vllm_config),
         )
+
+    def _refuse_prompts(self, layer: Any) -> None:
+        """ValueError for a layer that would end the engine at the first prompt."""
+        fp8 = torch.float8_e4m3fn
+        if not compat.wants_fp8_prompts(layer) or self.q_data_type == fp8:
+            return
+        if layer.impl.decode_kernel.kv_cache_dtype == fp8:
+            raise cannot_serve(support.fp8_prompts_reason(layer.impl.kv_cache_dtype))
 
     def _make_extend_rows(
         self, kernel: DecodeKernel, heads: int, requests: int, max_blocks: int

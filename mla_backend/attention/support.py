@@ -187,6 +187,16 @@ def kv_cache_dtype_reason(kv_cache_dtype: str) -> str:
     )
 
 
+def fp8_prompts_reason(kv_cache_dtype: str) -> str:
+    """Kimi-Linear and Kimi-K3 have layers of their own on CUDA, which quantise prompts with such a
+    cache and assert that the prefill backend takes them."""
+    return (
+        f"KV cache dtype {kv_cache_dtype} in vLLM's layers of Kimi-Linear and Kimi-K3, which then "
+        "need prompts in fp8: those take a GPU of 10.x and use_prefill_query_quantization in "
+        "--attention-config. Mend: --kv-cache-dtype auto"
+    )
+
+
 def is_mla_model(model: Any) -> bool:
     """Whether vLLM asks for the attention class of this model's layers as MLA, `model` its
     ModelConfig. Those of DeepSeek-V4, whose rows stand for several tokens, count as MLA to it too,

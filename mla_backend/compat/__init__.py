@@ -19,6 +19,7 @@ resolving.
 | prompts | register_cpu_prefill_backend | to 0.28 | a CPU is given FLASH_ATTN's class |
 | | mla_prefill_backend | 0.29 on | an error says that there is none |
 | | expands_prompts_of_sparse_layers | 0.29 on | step metadata decide; before, versions differ |
+| | wants_fp8_prompts | 0.32, 0.33 | layers of Kimi-Linear, with an fp8 cache |
 | step_metadata | skip_chunked_context_metadata | to 0.27 | on CPU they want pinned memory |
 | | merge_every_context | to 0.27 | leading prompts alone are merged with their context |
 | | tokens_added_to_drafts | all | first steps of draft models and of P-EAGLE are longer |
@@ -59,6 +60,7 @@ from mla_backend.compat.prompts import (
     expands_prompts_of_sparse_layers,
     mla_prefill_backend,
     register_cpu_prefill_backend,
+    wants_fp8_prompts,
 )
 from mla_backend.compat.ray import share_settings_with_ray
 from mla_backend.compat.selection import register_attention_backend, select_class_by_layer
@@ -109,4 +111,5 @@ __all__ = [
     "split_graph_at",
     "tokens_added_to_drafts",
     "vllm_version_status",
+    "wants_fp8_prompts",
 ]

@@ -10,11 +10,15 @@ from mla_kernels.decode.api import MAX_HEADS, MAX_S_Q
 from mla_kernels.dispatch import Choice
 from mla_kernels.layouts import MlaDims
 from vllm.config import CUDAGraphMode
-from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
+from vllm.model_executor.layers.attention.mla_attention import (
+    MLAAttention,
+    MLACommonMetadataBuilder,
+)
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
+from mla_backend import compat
 from mla_backend.attention import support
 from mla_backend.attention.backend import MlaBackend
 from mla_backend.attention.kernel import DecodeKernel, rescale_on
@@ -383,16 +387,42 @@ def test_ranks_of_a_context_gather_their_heads(monkeypatch):
         build(monkeypatch, drafting(one_layer(monkeypatch), 2), threshold=3, ranks=2)
 
 
+@pytest.mark.parametrize("cache", ["auto", "fp8", "fp8_ds_mla"])
+@pytest.mark.parametrize("prompts", [torch.bfloat16, torch.float8_e4m3fn])
+def test_a_layer_that_asserts_prompts_in_fp8(monkeypatch, cache, prompts):
+    """Kimi-Linear's on CUDA: the engine would start, and end at the first prompt."""
+    config = one_layer(monkeypatch, cache)
+    theirs = type("MultiHeadLatentAttention", (SimpleNamespace,), {})
+    theirs.__module__ = "vllm.models.kimi_k3.nvidia.mla"
+    layers = config.compilation_config.static_forward_context
+    layers["kimi"] = theirs(impl=layers["layer"].impl)
+    monkeypatch.setattr(MlaMetadataBuilder, "q_data_type", prompts, raising=False)
+    build(monkeypatch, config)
+    if cache == "fp8" and prompts == torch.bfloat16:
+        with pytest.raises(ValueError, match=r"KV cache dtype fp8 in .* Kimi-Linear .*dtype auto"):
+            build(monkeypatch, config, layer="kimi")
+    else:
+        build(monkeypatch, config, layer="kimi")
+
+
+def test_the_layer_of_kimi_linear_is_known():
+    mla = pytest.importorskip("vllm.models.kimi_k3.nvidia.mla")
+    layer = object.__new__(mla.MultiHeadLatentAttention)
+    assert compat.wants_fp8_prompts(layer)
+    assert not compat.wants_fp8_prompts(object.__new__(MLAAttention))
+
+
 def drafting(config, tokens):
     config.speculative_config = SimpleNamespace(num_speculative_tokens=tokens)
     return config
 
 
-def one_layer(monkeypatch):
+def one_layer(monkeypatch, cache="auto"):
     """vLLM's configuration of a model of one layer with 16 heads, on a CPU."""
     monkeypatch.setenv("MLA_BACKEND_IMPL", "torch")
-    kernel = DecodeKernel.choose(MlaDims(), torch.bfloat16, "auto", torch.device("cpu"))
-    layer = SimpleNamespace(impl=SimpleNamespace(num_heads=16, decode_kernel=kernel))
+    kernel = DecodeKernel.choose(MlaDims(), torch.bfloat16, cache, torch.device("cpu"))
+    impl = SimpleNamespace(num_heads=16, decode_kernel=kernel, kv_cache_dtype=cache)
+    layer = SimpleNamespace(impl=impl)
     return SimpleNamespace(
         compilation_config=SimpleNamespace(
             static_forward_context={"layer": layer},
