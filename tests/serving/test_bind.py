@@ -107,6 +107,17 @@ def test_how_a_client_gets_there(tmp_path):
 
     assert http.curl(address(port=8000)) == "curl http://127.0.0.1:8000"
     assert http.curl(address(uds="/x/s")) == "curl --unix-socket /x/s http://localhost"
-    line = run.example(http.curl(address(port=8000)), "name", True)
+    line = run.example(http.curl(address(port=8000)), "name", True, ("generate",))
     assert line.startswith("curl http://127.0.0.1:8000/v1/chat/completions -H 'Authorization: B")
-    assert "Authorization" not in run.example("curl x", "name", False) and '"name"' in line
+    line = run.example("curl x", "name", False, ("generate",))
+    assert "Authorization" not in line and '"name"' in line
+
+
+def test_the_request_to_try_is_one_that_the_engine_answers():
+    """An embedding model has no chat."""
+    from mla_serving.server import run
+
+    line = run.example("curl x", "name", False, ("embed", "token_embed"))
+    assert line.startswith("curl x/v1/embeddings -H 'Content-Type: application/json' -d ")
+    assert line.endswith("""'{"model": "name", "input": "Hello"}'""")
+    assert run.example("curl x", "name", False, ("classify",)) is None

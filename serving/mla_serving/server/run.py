@@ -7,7 +7,7 @@ import socket
 import sys
 import traceback
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AsyncExitStack
 from functools import partial
 
@@ -104,7 +104,7 @@ async def _serve(args: Namespace, sock: socket.socket, progress: Progress) -> in
         watching = asyncio.create_task(watchdog.run())
         stack.callback(watching.cancel)
         app = build_root_app(vllm_app, engine, gate, info, watchdog, args, keys)
-        server = http.make_server(app, args, lambda: _say_ready(args, names[0], progress))
+        server = http.make_server(app, args, lambda: _say_ready(args, names[0], tasks, progress))
         vllm_app.state.server = server  # vLLM's handlers stop it when they find the engine dead
         if "generate" in tasks and not args.mla_no_warmup:
             with progress.waiting("computing a first answer"):
@@ -115,16 +115,24 @@ async def _serve(args: Namespace, sock: socket.socket, progress: Progress) -> in
         )
 
 
-def _say_ready(args: Namespace, model: str, progress: Progress) -> None:
+def _say_ready(args: Namespace, model: str, tasks: Collection[str], progress: Progress) -> None:
     from mla_serving.server import http, vllm_api
 
     progress.line(f"ready: {model} at {http.url(args)}/v1")
-    say(f"  {example(http.curl(args), model, bool(vllm_api.api_keys(args)))}")
+    if line := example(http.curl(args), model, bool(vllm_api.api_keys(args)), tasks):
+        say(f"  {line}")
 
 
-def example(curl: str, model: str, with_key: bool) -> str:
-    """A request to try; `curl` is the command up to the address."""
+def example(curl: str, model: str, with_key: bool, tasks: Collection[str]) -> str | None:
+    """A request to try; `curl` is the command up to the address. None for an engine that neither
+    writes nor embeds text."""
+    if "generate" in tasks:
+        route, asked = "chat/completions", '"messages": [{"role": "user", "content": "Hello"}]'
+    elif "embed" in tasks:
+        route, asked = "embeddings", '"input": "Hello"'
+    else:
+        return None
     key = " -H 'Authorization: Bearer YOUR_KEY'" if with_key else ""
     content = "-H 'Content-Type: application/json'"
-    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
-    return f"{curl}/v1/chat/completions{key} {content} -d '{body}'"
+    body = f'{{"model": "{model}", {asked}}}'
+    return f"{curl}/v1/{route}{key} {content} -d '{body}'"
