@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The least time that attention takes of a decode step, and what measured kernels take."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from mla_kernels.layouts import MlaDims
@@ -8,32 +9,52 @@ from mla_kernels.layouts import MlaDims
 from mla_serving.plan.kv_cache import indexer_row_bytes, row_bytes
 from mla_serving.plan.layout import Layout
 from mla_serving.plan.model import MlaModel
-from mla_serving.plan.rates import Rates
+from mla_serving.plan.rates import DENSE, INDEX_HEADS, INDEX_TOPK, INDEXER, SPARSE, Case, Rates
 
 _MEASURED = MlaDims(512, 64)  # of the cases in rates.json
-_SPARSE_STEPS = "benchmarks/results/h200/sparse_steps.md"
 _INDEXER_FLOPS_PER_KEY = 2  # a multiply and an add for each element of each index head
+
+# Microseconds of computing and of reading, of a call by its batch, heads and context.
+Floor = Callable[[int, int, float], tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class KernelTime:
+    """Microseconds of our kernel in one decode step, or why there are none.
+
+    us          the nearest measured case's, by the ratio of the floors; but no less than the least
+                that was measured with this cache, as a launch has its price, and no more than a
+                case of as many requests, heads and tokens or more
+    case        name of the case that it is by
+    at_most     whether it is the time of that case as it is, which has a higher floor
+    unmeasured  why there is no time
+    """
+
+    us: float | None = None
+    case: str | None = None
+    at_most: bool = False
+    unmeasured: str | None = None
 
 
 @dataclass(frozen=True)
 class AttentionTime:
     """Microseconds of one decode step on one GPU, over the layers of the stage that takes longest.
 
-    floor_us     the larger of FLOP / GEMM rate and bytes / read rate, both measured
-    bound        which of the two it is: "compute" or "memory"
-    measured_us  the floor over the share of its floor that the nearest measured case reaches, but
-                 no less than the least that was measured with this cache: a launch has its price
-    nearest      name of that case
-    least        whether it is the one of the least time
-    unmeasured   why there is neither
+    floor_us  the larger of FLOP / GEMM rate and bytes / read rate, both measured
+    bound     which of the two it is: "compute" or "memory"
+    kernels   "attention", and of a sparse model "indexer": its scores and top-k. What makes slots
+              of the tokens that it chose was not measured
     """
 
     floor_us: float
     bound: str
-    measured_us: float | None
-    nearest: str | None
-    least: bool = False
-    unmeasured: str | None = None
+    kernels: dict[str, KernelTime]
+
+    @property
+    def measured_us(self) -> float | None:
+        """Of all kernels; None if one was not measured."""
+        times = [kernel.us for kernel in self.kernels.values() if kernel.us is not None]
+        return sum(times) if len(times) == len(self.kernels) else None
 
 
 def time(
@@ -52,37 +73,76 @@ def time(
     heads = layout.query_heads(model)
     tokens = context / layout.dcp
     seen = min(context, model.index_topk) if model.sparse else tokens
+
+    def floor(flop: int, size: int) -> Floor:
+        """By what a head computes of a token, and the bytes of a token."""
+        return lambda batch, heads, context: (
+            batch * heads * context * flop / rates.gemm_tflops / 1e6,
+            batch * context * size / rates.read_gbps / 1e3,
+        )
+
     width = model.dims.head_dim + model.dims.kv_lora_rank
+    attention = floor(2 * width, row_bytes(model, kv_cache_dtype))
+    indexer = floor(_INDEXER_FLOPS_PER_KEY * model.index_dim, indexer_row_bytes(model))
 
     def floors(stage: range) -> tuple[float, float]:
-        """Microseconds of its computing and of its reading."""
-        flop = len(stage) * 2 * requests * heads * seen * width
-        size = len(stage) * requests * seen * row_bytes(model, kv_cache_dtype)
-        keys = model.indexers(stage) * requests * tokens
-        flop += keys * _INDEXER_FLOPS_PER_KEY * model.index_heads * model.index_dim
-        size += keys * indexer_row_bytes(model)
-        return flop / rates.gemm_tflops / 1e6, size / rates.read_gbps / 1e3
+        of_layer = attention(requests, heads, seen)
+        of_indexer = indexer(requests, model.index_heads, tokens)
+        layers, indexers = len(stage), model.indexers(stage)
+        return (
+            layers * of_layer[0] + indexers * of_indexer[0],
+            layers * of_layer[1] + indexers * of_indexer[1],
+        )
 
     # The one with most layers may have fewer indexers than another.
     stage = max(layout.stages(model.layers), key=lambda x: max(floors(x)))
     compute, memory = floors(stage)
-    floor = max(compute, memory)
-    bound = "compute" if compute > memory else "memory"
-    cache = {"fp8": "fp8", "fp8_e4m3": "fp8", "fp8_ds_mla": "fp8_ds_mla"}.get(kv_cache_dtype)
+    cases, why = _attention_cases(model, rates, kv_cache_dtype, seen)
+    kernels = {"attention": _time(cases, why, attention, len(stage), requests, heads, seen)}
     if model.sparse:
-        why = f"no rates of sparse attention here; whole steps are in {_SPARSE_STEPS}"
-        return AttentionTime(floor, bound, None, None, unmeasured=why)
+        cases, why = _indexer_cases(model, rates)
+        calls = model.indexers(stage)
+        size = (requests, model.index_heads, tokens)
+        kernels["indexer"] = _time(cases, why, indexer, calls, *size)
+    return AttentionTime(max(compute, memory), "compute" if compute > memory else "memory", kernels)
+
+
+def _attention_cases(
+    model: MlaModel, rates: Rates, kv_cache_dtype: str, seen: float
+) -> tuple[list[Case], str]:
+    """The measured cases that are like this model's, and why there are none."""
     if model.dims != _MEASURED:
-        widths = f"{_MEASURED.kv_lora_rank} + {_MEASURED.rope_dim}"
-        why = f"only rows of {widths} were measured"
-        return AttentionTime(floor, bound, None, None, unmeasured=why)
-    cases = rates.with_cache(cache or "16 bit")
+        return [], f"only rows of {_MEASURED.kv_lora_rank} + {_MEASURED.rope_dim} were measured"
+    cache = {"fp8": "fp8", "fp8_e4m3": "fp8", "fp8_ds_mla": "fp8_ds_mla"}.get(kv_cache_dtype)
+    if not model.sparse:
+        return rates.with_cache(DENSE, cache or "16 bit"), f"no {kv_cache_dtype} cache was measured"
+    cases = rates.with_cache(SPARSE, cache or "16 bit")
+    if seen == INDEX_TOPK:  # empty slots cost something, too
+        cases = [case for case in cases if case.context == seen]
+    return cases, f"no sparse attention over a {kv_cache_dtype} cache was measured"
+
+
+def _indexer_cases(model: MlaModel, rates: Rates) -> tuple[list[Case], str]:
+    if (model.index_heads, model.index_topk) != (INDEX_HEADS, INDEX_TOPK):
+        return [], f"only {INDEX_HEADS} heads that choose {INDEX_TOPK} tokens were measured"
+    return rates.with_cache(INDEXER, "fp8"), "no indexer was measured"
+
+
+def _time(
+    cases: list[Case], why: str, floor: Floor, calls: int, batch: int, heads: int, context: float
+) -> KernelTime:
+    """Of `calls` calls in a step."""
     if not cases:
-        why = f"no {kv_cache_dtype} cache was measured"
-        return AttentionTime(floor, bound, None, None, unmeasured=why)
-    nearest = min(cases, key=lambda case: case.distance(requests, heads, tokens))
+        return KernelTime(unmeasured=why)
+    here = max(floor(batch, heads, context))
+    case = min(cases, key=lambda case: case.distance(batch, heads, context))
+    us = case.us * here / max(floor(case.batch, case.heads, case.context))
     least = min(cases, key=lambda case: case.us)
-    measured, shortest = floor * nearest.us / nearest.floor_us, len(stage) * least.us
-    if measured < shortest:
-        return AttentionTime(floor, bound, shortest, least.name, least=True)
-    return AttentionTime(floor, bound, measured, nearest.name)
+    if us < least.us:
+        us, case = least.us, least
+    larger = [c for c in cases if c.batch >= batch and c.heads >= heads and c.context >= context]
+    most = min(larger, key=lambda case: case.us, default=None)
+    if most is not None and us > most.us:
+        us, case = most.us, most
+    more = max(floor(case.batch, case.heads, case.context)) > here
+    return KernelTime(calls * us, case.name, at_most=us == case.us and more)

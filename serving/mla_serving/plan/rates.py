@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """GPUs by name: their memory, and the rates that were measured on them.
 
-`rates.json` is the part of benchmarks/results/*/dense_decode.json that the plan reads;
-`python -m mla_serving.plan.rates FILE ...` makes it of such files and prints it.
+`rates.json` is the part of benchmarks/results/ that the plan reads: of each GPU dense_decode.json
+and, as far as there are such, sparse.json and sparse_indexer.json;
+`python -m mla_serving.plan.rates FOLDER ...` makes it of such folders and prints it.
 """
 
 import json
 import math
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -27,22 +29,39 @@ MEMORY_MIB = {
 }
 SM_80 = ("a100-40", "a100")  # those of compute capability 8.0
 SM_10X = ("b200",)  # and 10.x
-_SOURCE = "benchmarks/results/{gpu}/dense_decode.json"
-_CASE = re.compile(r"b(\d+)_h(\d+)_q1_k(\d+)(?:_(fp8|fp8_ds_mla))?")
-_OURS = re.compile(r"mla_kernels/(hopper|triton)/pow2")
+DENSE, SPARSE, INDEXER = "dense_decode", "sparse", "sparse_indexer"  # benchmarks of `Rates.cases`
+INDEX_HEADS, INDEX_TOPK = 64, 2048  # of all cases of the last two
+# Our kernels, and the cases of one new token a request in each benchmark.
+_ROWS = {
+    DENSE: (
+        r"mla_kernels/(hopper|triton)/pow2",
+        r"b(?P<batch>\d+)_h(?P<heads>\d+)_q1_k(?P<context>\d+)(_(?P<cache>fp8|fp8_ds_mla))?",
+    ),
+    SPARSE: (
+        r"mla_kernels/(hopper|triton)",
+        r"b(?P<batch>\d+)_h(?P<heads>\d+)_q1_\d+k_(?P<cache>bf16|fp8|fp8_ds_mla)"
+        r"(?P<half>_half_tail)?",
+    ),
+    INDEXER: (r"mla_kernels/fused", r"b(?P<batch>\d+)x(?P<context>\d+)"),
+}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One measured decode call: batch x context with `heads`, one new token a request."""
+    """One measured decode call: `batch` requests, one new token each.
+
+    heads    of attention, or of the indexer
+    context  tokens that a request reads: of sparse attention those that the indexer chose
+    cache    "16 bit", "fp8" or "fp8_ds_mla"; an indexer's is "fp8"
+    us       of our faster kernel; an indexer's are scores and top-k
+    """
 
     name: str
     batch: int
     heads: int
     context: int
-    cache: str  # "16 bit", "fp8" or "fp8_ds_mla"
+    cache: str
     us: float
-    floor_us: float
 
     def distance(self, batch: int, heads: int, context: float) -> float:
         """How unlike another call it is, by ratios; heads weigh most."""
@@ -53,16 +72,22 @@ class Case:
 
 @dataclass(frozen=True)
 class Rates:
-    """`read_gbps` and `gemm_tflops` are the roofs that were measured beside the cases."""
+    """`read_gbps` and `gemm_tflops` are the roofs that were measured beside the dense cases;
+    `cases` are by benchmark."""
 
     gpu: str
-    source: str
     read_gbps: float
     gemm_tflops: float
-    cases: tuple[Case, ...]
+    cases: Mapping[str, tuple[Case, ...]]
 
-    def with_cache(self, cache: str) -> list[Case]:
-        return [case for case in self.cases if case.cache == cache]
+    def with_cache(self, benchmark: str, cache: str) -> list[Case]:
+        return [case for case in self.cases.get(benchmark, ()) if case.cache == cache]
+
+    def source(self, sparse: bool) -> str:
+        """The files behind the roofs and the cases, as a shell's pattern."""
+        more = [name for name in (SPARSE, INDEXER) if sparse and name in self.cases]
+        names = ",".join([DENSE, *more])
+        return f"benchmarks/results/{self.gpu}/{f'{{{names}}}' if more else names}.json"
 
 
 def load(gpu: str) -> Rates | None:
@@ -71,7 +96,10 @@ def load(gpu: str) -> Rates | None:
     if gpu not in table:
         return None
     entry = table[gpu]
-    cases = tuple(Case(**case) for case in entry.pop("cases"))
+    cases = {
+        benchmark: tuple(Case(**case) for case in found)
+        for benchmark, found in entry.pop("cases").items()
+    }
     return Rates(gpu=gpu, cases=cases, **entry)
 
 
@@ -84,40 +112,49 @@ def known_name(driver_name: str) -> str:
     raise ValueError(f"Expected a GPU of {', '.join(MEMORY_MIB)}, got {driver_name!r}")
 
 
-def table(report: dict[str, Any]) -> dict[str, Any]:
-    """What `rates.json` has of one GPU, by its name, from the results of
-    benchmarks/dense_decode.py: our faster kernel of each case."""
+def table(reports: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """What `rates.json` has of one GPU, by its name, from the results of its benchmarks."""
+    machine = reports[DENSE]["machine"]
+    return {
+        known_name(machine["gpu"]): {
+            "read_gbps": machine["read_gbps"],
+            "gemm_tflops": machine["bf16_gemm_tflops"],
+            "cases": {name: _cases(name, report["rows"]) for name, report in reports.items()},
+        }
+    }
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """`table` of the results in a folder."""
+    files = {name: folder / f"{name}.json" for name in _ROWS}
+    return table({n: json.loads(f.read_text()) for n, f in files.items() if f.exists()})
+
+
+def _cases(benchmark: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Our faster kernel of each case."""
+    ours, cases = map(re.compile, _ROWS[benchmark])
     best: dict[str, dict[str, Any]] = {}
-    for row in report["rows"]:
-        match = _CASE.fullmatch(row["case"])
-        if match is None or "us" not in row or _OURS.fullmatch(row["impl"]) is None:
+    for row in rows:
+        match = cases.fullmatch(row["case"])
+        if match is None or "us" not in row or ours.fullmatch(row["impl"]) is None:
             continue
         if row["case"] in best and best[row["case"]]["us"] <= row["us"]:
             continue
-        batch, heads, context, cache = match.groups()
+        of, cache = match.groupdict(), match.groupdict().get("cache", "fp8")
+        chosen = INDEX_TOPK // 2 if of.get("half") else INDEX_TOPK
         best[row["case"]] = {
             "name": row["case"],
-            "batch": int(batch),
-            "heads": int(heads),
-            "context": int(context),
-            "cache": cache or "16 bit",
+            "batch": int(of["batch"]),
+            "heads": int(of.get("heads", INDEX_HEADS)),
+            "context": int(of.get("context", chosen)),
+            "cache": "16 bit" if cache in (None, "bf16") else cache,
             "us": row["us"],
-            "floor_us": row["floor_us"],
         }
-    machine = report["machine"]
-    gpu = known_name(machine["gpu"])
-    return {
-        gpu: {
-            "source": _SOURCE.format(gpu=gpu),
-            "read_gbps": machine["read_gbps"],
-            "gemm_tflops": machine["bf16_gemm_tflops"],
-            "cases": list(best.values()),
-        }
-    }
+    return list(best.values())
 
 
 if __name__ == "__main__":
     tables: dict[str, Any] = {}
     for name in sys.argv[1:]:
-        tables |= table(json.loads(Path(name).read_text()))
+        tables |= read(Path(name))
     print(json.dumps(tables, indent=1))

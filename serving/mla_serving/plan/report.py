@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 from mla_serving.plan import served
+from mla_serving.plan.attention import KernelTime
 from mla_serving.plan.cost import Plan
 from mla_serving.plan.layout import GIB
 from mla_serving.plan.model import MlaModel
@@ -58,10 +59,16 @@ def as_json(plan: Plan) -> str:
             "floor_us": attention.floor_us,
             "bound": attention.bound,
             "measured_us": attention.measured_us,
-            "nearest_case": attention.nearest,
-            "least_measured": attention.least,
-            "unmeasured": attention.unmeasured,
-            "source": question.rates.source,
+            "kernels": {
+                name: {
+                    "measured_us": kernel.us,
+                    "case": kernel.case,
+                    "at_most": kernel.at_most,
+                    "unmeasured": kernel.unmeasured,
+                }
+                for name, kernel in attention.kernels.items()
+            },
+            "source": question.rates.source(model.sparse),
         }
     return json.dumps(answer, indent=2)
 
@@ -122,10 +129,20 @@ def _attention(plan: Plan) -> str:
     )
     if question.layout.pp > 1:
         text += ", in the slowest of its stages"
-    if times.measured_us is not None:
-        text += f", our kernel {times.measured_us / 1e3:.2f} ms"
-        least = f" or less, the least measured ({times.nearest})"
-        text += least if times.least else f", as {times.nearest}"
-    else:
-        text += f", no time of our kernels ({times.unmeasured})"
-    return f"{text}; rates of {question.rates.source}"
+    several = len(times.kernels) > 1
+    for name, kernel in times.kernels.items():
+        text += f", {_kernel(name if several else 'kernel', kernel)}"
+    if several and times.measured_us is not None:
+        at_most = any(kernel.at_most for kernel in times.kernels.values())
+        text += f", together {_ms(times.measured_us, at_most)}"
+    return f"{text}; rates of {question.rates.source(question.model.sparse)}"
+
+
+def _kernel(name: str, kernel: KernelTime) -> str:
+    if kernel.us is None:
+        return f"no time of our {name} ({kernel.unmeasured})"
+    return f"our {name} {_ms(kernel.us, kernel.at_most)}, as {kernel.case}"
+
+
+def _ms(us: float, at_most: bool) -> str:
+    return f"{us / 1e3:.2f} ms" + (" or less" if at_most else "")
