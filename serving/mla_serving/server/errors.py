@@ -15,7 +15,10 @@ _LOG = logging.getLogger("uvicorn.error")  # which would log it otherwise
 _LONGEST_REWRITE = 64 * 1024
 # How Python's json says of an answer that it holds NaN, which vLLM passes on as 400.
 _NOT_FINITE = "Out of range float values are not JSON compliant"
-_NAN = "The model's logprobs are NaN, or infinite: a fault of its weights or of the server."
+_NAN = (
+    "What the model computed (logprobs, embeddings, scores) is NaN, or infinite: a fault of its "
+    "weights or of the server."
+)
 
 
 def error_type(status: int) -> str:
