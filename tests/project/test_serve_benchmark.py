@@ -655,6 +655,26 @@ def test_servers_that_cannot_fit_a_gpu_are_not_started(words, gpu, reason, monke
             serve_load.run(args, None)
 
 
+@pytest.mark.parametrize("file", ["config.json", "hf_quant_config.json"])
+def test_servers_of_weights_in_fewer_bits_are_started(file, monkeypatch, tmp_path):
+    """In bf16 two of them would not fit an H100."""
+    import serve_memory
+    from serve import parse_arguments
+
+    config = json.loads((ROOT / "configs/models/deepseek-v2-lite/config.json").read_text())
+    quantisation = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    if file == "config.json":
+        config["quantization_config"] = quantisation
+    else:
+        quantisation = {"quantization": {"quant_algo": "FP8"}}
+        (tmp_path / file).write_text(json.dumps(quantisation))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = ["--together", "--as-is", "--model", str(tmp_path), "--cache-gib", "13.5"]
+    args = parse_arguments([*words, "--backends", "CUSTOM", "FLASHMLA"])
+    monkeypatch.setattr(serve_memory, "nvidia_smi", lambda field: [["81559"]])
+    assert serve_memory.what_does_not_fit(args, {}) == ""
+
+
 def test_memory_of_a_gpu_is_that_of_the_servers_own_processes(monkeypatch):
     import serve_load
 
