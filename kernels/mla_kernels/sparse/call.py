@@ -84,7 +84,12 @@ class SparseCall:
         turn = max(1, tokens_at_once(H, split.splits, self.out.shape[2], room))
         if turn >= T:
             return [self]
-        return [self._part(slice(t, t + turn)) for t in range(0, T, turn)]
+        whole = self
+        if self.workspace is None:  # one for all turns: a replay allocates what all of them do
+            needed = partial_bytes(turn, H, split.splits, self.out.shape[2])
+            scratch = torch.empty(needed, dtype=torch.uint8, device=self.lse.device)
+            whole = replace(self, workspace=scratch)
+        return [whole._part(slice(t, t + turn)) for t in range(0, T, turn)]
 
     def _part(self, tokens: slice) -> "SparseCall":
         return replace(

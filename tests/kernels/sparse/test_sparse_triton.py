@@ -292,21 +292,23 @@ def test_deterministic_bits_are_those_of_a_token_alone(device, impl, room, monke
 
 
 def test_deterministic_calls_without_a_workspace_take_turns(device, monkeypatch):
-    """Also where what a token needs is more than a call allocates otherwise."""
+    """In one workspace: a recording, which runs here, keeps all that is allocated, and a replay
+    allocates it at once. Also where a token needs more than a call allocates otherwise."""
     q, kv, slots, options = sparse_case((700, 600, 3), 600, heads=8, device=device)
     want = attend(q, kv, slots, options, deterministic=True)
     one = tiles.partial_bytes(1, 8, tiles.fixed_split(600).splits, 512)
     monkeypatch.setattr(sparse_call, "FIXED_WORKSPACE", one - 1)
-    partials, needed = SparseCall.partials, []
+    partials, needed, places = SparseCall.partials, [], []
 
     def noted(part, split):
         acc, sums = partials(part, split)
         needed.append(4 * (acc.numel() + sums.numel()))
+        places.append(acc.data_ptr())
         return acc, sums
 
     monkeypatch.setattr(SparseCall, "partials", noted)
     got = attend(q, kv, slots, options, deterministic=True)
-    assert needed == [one] * 3
+    assert needed == [one] * 3 and len(set(places)) == 1
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
     workspace = torch.empty(one - 4, dtype=torch.uint8, device=device)
     with pytest.raises(ValueError, match=f"Expected workspace of {one} bytes, got {one - 4}"):
