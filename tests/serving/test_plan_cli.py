@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
-from huggingface_hub.errors import RemoteEntryNotFoundError
+from huggingface_hub.errors import LocalEntryNotFoundError, RemoteEntryNotFoundError
 from mla_serving import cli
 
 ROOT = Path(__file__).parents[2]
@@ -131,6 +131,20 @@ def test_mistrals_format(capsys, tmp_path, monkeypatch):
         assert status == 0, err
         assert "673.4 B parameters, 61 layers, 128 heads, 128 experts" in out
         assert "linear layers in 8 bits, all of them" in out
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(capsys, monkeypatch):
+    """It takes 24 s to say so."""
+    asked = []
+
+    def download(model, name):
+        asked.append(name)
+        raise LocalEntryNotFoundError("no connection")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    status, _, err = run(capsys, "--model", "org/name", "--gpus", "8")
+    assert status == 1 and "its config.json did not come" in err and "(no connection)" in err
+    assert asked == ["config.json"]
 
 
 @pytest.mark.parametrize(

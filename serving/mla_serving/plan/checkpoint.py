@@ -74,11 +74,13 @@ def _download(model: str) -> Path:
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise FileNotFoundError(f"{model}: no such file or directory")
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     try:
         try:
             return Path(hf_hub_download(model, "config.json"))
+        except LocalEntryNotFoundError:  # the Hub does not answer: it would not then either
+            raise
         except EntryNotFoundError:
             return Path(hf_hub_download(model, _OF_MISTRAL))
     except Exception as error:  # also of its HTTP client, as for an HF_ENDPOINT without https://
