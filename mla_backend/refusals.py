@@ -10,10 +10,13 @@ import contextlib
 import logging
 import os
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 _FILE = "_MLA_REFUSAL_FILE"  # not a setting: the server's word to its engines
+# Python's own errors: "integer modulo by zero" says nothing to who started a server.
+_NO_WORDS = ArithmeticError, AttributeError, LookupError, NameError, TypeError
 
 
 class RefusalError(ValueError):
@@ -41,6 +44,20 @@ def note(words: str) -> None:
             Path(path).write_text(words)
 
 
+def place(error: BaseException) -> str:
+    """Where `error` was raised, as the end of a sentence; "" if someone put it into words."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames or (str(error) and not isinstance(error, _NO_WORDS)):
+        return ""
+    return f", in {frames[-1].filename}, line {frames[-1].lineno} ({frames[-1].line})"
+
+
+def described(error: BaseException) -> str:
+    """Its class, its words if it has any, and its `place`."""
+    name = type(error).__name__
+    return (f"{name}: {error}" if str(error) else name) + place(error)
+
+
 class _Failures(logging.Handler):
     """Notes the first exception of which vLLM logs that an engine or a worker "failed to start":
     the next one up only says that there was one."""
@@ -49,7 +66,7 @@ class _Failures(logging.Handler):
         error = record.exc_info[1] if record.exc_info else None
         path = os.environ.get(_FILE)
         if error and path and "failed to start" in str(record.msg) and not Path(path).exists():
-            note(f"{type(error).__name__}: {error}")
+            note(described(error))
 
 
 _FAILURES = _Failures(logging.ERROR)

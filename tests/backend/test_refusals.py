@@ -446,6 +446,33 @@ def test_a_failed_start_reaches_the_server_that_listens():
         assert refused() == "no, mend it"
 
 
+def test_a_start_that_fails_without_words_says_where():
+    """In a worker, as in the server's own process."""
+    from mla_backend.refusals import heard
+
+    script = """if True:
+        import logging
+        from mla_backend.plugin import register
+        register()
+        try:
+            {fails}
+        except Exception:
+            logging.getLogger("vllm.v1").exception("WorkerProc failed to start.")
+    """
+    for fails, said in (
+        (
+            "exec(compile('raise AssertionError', 'x.py', 'exec'))",
+            "AssertionError, in x.py, line 1",
+        ),
+        ("exec(compile('1 % 0', 'x.py', 'exec'))", "ZeroDivisionError: .*, in x.py, line 1"),
+        ("raise OSError('no weights')", "OSError: no weights$"),
+    ):
+        with heard() as refused:
+            command = [sys.executable, "-c", script.format(fails=fails)]
+            subprocess.run(command, check=True, capture_output=True)
+            assert re.match(said, refused()), refused()
+
+
 def test_every_refusal_of_the_backend_names_its_mend():
     """ValueErrors under mla_backend/attention that an operator may see at start-up."""
     from mla_backend import attention

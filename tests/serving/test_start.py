@@ -158,3 +158,7 @@ def test_a_failure_without_words_has_a_name():
     said = run._what(failed.value)
     assert said.startswith("ZeroDivisionError: ") and "test_start.py, line" in said
     assert '(1 % len(""));' in said
+    with pytest.raises(AssertionError) as failed:
+        raise AssertionError
+    said = run._what(failed.value)
+    assert said.startswith("AssertionError, in ") and "(raise AssertionError);" in said

@@ -5,7 +5,6 @@ import asyncio
 import os
 import socket
 import sys
-import traceback
 from argparse import Namespace
 from collections.abc import Callable, Collection
 from contextlib import AsyncExitStack
@@ -13,14 +12,11 @@ from functools import partial
 
 from pydantic import ValidationError
 
-from mla_backend.refusals import heard
+from mla_backend.refusals import described, heard, place
 from mla_serving.server import environment, lifecycle
 from mla_serving.server.admission import Gate
 from mla_serving.server.progress import Progress, say
 from mla_serving.server.settings import read_settings
-
-# Python's own errors: "integer modulo by zero" says nothing to who started a server.
-_NO_WORDS = ArithmeticError, AttributeError, LookupError, NameError, TypeError
 
 
 def serve(argv: list[str] | None) -> int:
@@ -67,12 +63,8 @@ def _what(error: Exception) -> str:
     what no one put into words, where."""
     if isinstance(error, ImportError):
         return f"{error}; `mla-backend doctor` says how to mend it"
-    if isinstance(error, _NO_WORDS):
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        return (
-            f"{type(error).__name__}: {error}, in {last.filename}, line {last.lineno} "
-            f"({last.line}); VLLM_LOGGING_LEVEL=DEBUG shows the way there"
-        )
+    if place(error):
+        return f"{described(error)}; VLLM_LOGGING_LEVEL=DEBUG shows the way there"
     if not isinstance(error, ValidationError):
         return str(error) or type(error).__name__
     said = []
