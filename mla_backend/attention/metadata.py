@@ -144,10 +144,10 @@ class MlaMetadataBuilder(StepBuilder, MLACommonMetadataBuilder[MlaMetadata]):
 
     def _refuse_prompts(self, layer: Any) -> None:
         """ValueError for a layer that would end the engine at the first prompt."""
-        fp8 = torch.float8_e4m3fn
-        if not compat.wants_fp8_prompts(layer) or self.q_data_type == fp8:
+        if not compat.wants_fp8_prompts(layer):
             return
-        if layer.impl.decode_kernel.kv_cache_dtype == fp8:
+        fp8, cache = torch.float8_e4m3fn, layer.impl.decode_kernel.kv_cache_dtype
+        if cache == (torch.uint8 if self.q_data_type == fp8 else fp8):
             raise cannot_serve(support.fp8_prompts_reason(layer.impl.kv_cache_dtype))
 
     def _make_extend_rows(

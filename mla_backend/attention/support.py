@@ -189,7 +189,12 @@ def kv_cache_dtype_reason(kv_cache_dtype: str) -> str:
 
 def fp8_prompts_reason(kv_cache_dtype: str) -> str:
     """Kimi-Linear and Kimi-K3 have layers of their own on CUDA, which quantise prompts with such a
-    cache and assert that the prefill backend takes them."""
+    cache and assert that the prefill backend takes them; with fp8_ds_mla, that it does not."""
+    if kv_cache_dtype == "fp8_ds_mla":
+        return (
+            "KV cache dtype fp8_ds_mla with prompts in fp8 in vLLM's layers of Kimi-Linear and "
+            "Kimi-K3. Mend: no use_prefill_query_quantization in --attention-config"
+        )
     return (
         f"KV cache dtype {kv_cache_dtype} in vLLM's layers of Kimi-Linear and Kimi-K3, which then "
         "need prompts in fp8: those take a GPU of 10.x and use_prefill_query_quantization in "

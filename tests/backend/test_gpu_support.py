@@ -398,8 +398,12 @@ def test_a_layer_that_asserts_prompts_in_fp8(monkeypatch, cache, prompts):
     layers["kimi"] = theirs(impl=layers["layer"].impl)
     monkeypatch.setattr(MlaMetadataBuilder, "q_data_type", prompts, raising=False)
     build(monkeypatch, config)
-    if cache == "fp8" and prompts == torch.bfloat16:
-        with pytest.raises(ValueError, match=r"KV cache dtype fp8 in .* Kimi-Linear .*dtype auto"):
+    said = {
+        ("fp8", torch.bfloat16): "KV cache dtype fp8 in .* Kimi-Linear .*dtype auto",
+        ("fp8_ds_mla", torch.float8_e4m3fn): "fp8_ds_mla with prompts in fp8 .* no use_prefill",
+    }.get((cache, prompts))
+    if said:
+        with pytest.raises(ValueError, match=said):
             build(monkeypatch, config, layer="kimi")
     else:
         build(monkeypatch, config, layer="kimi")
