@@ -106,7 +106,10 @@ class Server:
             except (OSError, http.client.HTTPException):  # not there yet, or not well
                 time.sleep(0.5)
         print(self.log.read_text()[-4000:], file=sys.stderr)  # its folder may go with this process
-        raise RuntimeError(f"{self.backend} did not start: {self.failure()}")
+        reason = f"it was not ready after {START_SECONDS} s"
+        if self._process.poll() is not None:
+            reason = self.failure()
+        raise RuntimeError(f"{self.backend} did not start: {reason}")
 
     def failure(self) -> str:
         """The first failure of its engines, as `mla-backend serve` says it, or else what the last

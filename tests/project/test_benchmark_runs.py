@@ -434,7 +434,7 @@ def test_a_server_that_never_answers_is_not_waited_for_forever(tmp_path, monkeyp
     monkeypatch.setattr(servers.sys, "executable", fake_python(tmp_path, MUTE))
     with (
         servers.Server("ours", tmp_path, [], tmp_path / "log") as server,
-        pytest.raises(RuntimeError, match="ours did not start"),
+        pytest.raises(RuntimeError, match="ours did not start: it was not ready after 3 s"),
     ):
         server.wait_ready()
 
