@@ -31,6 +31,9 @@ QUIET = {
 }
 # What vLLM's server says of an engine that did not start, whose reason stands far above.
 NO_REASON = "See root cause above"
+# What a line has that names a cause: the second is how pydantic goes on below "ValidationError: 1
+# validation error for ModelConfig".
+NAMING = ("Error", "  Value error, ", "mla-backend serve: ")
 # No plugin of any kind, so that vLLM chooses its own best attention for this CPU.
 STOCK = {"VLLM_PLUGINS": "", "MLA_BACKEND_CPU_PLATFORM": "0"}
 
@@ -119,9 +122,9 @@ class Server:
         named = [
             line
             for line in self.log.read_text().splitlines()
-            if ("Error" in line or line.startswith("mla-backend serve: ")) and NO_REASON not in line
+            if any(word in line for word in NAMING) and NO_REASON not in line
         ]
-        return named[-1] if named else "it did not say why"
+        return named[-1].strip().partition(" [type=")[0] if named else "it did not say why"
 
     def attention(self) -> str:
         """The attention class that vLLM says it chose."""

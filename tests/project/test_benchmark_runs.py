@@ -442,6 +442,10 @@ def test_a_server_that_never_answers_is_not_waited_for_forever(tmp_path, monkeyp
 # In the place of Python: servers whose engine fails. What vLLM logs last names no cause.
 LAST = "RuntimeError: Engine core initialization failed. See root cause above."
 FAILS = f"""echo 'ValueError: Free memory on device cuda:0'\n%s\necho '{LAST}'\nexit 1"""
+PYDANTIC = """echo 'ValidationError: 1 validation error for ModelConfig'
+echo '  Value error, length 9 is too large [type=value_error, input_value=ArgsKwargs((), {})]'
+echo '    For further information visit https://errors.pydantic.dev'
+"""
 NOTES = "printf 'OutOfMemoryError: 2 GiB' > $_MLA_REFUSAL_FILE"
 
 
@@ -451,6 +455,7 @@ NOTES = "printf 'OutOfMemoryError: 2 GiB' > $_MLA_REFUSAL_FILE"
         ("", "ValueError: Free memory on device cuda:0"),
         ("echo 'mla-backend serve: mla-backend cannot serve it'", "mla-backend cannot serve it"),
         (NOTES, "OutOfMemoryError: 2 GiB"),
+        (PYDANTIC, "Value error, length 9 is too large"),
     ],
 )
 def test_a_server_that_does_not_start_says_the_first_cause(between, cause, tmp_path, monkeypatch):
