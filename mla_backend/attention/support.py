@@ -198,7 +198,7 @@ def fp8_prompts_reason(kv_cache_dtype: str) -> str:
     return (
         f"KV cache dtype {kv_cache_dtype} in vLLM's layers of Kimi-Linear and Kimi-K3, which then "
         "need prompts in fp8: those take a GPU of 10.x and use_prefill_query_quantization in "
-        "--attention-config. Mend: --kv-cache-dtype auto"
+        "--attention-config. Mend: --kv-cache-dtype bfloat16 (auto may be the checkpoint's fp8)"
     )
 
 
