@@ -5,7 +5,7 @@ import types
 
 import pytest
 import torch
-from sparse_cases import BLOCK, build_rows, common_metadata, fake_config, fake_indexer, make_impl
+from sparse_parts import BLOCK, build_rows, common_metadata, fake_config, fake_indexer, make_impl
 
 
 @pytest.mark.parametrize(

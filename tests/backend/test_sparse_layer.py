@@ -5,7 +5,7 @@ import types
 
 import pytest
 import torch
-from sparse_cases import (
+from sparse_parts import (
     BLOCK,
     RANK,
     ROPE,

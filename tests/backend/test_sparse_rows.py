@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from sparse_cases import build_rows, common_metadata, fake_config
+from sparse_parts import build_rows, common_metadata, fake_config
 
 
 def expected_rows(query_lens, seq_lens, tokens):

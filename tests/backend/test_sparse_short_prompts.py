@@ -10,7 +10,7 @@ import torch
 from conftest import tokens
 from follow import following
 from mla_serving.demo_model import make_demo_model
-from sparse_cases import NOPE, RANK, ROPE, H, make_impl
+from sparse_parts import NOPE, RANK, ROPE, H, make_impl
 
 from mla_backend import compat
 

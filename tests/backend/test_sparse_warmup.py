@@ -177,7 +177,7 @@ ATTENTION = {
 
 @pytest.mark.parametrize("kind", ATTENTION)
 def test_no_step_attends_with_what_was_not_compiled(kind, keys, monkeypatch):
-    import sparse_cases
+    import sparse_parts
     from mla_kernels.sparse import api as sparse_api
     from mla_kernels.sparse.hopper import launcher as hopper
     from mla_kernels.sparse.triton import launcher as portable
@@ -190,11 +190,11 @@ def test_no_step_attends_with_what_was_not_compiled(kind, keys, monkeypatch):
     few = kind == "few rows"
     monkeypatch.setattr(portable, "INTERPRET", not few)  # which has no Gluon
     buffer = torch.full((MAX_TOKENS, TOPK), -1, dtype=torch.int32)
-    impl = sparse_cases.make_impl(
+    impl = sparse_parts.make_impl(
         monkeypatch,
         "fp8_ds_mla" if few else "auto",
         dtype=torch.bfloat16,
-        config=sparse_cases.fake_config(topk_rows=MAX_TOKENS),
+        config=sparse_parts.fake_config(topk_rows=MAX_TOKENS),
         topk_indices_buffer=buffer,
         num_heads=HEADS,
     )

@@ -53,3 +53,12 @@ def test_imports_point_one_way(folder):
 def test_the_import_scan_sees_what_it_should():
     text = "import a.b, c\nfrom d.e import f\ndef g():\n    from h import i\nfrom . import j\n"
     assert set(imported(text)) == {"a", "c", "d", "h"}
+
+
+def test_modules_that_tests_import_by_name_have_one_each():
+    """Tests put their folders and benchmarks/ on the path: of two modules of one name all tests of
+    a run get the one that came first."""
+    files = [f for folder in ("tests", "benchmarks") for f in sources(folder)]
+    names = [f.stem for f in files if f.name != "conftest.py" and not f.name.startswith("test_")]
+    assert len(names) > 60 and "sparse_cases" in names
+    assert [name for name in sorted(set(names)) if names.count(name) > 1] == []
