@@ -20,7 +20,6 @@ from load import make_prompts, run_load
 from machine import nvidia_smi
 from mla_serving.demo_model import FAMILIES, demo_model_path
 from serve_cases import FEWEST, Load, Shape, dense_overrides, loads
-from serve_memory import what_does_not_fit
 from servers import Server
 from telling import TELLING
 
@@ -42,7 +41,10 @@ def server_options(args: argparse.Namespace, asked: list[Load], tokenizer: Path)
     options += ["--gpu-memory-utilization", f"{0.9 / share:.3f}"]
     if args.together:  # what is left of the GPU changes while the others start
         options += ["--kv-cache-memory-bytes", str(int(args.cache_gib * 2**30))]
-    overrides = config_overrides(args, tokenizer)
+    overrides = {} if args.as_is else dense_overrides(args.layers[0], args.heads[0])
+    if tokenizer != args.model:
+        # For a token that the tokenizer lacks, vLLM would decode the whole prompt again.
+        overrides["vocab_size"] = FAMILIES["v3"]["vocab_size"]
     options += ["--hf-overrides", json.dumps(overrides)] if overrides else []
     if args.kv_cache_dtype != "auto":
         options += ["--kv-cache-dtype", args.kv_cache_dtype]
@@ -51,15 +53,6 @@ def server_options(args: argparse.Namespace, asked: list[Load], tokenizer: Path)
     elif not args.compile:
         options += ["--compilation-config", '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}']
     return [*options, *args.server_options]
-
-
-def config_overrides(args: argparse.Namespace, tokenizer: Path) -> Row:
-    """What the servers' model has otherwise than its config.json."""
-    overrides = {} if args.as_is else dense_overrides(args.layers[0], args.heads[0])
-    if tokenizer != args.model:
-        # For a token that the tokenizer lacks, vLLM would decode the whole prompt again.
-        overrides["vocab_size"] = FAMILIES["v3"]["vocab_size"]
-    return overrides
 
 
 def gpu_memory_gib(pids: set[int]) -> float | None:
@@ -78,8 +71,6 @@ def run(args: argparse.Namespace, save: Callable[[Row], None]) -> None:
     tokenizer = args.model
     if not (args.model / "tokenizer.json").exists():
         tokenizer = demo_model_path("v3")
-    if reason := what_does_not_fit(args, config_overrides(args, tokenizer)):
-        raise SystemExit(reason)
     options = server_options(args, asked, tokenizer)
     groups = [args.backends] if args.together else [[backend] for backend in args.backends]
     with tempfile.TemporaryDirectory() as folder:

@@ -626,55 +626,6 @@ def test_servers_that_run_together_share_the_gpu():
         assert int(options["--max-model-len"]) >= 2500 and options["--max-num-seqs"] == "32"
 
 
-@pytest.mark.parametrize(
-    ("words", "gpu", "reason"),
-    [
-        (["--together"], [["81559"]], "4 servers together, each with 4.9 GiB of weights, 19 "),
-        (["--together", "--cache-gib", "13.5"], [["81559"]], "take 81, and the GPU has 80: give"),
-        (["--together", "--cache-gib", "13.5", "--layers", "8"], [["81559"]], ""),
-        (["--together", "--cache-gib", "13.5"], [["81559"], ["143771"]], ""),
-        (["--together", "--server-options", "-tp 2"], [["81559"]], ""),
-        (["--together"], [["[N/A]"]], ""),
-        (["--together"], [], ""),
-        ([], [["81559"]], ""),
-    ],
-)
-def test_servers_that_cannot_fit_a_gpu_are_not_started(words, gpu, reason, monkeypatch, tmp_path):
-    import serve_load
-    import serve_memory
-    from serve import parse_arguments
-
-    args = parse_arguments([*words, "--heads", "16"])
-    monkeypatch.setattr(serve_memory, "nvidia_smi", lambda field: gpu)
-    overrides = serve_load.config_overrides(args, tmp_path)
-    said = serve_memory.what_does_not_fit(args, overrides)
-    assert (reason in said) if reason else said == ""
-    if reason:
-        monkeypatch.setattr(serve_load, "nvidia_smi", lambda *_: [["H100"]])
-        with pytest.raises(SystemExit, match="smaller --cache-gib"):
-            serve_load.run(args, None)
-
-
-@pytest.mark.parametrize("file", ["config.json", "hf_quant_config.json"])
-def test_servers_of_weights_in_fewer_bits_are_started(file, monkeypatch, tmp_path):
-    """In bf16 two of them would not fit an H100."""
-    import serve_memory
-    from serve import parse_arguments
-
-    config = json.loads((ROOT / "configs/models/deepseek-v2-lite/config.json").read_text())
-    quantisation = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    if file == "config.json":
-        config["quantization_config"] = quantisation
-    else:
-        quantisation = {"quantization": {"quant_algo": "FP8"}}
-        (tmp_path / file).write_text(json.dumps(quantisation))
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    words = ["--together", "--as-is", "--model", str(tmp_path), "--cache-gib", "13.5"]
-    args = parse_arguments([*words, "--backends", "CUSTOM", "FLASHMLA"])
-    monkeypatch.setattr(serve_memory, "nvidia_smi", lambda field: [["81559"]])
-    assert serve_memory.what_does_not_fit(args, {}) == ""
-
-
 def test_memory_of_a_gpu_is_that_of_the_servers_own_processes(monkeypatch):
     import serve_load
 

@@ -151,7 +151,6 @@ def test_a_server_is_ready_when_it_says_so(monkeypatch):
     fails is said while others still start."""
     import serve_gate
     import serve_load
-    import serve_memory
     from serve import parse_arguments
 
     waited_for = {name: threading.Event() for name in ("CUSTOM", "FLASHMLA", "TRITON_MLA")}
@@ -187,7 +186,6 @@ def test_a_server_is_ready_when_it_says_so(monkeypatch):
     monkeypatch.setattr(serve_load, "Server", Server)
     monkeypatch.setattr(serve_load, "nvidia_smi", lambda *_, of="gpu": [["G"]])
     monkeypatch.setattr(serve_load, "run_load", lambda *_, **how: {"failed": 1})
-    monkeypatch.setattr(serve_memory, "nvidia_smi", lambda *_: [["143771"]])
     monkeypatch.setattr(serve_gate, "ask", lambda *_: SOUND)
     words = ["--together", "--reduced", "--repetitions", "1", "--backends", *waited_for]
     serve_load.run(parse_arguments(words), save)
