@@ -41,6 +41,9 @@ EAGER = {"enforce_eager": True, "compilation_config": {}}
 # As without --block-size: vLLM asks the backend.
 ANY_BLOCK_SIZE = {"block_size": None}
 COMPILED = {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]}}
+# Graphs of what lies between attention layers, for decode steps too; vLLM's own choice, COMPILED,
+# has these for mixed steps only.
+PIECEWISE = {"compilation_config": COMPILED["compilation_config"] | {"cudagraph_mode": "PIECEWISE"}}
 # What an engine must be for choices.py: in one process, with the model runner that it knows.
 RECORDED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
 MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": DRAFTS}}
@@ -59,6 +62,8 @@ RANKS = {
     "dcp 2": {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
 }
 RANKS_STOCK = "FLASH_ATTN_MLA"
+# Heads of one of four and of sixteen tensor-parallel ranks of DeepSeek-V3.
+FEWER_HEADS, FEWER_STOCK = (32, 8), "FLASH_ATTN_MLA"
 SPARSE_STOCK = "FLASHMLA_SPARSE"
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
 
@@ -181,6 +186,9 @@ def all_engines():
     for heads in (16, 128):
         for backend in ("CUSTOM", *STOCK):
             add(f"{backend} {heads}", heads, attention_backend=backend)
+    for heads in FEWER_HEADS:
+        for backend in ("CUSTOM", FEWER_STOCK):
+            add(f"{backend} {heads}", heads, attention_backend=backend)
     wide = wide_scenarios()
     for backend in ("CUSTOM", "FLASHMLA", "TRITON_MLA"):
         add(f"{backend} fp8", scenarios=wide, attention_backend=backend, kv_cache_dtype="fp8")
@@ -218,8 +226,10 @@ def all_engines():
                 short, **options)  # fmt: skip
     add("eager", **EAGER, **ANY_BLOCK_SIZE)
     add("compiled", **COMPILED)
+    add("piecewise", **PIECEWISE)
     add("portable kernel", env={"MLA_BACKEND_IMPL": "triton"})
     add("mtp", compilation_config=MTP_GRAPHS, **MTP)
+    add("FLASHMLA mtp", attention_backend="FLASHMLA", compilation_config=MTP_GRAPHS, **MTP)
     add_draft_models(add)
     checked = {"MLA_BACKEND_CHECK": "1"}
     add("mtp 128", 128, checked, compilation_config=MTP_GRAPHS, **MTP)
@@ -239,7 +249,8 @@ def all_engines():
             enable_prefix_caching=False,
         )
     asleep = {"before": parity["plain"], "after": parity["plain"]}
-    add("sleep", scenarios=asleep, enable_sleep_mode=True, enable_prefix_caching=False)
+    for name, env in (("sleep", {}), ("sleep without weights", {"SLEEP_LEVEL": "2"})):
+        add(name, env=env, scenarios=asleep, enable_sleep_mode=True, enable_prefix_caching=False)
     add("sleep, portable kernel", env={"MLA_BACKEND_IMPL": "triton"}, scenarios=asleep,
         enable_sleep_mode=True, enable_prefix_caching=False)  # fmt: skip
     asleep = {"before": short["plain"], "after": short["plain"]}

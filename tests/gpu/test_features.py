@@ -181,6 +181,7 @@ def test_batch_invariant_bits(engines):
     "name, heads",
     [
         ("sleep", 16),
+        ("sleep without weights", 16),
         ("sleep, portable kernel", 16),
         ("other runner sleep", 16),
         ("CUSTOM v3.2 sleep", "v3.2 all"),

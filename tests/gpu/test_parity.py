@@ -7,7 +7,7 @@ moves a logprob, twice, since both candidates move.
 """
 
 import pytest
-from engines import STOCK
+from engines import FEWER_HEADS, FEWER_STOCK, STOCK
 from oracle import NOISE, distance, divergences, pooled
 
 
@@ -20,12 +20,14 @@ def stock_names(kind):
         return ["FLASHMLA fp8", "TRITON_MLA fp8"]
     if kind == "fp8 128":
         return ["FLASHMLA fp8 128"]
+    if kind in map(str, FEWER_HEADS):
+        return [f"{FEWER_STOCK} {kind}"]
     return [f"{backend} {kind}" for backend in STOCK]
 
 
-@pytest.mark.parametrize("kind", ["16", "128", "fp8"])
+@pytest.mark.parametrize("kind", ["16", "128", *map(str, FEWER_HEADS), "fp8"])
 def test_tokens_and_logprobs_are_as_good_as_stock(kind, engines, checkpoint, parity_table):
-    path = checkpoint(128 if kind == "128" else 16)
+    path = checkpoint(int(kind) if kind.isdigit() else 16)
     ours = outputs_of(engines(f"CUSTOM {kind}"))
     stock = {name: outputs_of(engines(name)) for name in stock_names(kind)}
     mine = distance(path, ours)
@@ -80,7 +82,7 @@ def test_modes_of_fp8_queries_are_as_good_as_graphs(mode, engines, checkpoint, p
     assert d.p99 <= NOISE * bar.p99
 
 
-MODES = ["eager", "compiled", "portable kernel", "mtp", "mtp 128"]
+MODES = ["eager", "compiled", "piecewise", "portable kernel", "mtp", "mtp 128", "FLASHMLA mtp"]
 MODES += ["CUSTOM fp8_ds_mla", "CUSTOM fp8_ds_mla 128"]
 MODES += ["other runner", "other runner compiled", "other runner mtp"]
 
