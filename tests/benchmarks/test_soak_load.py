@@ -6,19 +6,12 @@ import json
 import math
 import random
 from collections import Counter
-from pathlib import Path
 
 import httpx
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 CONTEXT = 1500
 VOCABULARY = 200
-
-
-@pytest.fixture(autouse=True)
-def benchmarks_importable(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
 
 
 def scope():

@@ -5,18 +5,12 @@ import http.server
 import json
 import threading
 import time
-from pathlib import Path
 
 import pytest
 from mla_serving.demo_model import demo_model_path
 
 SLOW_SECONDS, SLO_MS = 2, 1500  # a collection of garbage takes half a second with vLLM loaded
 TOKENS = 3
-
-
-@pytest.fixture(autouse=True)
-def benchmarks_importable(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
 
 
 @pytest.fixture

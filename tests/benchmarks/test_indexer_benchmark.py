@@ -3,21 +3,18 @@
 
 import json
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from mla_kernels.indexer.reference import indexer_scores_reference
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 KEYS, K = 192, 100
 
 
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch):
     """Small cases and a clock that does not run."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
     import indexer_cases
     import sparse_indexer
 

@@ -19,11 +19,6 @@ ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 
 
-@pytest.fixture(autouse=True)
-def benchmarks_importable(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-
-
 def test_cases_come_in_the_order_of_the_list():
     from serve_cases import STEPS, step_cases
 

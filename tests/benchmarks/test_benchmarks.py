@@ -2,17 +2,10 @@
 """What of the GPU benchmarks runs without a GPU: options, reports, the arithmetic of energy."""
 
 import json
-from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PUBLISHED_CASES = 17
-
-
-@pytest.fixture(autouse=True)
-def benchmarks_on_path(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
 
 
 def report(mode: str, **extra) -> dict:

@@ -4,18 +4,10 @@
 import json
 import math
 import os
-from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
 import torch
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture(autouse=True)
-def benchmarks_importable(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
 
 
 def apart(one, other):

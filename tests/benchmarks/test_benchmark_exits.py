@@ -3,20 +3,11 @@
 
 import importlib
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
 import torch
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture(autouse=True)
-def benchmarks_importable(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-
 
 TIMED = {"heads": 16, "layers": 2, "batch": 1, "context": 64, "backend": "CUSTOM", "step_ms": 1.0}
 GREEN = {"backend": "CUSTOM", "nats_from_first": 0.0}

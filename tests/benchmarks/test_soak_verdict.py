@@ -17,11 +17,6 @@ import pytest
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-@pytest.fixture(autouse=True)
-def benchmarks_importable(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-
-
 def sound_ledger():
     from soak_ledger import OUTCOMES, Ledger
 

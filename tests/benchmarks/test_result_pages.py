@@ -26,11 +26,6 @@ MAKERS = {
 FILES = [path for path in sorted(RESULTS.rglob("*.json")) if path.name not in OTHERS]
 
 
-@pytest.fixture(autouse=True)
-def benchmarks_importable(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-
-
 def page_of(path):
     result = json.loads(path.read_text())
     device = path.relative_to(RESULTS).parts[0]

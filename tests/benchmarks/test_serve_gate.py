@@ -14,14 +14,6 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture(autouse=True)
-def benchmarks_importable(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-
-
 SOUND = [[{"a": -0.1, "b": -2.5}, {"c": -1.0, "d": -1.05}, {"e": -0.3}], [{"f": -0.2}]]
 
 

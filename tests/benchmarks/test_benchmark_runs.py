@@ -20,11 +20,6 @@ import torch
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-@pytest.fixture(autouse=True)
-def benchmarks_importable(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-
-
 @pytest.mark.parametrize(
     "name",
     [
