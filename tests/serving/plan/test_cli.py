@@ -13,7 +13,7 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError, RemoteEntryNotFoundError
 from mla_serving import cli
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 MODELS = ROOT / "configs" / "models"
 
 

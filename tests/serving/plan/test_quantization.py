@@ -11,7 +11,7 @@ from mla_serving.plan import cost, report
 from mla_serving.plan.layout import GIB, Layout
 from mla_serving.plan.model import from_config, load
 
-CONFIG = Path(__file__).parents[2] / "configs/models/deepseek-v3-5-layers/config.json"
+CONFIG = Path(__file__).parents[3] / "configs/models/deepseek-v3-5-layers/config.json"
 V3 = {**json.loads(CONFIG.read_text()), "num_hidden_layers": 61}
 LAYERS = range(61)
 NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}

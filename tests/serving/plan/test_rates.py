@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPUs by name: their memory, and the rates that are read from committed results."""
+
+import json
+import re
+
+import pytest
+from mla_serving.plan import rates
+
+from tests.serving.plan.plan_models import ROOT
+
+
+@pytest.mark.parametrize("gpu", ["h200", "h100"])
+def test_rates_are_those_of_the_committed_results(gpu):
+    """As the plan names those files as its source, to the digit."""
+    folder = ROOT / "benchmarks" / "results" / gpu
+    shipped = json.loads((ROOT / "serving/mla_serving/plan/rates.json").read_text())
+    assert shipped[gpu] == rates.read(folder)[gpu], (
+        "run python -m mla_serving.plan.rates benchmarks/results/{h200,h100} > rates.json and put "
+        "that beside rates.py"
+    )
+    found = rates.load(gpu)
+    assert (ROOT / found.source(sparse=False)).exists()
+    names = re.fullmatch(r"(.*/)\{(.*)\}(\.json)", found.source(sparse=True)).groups()
+    assert all((ROOT / f"{names[0]}{name}{names[2]}").exists() for name in names[1].split(","))
+    assert set(names[1].split(",")) == set(found.cases)
+
+
+def test_the_rate_of_a_case_is_that_of_our_faster_kernel():
+    fp8, plain = "b4_h16_q1_k4096_fp8", "b4_h16_q1_k4096"
+    timed = [(fp8, "hopper", 9), (fp8, "triton", 7), (fp8, "flashmla", 1), (plain, "triton", 8)]
+    rows = [
+        {"case": case, "impl": f"mla_kernels/{impl}/pow2", "us": us} for case, impl, us in timed
+    ]
+    rows.append({"case": plain, "impl": "mla_kernels/hopper/pow2"})  # refused: without a time
+    machine = {"gpu": "NVIDIA H200", "read_gbps": 4000, "bf16_gemm_tflops": 500}
+    for order in (rows, rows[::-1]):
+        found = rates.table({rates.DENSE: {"machine": machine, "rows": order}})["h200"]["cases"]
+        assert {case["cache"]: case["us"] for case in found[rates.DENSE]} == {"fp8": 7, "16 bit": 8}
+
+
+def test_memory_is_what_nvidia_smi_says():
+    assert rates.MEMORY_MIB == {
+        "a100-40": 40_960, "a100": 81_920, "h20": 97_871, "h100": 81_559, "h200": 143_771,
+        "b200": 183_359, "l40s": 46_068, "rtx4090": 24_564,
+    }  # fmt: skip
+
+
+def test_gpus_are_known_by_the_names_of_their_drivers():
+    names = ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA H20", "NVIDIA GeForce RTX 4090")
+    assert [rates.known_name(name) for name in names] == ["h100", "h200", "h20", "rtx4090"]
+    with pytest.raises(ValueError, match=r"Expected a GPU of .*h200.*, got 'Tesla T4'"):
+        rates.known_name("Tesla T4")
+
+
+def test_gpus_of_sm_10x_are_known():
+    assert set(rates.SM_80) <= set(rates.MEMORY_MIB)
+    assert rates.SM_10X == ("b200",) and set(rates.SM_10X) <= set(rates.MEMORY_MIB)
