@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Servers under load: whose turn it is, at what rate, and what of it counts."""
+
+import itertools
+import math
+from pathlib import Path
+from unittest.mock import MagicMock
+
+import pytest
+
+from tests.benchmarks.measured_rows import serve_page, serve_row
+
+
+@pytest.mark.parametrize("failed", [0, 3])
+def test_a_load_with_failed_requests_is_not_measured(failed, monkeypatch):
+    import serve_load
+    from serve_cases import Load, Shape
+
+    measured = serve_row("CUSTOM", 100.0, request_s=9.0)
+    measured |= {"failed": failed}
+    monkeypatch.setattr(serve_load, "run_load", lambda *_, **load: measured)
+    args = MagicMock(rounds=5, repetitions=1)
+    rows = []
+    runner = serve_load.Runner(args, [Load(Shape(8, 8), 4)], Path(), math.inf, rows.append)
+    runner.run([MagicMock(backend="CUSTOM")])
+    (row,) = rows
+    assert ("output_tok_s" in row) == (not failed) == bool(runner.fullest)
+    if failed:
+        page = serve_page(row, serve_row("FLASHMLA", 50.0))
+        assert "loop closed concurrency 4): 3 of 20 requests failed" in page
+        assert "geometric mean" not in page
+
+
+def test_each_server_begins_as_often_and_an_open_loop_keeps_its_rate(monkeypatch):
+    import serve_load
+    from serve_cases import Load, Shape
+
+    loads = [Load(Shape(8, 8), 4), Load(Shape(8, 8), share=0.5)]
+    speeds = iter(range(1, 100))  # each loop is faster than the one before
+    monkeypatch.setattr(
+        serve_load, "run_load", lambda *_, **how: {"failed": 0, "request_s": float(next(speeds))}
+    )
+    rows = []
+    args = MagicMock(rounds=1, repetitions=2)
+    runner = serve_load.Runner(args, loads, Path(), math.inf, rows.append)
+    runner.run([MagicMock(backend="CUSTOM"), MagicMock(backend="FLASHMLA")])
+    said = [(row["backend"], row.get("concurrency"), row.get("rate")) for row in rows]
+    assert said[:4] == [
+        ("CUSTOM", 4, None), ("FLASHMLA", 4, None),
+        ("FLASHMLA", None, 0.5), ("CUSTOM", None, 0.5),
+    ]  # fmt: skip
+    assert said[4:] == [
+        ("FLASHMLA", 4, None), ("CUSTOM", 4, None),
+        ("CUSTOM", None, 0.5), ("FLASHMLA", None, 0.5),
+    ]  # fmt: skip
+
+
+def test_open_loops_have_the_rate_of_the_fullest_closed_one(monkeypatch):
+    """Not that of the last one, of another shape or of another server."""
+    import serve_load
+    from serve_cases import Load, Shape
+
+    small, large = Shape(8, 8), Shape(16, 8)
+    loads = [Load(small, 4), Load(small, 8), Load(small, share=0.5), Load(large, share=0.5)]
+    speeds = {("CUSTOM", 4): 6.0, ("CUSTOM", 8): 4.0}
+
+    def load(url, model, **how):
+        asked.append(how["rate"])
+        return {"failed": 0, "request_s": speeds.get((url, how["concurrency"]), 100.0)}
+
+    rows, asked = [], []
+    monkeypatch.setattr(serve_load, "run_load", load)
+    args = MagicMock(rounds=1, repetitions=1)
+    runner = serve_load.Runner(args, loads, Path(), math.inf, rows.append)
+    for name in ("CUSTOM", "FLASHMLA"):  # one behind the other, as without --together
+        runner.run([MagicMock(backend=name, url=name)])
+    assert asked == [None, None, 3.0] * 2
+    unknown = "no closed loop of that shape was run on the first server"
+    assert [row.get("not_run") for row in rows] == [None, None, None, unknown] * 2
+
+
+def test_only_the_first_server_sets_rates(monkeypatch):
+    import serve_load
+    from serve_cases import Load, Shape
+
+    loads = [Load(Shape(8, 8), 4), Load(Shape(8, 8), share=0.5)]
+    monkeypatch.setattr(
+        serve_load, "run_load", lambda url, *_, **how: {"failed": url == "CUSTOM", "request_s": 9.0}
+    )
+    rows = []
+    args = MagicMock(rounds=1, repetitions=1)
+    runner = serve_load.Runner(args, loads, Path(), math.inf, rows.append)
+    for name in ("CUSTOM", "FLASHMLA"):
+        runner.run([MagicMock(backend=name, url=name)])
+    assert ["not_run" in row for row in rows] == [False, True] * 2
+
+
+def test_servers_that_run_together_share_the_gpu():
+    import serve_load
+    from serve import parse_arguments
+    from serve_cases import Load, Shape
+
+    loads = [Load(Shape(2000, 500), 4), Load(Shape(100, 100), 32), Load(Shape(8, 8), share=0.5)]
+    backends = ["--backends", "CUSTOM", "FLASHMLA", "TRITON_MLA"]
+    for together, share in (([], "0.900"), (["--together"], "0.300")):
+        args = parse_arguments([*backends, *together, "--cache-gib", "2"])
+        words = serve_load.server_options(args, loads, args.model)
+        options = dict(itertools.pairwise(words))
+        assert options["--gpu-memory-utilization"] == share
+        assert options.get("--kv-cache-memory-bytes") == (str(2 << 30) if together else None)
+        assert int(options["--max-model-len"]) >= 2500 and options["--max-num-seqs"] == "32"
+
+
+def test_memory_of_a_gpu_is_that_of_the_servers_own_processes(monkeypatch):
+    import serve_load
+
+    said = [["7", "1024"], ["8", "512"], ["9", "4096"], ["8", "[N/A]"], ["No running processes"]]
+    monkeypatch.setattr(serve_load, "nvidia_smi", lambda *_, of: said)
+    assert serve_load.gpu_memory_gib({7, 8}) == 1.5
+    assert serve_load.gpu_memory_gib({5}) is None
