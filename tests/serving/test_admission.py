@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests over a real socket: how many are taken, and that none is counted when it has ended."""
+
+import asyncio
+
+import httpx
+import pytest
+
+from tests.serving.running_app import DONE, Running
+
+
+def test_admission_limit(stand, openai_error):
+    async def run():
+        async with Running(stand, limit=2) as r:
+            streams = [await r.stream(), await r.stream()]
+            refused = await r.client.post("/v1/echo", content=b"x")
+            assert openai_error(refused)["code"] == 429
+            assert refused.headers["retry-after"] == "1"
+            for path in ("/health", "/metrics", "/v1/nothing"):  # what is only read is not limited
+                assert (await r.client.get(path)).status_code != 429
+            assert (await r.client.get("/mla/info")).json()["server"]["http_requests"] == 2
+            r.release()
+            assert [await s for s in streams] == [DONE, DONE]
+            assert (await r.client.post("/v1/echo", content=b"x")).status_code == 200
+            assert r.stand.gate.running == 0
+
+    asyncio.run(run())
+
+
+def test_a_client_that_leaves_is_no_longer_counted(stand):
+    async def run():
+        async with Running(stand) as r:
+            stream = await r.stream()
+            assert r.stand.gate.running == 1
+            stream.cancel()
+            for _ in range(100):
+                if r.stand.gate.running == 0:
+                    break
+                await asyncio.sleep(0.02)
+            assert r.stand.gate.running == 0
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_crash_takes_no_other_request_of_its_connection_along(stand, monkeypatch, own, capfd):
+    async def run():
+        async with Running(stand) as r:
+            if own:  # a route of ours instead of vLLM's
+                monkeypatch.setattr(r.stand.engine, "vllm_config", None)
+            path = b"GET /mla/info" if own else b"POST /v1/fail?how=crash"
+            host = r.client.base_url
+            reader, writer = await asyncio.open_connection(host.host, host.port)
+            writer.write(path + b" HTTP/1.1\r\nHost: x\r\n\r\n")
+            writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            answers = await asyncio.wait_for(reader.read(), 5)
+            assert answers.startswith(b"HTTP/1.1 500 ")
+            assert answers.endswith(b'{"from":"vllm"}')
+            writer.close()
+
+    asyncio.run(run())
+    assert capfd.readouterr().err.count("Exception in ASGI application") == 1
+
+
+def test_a_crash_amid_an_answer_shows(stand):
+    async def run():
+        async with Running(stand) as r:
+            with pytest.raises(httpx.RemoteProtocolError):
+                await r.client.post("/v1/fail?how=amid")
+
+    asyncio.run(run())
