@@ -8,7 +8,7 @@ from mla_kernels.layouts import Fp8DsMlaLayout, MlaDims
 from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
 
 from mla_backend import compat
-from mla_backend.attention import fp8_query, support
+from mla_backend.attention import fp8_query, layer_reasons, support
 from mla_backend.attention.impl import MlaImpl
 from mla_backend.attention.metadata import MlaMetadataBuilder
 from mla_backend.attention.sparse import fp8_indexer
@@ -95,8 +95,8 @@ class MlaBackend(MLACommonBackend):
 
         An empty list means it can. vLLM raises with the list at start-up.
         """
-        reasons = support.explain(super().validate_configuration(**config), config)
-        reasons += support.combination_reasons(config)
+        reasons = layer_reasons.explain(super().validate_configuration(**config), config)
+        reasons += layer_reasons.combination_reasons(config)
         reasons += fp8_query.reasons(config) + fp8_indexer.reasons(config)
         if reasons:
             note(f"CUSTOM cannot serve this: {'; '.join(reasons)}")

@@ -216,7 +216,7 @@ def reasons_of_vllm():
 
 def test_every_reason_of_vllm_has_our_words_and_a_mend():
     from mla_backend import compat
-    from mla_backend.attention import support
+    from mla_backend.attention import layer_reasons
 
     reasons = reasons_of_vllm()
     known = {(0, 26): 17, (0, 27): 17, (0, 28): 18, (0, 29): 19}
@@ -224,5 +224,5 @@ def test_every_reason_of_vllm_has_our_words_and_a_mend():
     assert len(reasons) >= known.get(version, 21)
     config = selector_config()._asdict() | {"device_capability": (7, 5)}
     for reason in reasons:
-        (words,) = support.explain([reason], config)
+        (words,) = layer_reasons.explain([reason], config)
         assert words != reason and "Mend: " in words

@@ -62,13 +62,13 @@ def test_the_gpu_takes_only_what_its_kernels_take():
 def test_a_gpu_refuses_what_only_torch_computes(monkeypatch):
     from vllm.platforms.interface import DeviceCapability
 
-    from mla_backend.attention import support
+    from mla_backend.attention import layer_reasons
 
     config = {"device_capability": DeviceCapability(9, 0), "kv_cache_dtype": "auto"}
     config |= {"dtype": torch.float32, "head_size": 576, "use_sparse": True}
-    (fp32,) = support.combination_reasons(config)
+    (fp32,) = layer_reasons.combination_reasons(config)
     assert "model dtype float32 on a GPU" in fp32 and "Mend: --dtype bfloat16" in fp32
     monkeypatch.setenv("MLA_BACKEND_IMPL", "torch")
-    assert support.combination_reasons(config) == []
+    assert layer_reasons.combination_reasons(config) == []
     monkeypatch.delenv("MLA_BACKEND_IMPL")
-    assert support.combination_reasons({**config, "device_capability": None}) == []
+    assert layer_reasons.combination_reasons({**config, "device_capability": None}) == []
