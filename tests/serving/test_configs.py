@@ -79,8 +79,8 @@ def test_every_option_is_explained(path):
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_cluster_profiles_can_be_planned(path):
     """The sizes of each profile are ones that DeepSeek-V3 can be spread over."""
+    from mla_serving.plan.config import from_config
     from mla_serving.plan.layout import Layout
-    from mla_serving.plan.model import from_config
 
     settings = yaml.safe_load(path.read_text())
     config = json.loads((V3 / "config.json").read_text())

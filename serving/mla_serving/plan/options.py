@@ -46,7 +46,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def read(args: argparse.Namespace) -> "Question":
     """OSError for a model without config, ValueError for values that do not go together."""
-    from mla_serving.plan import model, rates
+    from mla_serving.plan import config, rates
     from mla_serving.plan.cost import Question
     from mla_serving.plan.layout import GIB, Layout
 
@@ -80,7 +80,7 @@ def read(args: argparse.Namespace) -> "Question":
             f"{args.gpus}"
         )
     return Question(
-        model=model.load(args.model, args.weight_bits),
+        model=config.load(args.model, args.weight_bits),
         layout=Layout(tp, args.dp, args.pp, args.dcp, args.expert_parallel),
         gpu=gpu,
         memory=memory_gib * GIB,

@@ -2,7 +2,7 @@
 """Models that are planned, as released."""
 
 import pytest
-from mla_serving.plan.model import from_config, load
+from mla_serving.plan.config import from_config, load
 
 from tests.serving.plan.plan_models import FP8, MODELS, V3, V32, config
 

@@ -3,9 +3,9 @@
 
 import pytest
 from mla_serving.plan import cost, report
+from mla_serving.plan.config import from_config
 from mla_serving.plan.kv_cache import indexer_row_bytes, row_bytes
 from mla_serving.plan.layout import GIB, Layout
-from mla_serving.plan.model import from_config
 
 from tests.serving.plan.plan_models import FP8, REAL, ROOFS, config, question, weights
 

@@ -3,8 +3,8 @@
 
 import pytest
 from mla_serving.plan import cost, rates, report
+from mla_serving.plan.config import from_config
 from mla_serving.plan.layout import GIB, Layout
-from mla_serving.plan.model import from_config
 
 from tests.serving.plan.plan_models import FP8, ROOFS, V32, config, question
 

@@ -2,8 +2,8 @@
 """Weights of a GPU by how vLLM spreads a model, and layouts that are refused."""
 
 import pytest
+from mla_serving.plan.config import from_config, load
 from mla_serving.plan.layout import Layout
-from mla_serving.plan.model import from_config, load
 
 from tests.serving.plan.plan_models import (
     DENSE,

@@ -3,8 +3,8 @@
 
 import pytest
 from mla_serving.plan import cost
+from mla_serving.plan.config import from_config, load
 from mla_serving.plan.layout import Layout
-from mla_serving.plan.model import from_config, load
 
 from tests.serving.plan.plan_models import (
     DENSE,

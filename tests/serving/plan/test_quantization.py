@@ -8,8 +8,8 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 from mla_serving.plan import cost, report
+from mla_serving.plan.config import from_config, load
 from mla_serving.plan.layout import GIB, Layout
-from mla_serving.plan.model import from_config, load
 
 CONFIG = Path(__file__).parents[3] / "configs/models/deepseek-v3-5-layers/config.json"
 V3 = {**json.loads(CONFIG.read_text()), "num_hidden_layers": 61}

@@ -4,8 +4,8 @@
 import json
 
 from mla_serving.plan import cost, report
+from mla_serving.plan.config import from_config
 from mla_serving.plan.layout import Layout
-from mla_serving.plan.model import from_config
 
 from tests.serving.plan.plan_models import V3, config, question
 

@@ -5,8 +5,8 @@ import re
 
 import pytest
 from mla_serving.plan import cost
+from mla_serving.plan.config import from_config
 from mla_serving.plan.layout import Layout
-from mla_serving.plan.model import from_config
 
 from mla_backend.attention import support
 from tests.serving.plan.plan_models import V3, V32, config, question

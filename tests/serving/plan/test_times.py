@@ -5,8 +5,8 @@ import json
 
 import pytest
 from mla_serving.plan import cost, rates, report
+from mla_serving.plan.config import from_config
 from mla_serving.plan.layout import GIB, Layout
-from mla_serving.plan.model import from_config
 
 from mla_backend.attention import support
 from tests.serving.plan.plan_models import FP8, ROOFS, ROOT, V3, V32, config, question
