@@ -4,13 +4,13 @@
 import argparse
 from typing import TYPE_CHECKING
 
+from mla_backend.attention.support import KV_CACHE_DTYPES
+
 if TYPE_CHECKING:
     from mla_serving.plan.cost import Question
 
 _MOST = 1_000_000_000  # tokens, requests, GPUs: far beyond any cluster, and still a number to print
 _MOST_GIB = 1_000_000
-# Spelled out here so that `mla-backend --help` imports neither torch nor the tables.
-_KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_ds_mla")
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +28,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pp", type=_size, default=1, help="pipeline parallel size")
     parser.add_argument("--dcp", type=_size, default=1, help="decode context parallel size")
     parser.add_argument("--expert-parallel", action="store_true", help="whole experts on each GPU")
-    parser.add_argument("--kv-cache-dtype", choices=_KV_CACHE_DTYPES, default="auto")
+    parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto")
     parser.add_argument("--context", type=_size, default=8192, help="tokens a request (8192)")
     parser.add_argument("--batch", type=_size, default=64, help="requests at once (64)")
     parser.add_argument(
