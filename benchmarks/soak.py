@@ -32,17 +32,9 @@ from mla_serving.demo_model import FAMILIES, demo_model_path, make_demo_model
 from outputs import claim, command
 from prometheus_client.parser import text_string_to_metric_families
 from servers import Server
+from soak_cases import FIRST_TOKEN, LONG_PROBE, NAME, PROBE_TOKENS, Scope
 from soak_ledger import End, Ledger, verdict
-from soak_load import (
-    FIRST_TOKEN,
-    LONG_PROBE,
-    NAME,
-    PATH,
-    PROBE_TOKENS,
-    REQUEST_SECONDS,
-    Client,
-    Scope,
-)
+from soak_load import PATH, REQUEST_SECONDS, Client
 from soak_report import MINUTES, Report
 
 BLOCK = 64

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from soak import make_model, parse_arguments
-from soak_load import FIRST_TOKEN, PROBE_TOKENS
+from soak_cases import FIRST_TOKEN, PROBE_TOKENS
 
 HEADS = 128
 MODEL = {"num_attention_heads": HEADS, "num_key_value_heads": HEADS, "hidden_size": 1024}

@@ -15,13 +15,13 @@ VOCABULARY = 200
 
 
 def scope():
-    from soak_load import Scope
+    from soak_cases import Scope
 
     return Scope(CONTEXT, 64, VOCABULARY)
 
 
 def test_requests_are_of_every_kind_and_length():
-    from soak_load import KINDS, draw, probe_prompts
+    from soak_cases import KINDS, draw, probe_prompts
 
     rng = random.Random(0)
     probes = probe_prompts(scope())
@@ -159,8 +159,9 @@ class Server:
 
 def soak_against(fault, rounds=150):
     """The ledger after a few requests of each kind; the references are of a sound server."""
+    from soak_cases import draw
     from soak_ledger import Ledger
-    from soak_load import Client, draw
+    from soak_load import Client
 
     async def run():
         ledger, rng, server = Ledger(), random.Random(1), Server()
