@@ -60,11 +60,10 @@ def even(batch: int, heads: int, s_q: int, tokens: int, cache: str = "bf16") -> 
     )
 
 
-def ragged(heads: int, cache: str = "bf16") -> Shape:
+def ragged(heads: int) -> Shape:
     """32 requests, 200 to 128K tokens, evenly spread on a log scale."""
     lengths = tuple(round(200 * math.exp(i / 31 * math.log(131072 / 200))) for i in range(32))
-    name = f"ragged32_h{heads}_200-128k"
-    return Shape(name if cache == "bf16" else f"{name}_{cache}", heads, 1, lengths, cache)
+    return Shape(f"ragged32_h{heads}_200-128k", heads, 1, lengths)
 
 
 SHAPES = [

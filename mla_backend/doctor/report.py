@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 Status = Literal["ok", "warn", "fail"]
+_WIDTH = 100  # of a line of text
 
 
 @dataclass(frozen=True)
@@ -26,22 +27,22 @@ def as_json(results: list[Result]) -> str:
     return json.dumps({"schema": 1, "ok": ok, "checks": checks}, indent=2)
 
 
-def as_text(results: list[Result], width: int = 100) -> str:
+def as_text(results: list[Result]) -> str:
     column = max(len(result.name) for result in results)
     lines = []
     for result in results:
         head = f"{result.status:<4}  {result.name:<{column}}  "
-        lines += _wrap(result.found, head, width)
+        lines += _wrap(result.found, head)
         if result.mend:
-            lines += _wrap(f"mend: {result.mend}", " " * len(head), width)
+            lines += _wrap(f"mend: {result.mend}", " " * len(head))
     count = {s: sum(r.status == s for r in results) for s in ("ok", "warn", "fail")}
     lines.append("")
     lines.append(", ".join(f"{number} {status}" for status, number in count.items()))
     return "\n".join(lines)
 
 
-def _wrap(text: str, head: str, width: int) -> list[str]:
+def _wrap(text: str, head: str) -> list[str]:
     indent = " " * len(head)
     return textwrap.wrap(
-        text, width, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False
+        text, _WIDTH, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False
     )
