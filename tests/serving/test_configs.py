@@ -2,6 +2,7 @@
 """configs/serve: vLLM's own `serve --config` reads every file and means the same by it."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -64,6 +65,17 @@ def test_every_file_selects_the_backend_and_is_in_the_readme():
         assert settings["attention-backend"] == "CUSTOM"
         assert settings["block-size"] == 64
         assert f"\n## {path.name}\n" in readme
+
+
+def test_the_readme_has_our_options_and_their_defaults():
+    from mla_serving.server.args import make_parser
+
+    ours = next(g for g in make_parser()._action_groups if g.title == "mla-backend")
+    given = {a.option_strings[0]: a.default for a in ours._group_actions}
+    rows = re.findall(r"^\| `(--mla-\S+)` \| (.*?) ?\|", (CONFIGS / "README.md").read_text(), re.M)
+    said = {option: default.strip("`") for option, default in rows}
+    shown = {k: f"{v:g}" if isinstance(v, float) else str(v) for k, v in given.items()}
+    assert said == {k: "" if given[k] is False else v for k, v in shown.items()}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

@@ -34,7 +34,12 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weight-bits", type=float, help="of a quantised weight, scales included (4.5, say)"
     )
-    parser.add_argument("--gpu-memory-utilization", type=float, default=0.9, help="vLLM's (0.9)")
+    parser.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        default=0.9,
+        help="that of the server (0.9, as in configs/serve; vLLM's own default may differ)",
+    )
     parser.add_argument(
         "--reserve-gib",
         type=float,

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command `mla-backend plan`: what it prints, and what it refuses."""
 
+import argparse
 import json
 import os
 import subprocess
@@ -10,11 +11,14 @@ from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
+import yaml
 from huggingface_hub.errors import LocalEntryNotFoundError, RemoteEntryNotFoundError
 from mla_serving import cli
+from mla_serving.plan import options
 
 ROOT = Path(__file__).parents[3]
 MODELS = ROOT / "configs" / "models"
+SERVE = ROOT / "configs" / "serve"
 
 
 def run(capsys, *argv):
@@ -189,6 +193,16 @@ def test_the_cache_asked_for(capsys, dtype, row):
     argv = (*V3, "--gpus", "1", "--kv-cache-dtype", dtype, "--json")
     cache = json.loads(run(capsys, *argv)[1])["kv_cache"]
     assert (cache["dtype"], cache["row_bytes"]) == (dtype, row)
+
+
+def test_a_gpu_is_filled_as_the_profiles_do():
+    """vLLM's own default is another, and may change."""
+    parser = argparse.ArgumentParser()
+    options.add(parser)
+    key = "gpu-memory-utilization"
+    profiles = [yaml.safe_load(path.read_text()) for path in SERVE.glob("*.yaml")]
+    assert {p[key] for p in profiles if key in p} == {parser.get_default(key.replace("-", "_"))}
+    assert "as in configs/serve" in " ".join(parser.format_help().split())
 
 
 @pytest.mark.parametrize("option", ["--batch", "--context", "--gpus", "--pp"])
