@@ -7,12 +7,12 @@ import types
 import numpy as np
 import pytest
 import torch
-from conftest import tokens
 from follow import following
 from mla_serving.demo_model import make_demo_model
 from sparse_parts import NOPE, RANK, ROPE, H, make_impl
 
 from mla_backend import compat
+from tests.backend.conftest import tokens
 
 pytestmark = pytest.mark.skipif(
     not compat.expands_prompts_of_sparse_layers(), reason="from vLLM 0.29 on"

@@ -62,3 +62,10 @@ def test_modules_that_tests_import_by_name_have_one_each():
     names = [f.stem for f in files if f.name != "conftest.py" and not f.name.startswith("test_")]
     assert len(names) > 60 and "sparse_cases" in names
     assert [name for name in sorted(set(names)) if names.count(name) > 1] == []
+
+
+def test_no_test_imports_conftest_by_its_bare_name():
+    """Every folder has one: which is imported depends on the tests that were asked for."""
+    files = sources("tests")
+    wrong = [str(f.relative_to(ROOT)) for f in files if "conftest" in imported(f.read_text())]
+    assert wrong == []
