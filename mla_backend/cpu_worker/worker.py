@@ -11,6 +11,7 @@ from vllm.model_executor.layers.fused_moe.router import (
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker.cpu_worker import CPUModelRunner, CPUWorker
 
+from mla_backend.cpu_worker.adapters import leave_others_alone
 from mla_backend.cpu_worker.blocks import zero_blocks
 from mla_backend.cpu_worker.drafting import unshare_lengths
 from mla_backend.cpu_worker.experts import choose_experts, pass_on
@@ -28,6 +29,7 @@ class MlaCpuWorker(CPUWorker):
         rejection_sampler.apply_top_k_top_p = limit_drafts
         fused_topk_bias_router.vllm_topk_softmax = choose_experts
         zero_expert_router.zero_experts_compute_triton = pass_on
+        leave_others_alone()
         runner = self.model_runner
         if isinstance(runner, CPUModelRunner):  # not the second runner, which is another class
             keep_generators(runner)
