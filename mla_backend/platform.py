@@ -102,6 +102,16 @@ def _refuse_hybrid(model: Any) -> None:
         raise cannot_serve(support.hybrid_on_cpu_reason(model.architecture))
 
 
+def _refuse_adapters_beside_experts(vllm_config: Any) -> None:
+    """ValueError for LoRA with a model of experts, whose engine would die in its first step,
+    whatever layers the adapters change."""
+    from vllm.triton_utils import HAS_TRITON
+
+    model = vllm_config.model_config
+    if vllm_config.lora_config is not None and model.get_num_experts() and not HAS_TRITON:
+        raise cannot_serve(support.lora_of_experts_on_cpu_reason(model.architecture))
+
+
 class MlaCpuPlatform(CpuPlatform):
     """vLLM's CPU platform, plus this backend."""
 
@@ -110,9 +120,9 @@ class MlaCpuPlatform(CpuPlatform):
         """vLLM's own adaptation; with our backend selected, without the parts that fight it.
 
         Raises RuntimeError for a vLLM outside the supported range, ValueError for a model
-        without MLA, one with linear attention beside it, a KV cache dtype or a block size that the
-        kernels do not take, decode context parallelism, batch-invariant mode, and a setting that
-        does not parse.
+        without MLA, one with linear attention beside it, LoRA with a model of experts, a KV cache
+        dtype or a block size that the kernels do not take, decode context parallelism,
+        batch-invariant mode, and a setting that does not parse.
         """
         model = vllm_config.model_config
         if model is None or not is_selected(vllm_config):
@@ -123,6 +133,7 @@ class MlaCpuPlatform(CpuPlatform):
         if not support.is_mla_model(model):
             raise RefusalError(support.not_mla_reason(model.architecture))
         _refuse_hybrid(model)
+        _refuse_adapters_beside_experts(vllm_config)
         kv_cache_dtype = vllm_config.cache_config.cache_dtype
         if kv_cache_dtype not in support.KV_CACHE_DTYPES:
             raise RefusalError(support.kv_cache_dtype_reason(kv_cache_dtype))

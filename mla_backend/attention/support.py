@@ -63,6 +63,15 @@ def hybrid_on_cpu_reason(architecture: str) -> str:
     )
 
 
+def lora_of_experts_on_cpu_reason(architecture: str) -> str:
+    """An engine that takes adapters computes all experts with vLLM's Triton kernels."""
+    return (
+        f"LoRA adapters beside the experts of {architecture} on a CPU, which vLLM then computes "
+        "with Triton, which is not active here. Mend: leave out --enable-lora and merge the "
+        "adapter into the weights, or a GPU"
+    )
+
+
 def refuse_sparse_dcp(vllm_config: Any) -> None:
     """ValueError where ranks share out the tokens of a request: each would choose among its own.
     vLLM before 0.28 does not ask the backend."""

@@ -120,6 +120,15 @@ def test_batch_invariant_mode_before_any_layer_is_there(start_up, demo_checkpoin
         start_up(demo_checkpoint("v3"))
 
 
+def test_adapters_beside_experts(start_up, demo_checkpoint):
+    """vLLM would start, and die in the first step, whatever layers the adapters change."""
+    said = r"cannot serve LoRA adapters beside the experts of DeepseekV3\w+ on a CPU, .*Mend: leave"
+    with pytest.raises(ValueError, match=said):
+        start_up(demo_checkpoint("v3"), enable_lora=True, lora_target_modules=["q_b_proj"])
+    dense = {"first_k_dense_replace": 99, "n_routed_experts": 0}
+    assert start_up(demo_checkpoint("v3"), enable_lora=True, hf_overrides=dense).lora_config
+
+
 def test_fp8_queries_on_a_cpu(monkeypatch):
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
