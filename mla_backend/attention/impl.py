@@ -13,6 +13,7 @@ from vllm.platforms import current_platform
 
 from mla_backend import compat
 from mla_backend.attention import support
+from mla_backend.attention.adapters import refuse_absorbed_adapters
 from mla_backend.attention.expanded import ExpandedPrompts
 from mla_backend.attention.kernel import DecodeKernel
 from mla_backend.attention.metadata import MlaDecodeMetadata, MlaMetadata
@@ -53,7 +54,9 @@ class MlaImpl(ExpandedPrompts, MLACommonImpl[MlaMetadata]):
             **mla_args,
         )
         support.refuse_layer_options(alibi_slopes, sliding_window, logits_soft_cap, attn_type)
-        support.refuse_models(get_current_vllm_config())
+        vllm_config = get_current_vllm_config()
+        support.refuse_models(vllm_config)
+        refuse_absorbed_adapters(vllm_config)
         self._on_cpu = current_platform.is_cpu()
         self.decode_kernel = DecodeKernel.choose(
             MlaDims(self.kv_lora_rank, self.qk_rope_head_dim),

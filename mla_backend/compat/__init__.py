@@ -27,6 +27,7 @@ resolving.
 | | request_ids | all | metadata builders are told no names |
 | weights | keep_kv_b_weight | to 0.28 | on CPU `kv_b_proj.weight` is freed after packing |
 | | (int8) | all | and None without AMX tiles |
+| adapters | check_adapters | all | LoRA changes layers that an attention backend never calls |
 | indexer | replace_indexer | all | its class takes no other kernels; on CPU none quantises |
 | | (below sm_89) | to 0.28 | the fused kernel of its queries does not compile |
 | | indexer_needs_fp8_type | 0.29 on | nor can one do without it: refused |
@@ -48,6 +49,7 @@ These need no code, as the methods concerned serve both forms:
 | `do_kv_cache_update` | 6 arguments | 0.33 | + skip_scale |
 """
 
+from mla_backend.compat.adapters import check_adapters
 from mla_backend.compat.indexer import (
     build_indexers_without_deepgemm,
     indexer_needs_fp8_type,
@@ -91,6 +93,7 @@ __all__ = [
     "block_table_width",
     "bound_lengths",
     "build_indexers_without_deepgemm",
+    "check_adapters",
     "expands_prompts_of_sparse_layers",
     "indexer_needs_fp8_type",
     "installed_vllm_version",

@@ -5,13 +5,13 @@
 
 spec: {"engine": keywords of vllm.LLM, "scenarios": {name: [request, ...]}}, where a request is
 {"prompt": token ids, "max_tokens": n}, and may have "arrive": engine step at which it is added, and
-"temperature" (0). The result holds, per scenario, each request's tokens, logprobs and cached prompt
-tokens, the counters of the first worker before and after, and what `watch_steps` saw
-(single-process engines). `ranks`: the counters of every worker at the end. With "choices" in the
-spec (a sparse model in eager mode, in this process), `choices` is a file that torch.load reads:
-{scenario: one tensor a request}, see choices.py. `preemptions` and `accepted`, the share of drafts
-that were, if any were made: of the whole run, if the engine logs statistics. With "spoil": n in the
-spec, steps go wrong for a request of n tokens, see spoil.py.
+"temperature" (0), and "adapter", the folder of a LoRA adapter. The result holds, per scenario, each
+request's tokens, logprobs and cached prompt tokens, the counters of the first worker before and
+after, and what `watch_steps` saw (single-process engines). `ranks`: the counters of every worker at
+the end. With "choices" in the spec (a sparse model in eager mode, in this process), `choices` is a
+file that torch.load reads: {scenario: one tensor a request}, see choices.py. `preemptions` and
+`accepted`, the share of drafts that were, if any were made: of the whole run, if the engine logs
+statistics. With "spoil": n in the spec, steps go wrong for a request of n tokens, see spoil.py.
 """
 
 import json
@@ -22,6 +22,7 @@ import torch
 from choices import by_request, watch_choices
 from spoil import spoil_steps
 from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
 
 
 def watch_steps():
@@ -61,7 +62,10 @@ def run_scenario(llm, name, requests):
                 logprobs=0,
                 ignore_eos=True,
             )
-            engine.add_request(f"{name}-{i}", {"prompt_token_ids": requests[i]["prompt"]}, params)
+            prompt = {"prompt_token_ids": requests[i]["prompt"]}
+            adapter = requests[i].get("adapter")
+            lora = LoRARequest(adapter, 1, adapter) if adapter else None
+            engine.add_request(f"{name}-{i}", prompt, params, lora_request=lora)
         for output in engine.step():
             if output.finished:
                 done[int(output.request_id.rpartition("-")[2])] = output

@@ -12,6 +12,7 @@ from vllm.platforms import current_platform
 
 from mla_backend import compat
 from mla_backend.attention import support
+from mla_backend.attention.adapters import refuse_absorbed_adapters
 from mla_backend.attention.expanded import ExpandedPrompts
 from mla_backend.attention.impl import lay_out_absorbed_weights
 from mla_backend.attention.kernel import cache_dtype
@@ -67,6 +68,7 @@ class SparseMlaImpl(ExpandedPrompts):
         support.refuse_layer_options(alibi_slopes, sliding_window, logits_soft_cap, attn_type)
         vllm_config = get_current_vllm_config()
         support.refuse_models(vllm_config)
+        refuse_absorbed_adapters(vllm_config)
         support.refuse_hisparse(vllm_config)
         self._on_cpu = current_platform.is_cpu()
         support.refuse_sparse_dcp(vllm_config)
