@@ -2,6 +2,7 @@
 """The start-up with a stand-in for vLLM: what it says when it fails."""
 
 import asyncio
+import importlib
 import subprocess
 import sys
 from argparse import Namespace
@@ -53,6 +54,15 @@ def test_a_start_that_fails_gives_its_address_back(refusal, said, monkeypatch, c
     assert run.serve([]) == 1
     assert capsys.readouterr().err == "".join(f"mla-backend serve: {x}\n" for x in said)
     assert closed == [("socket", "args")]
+
+
+def test_the_doctor_is_named_for_what_it_looks_at():
+    """Not for a package that an option needs, as suffix decoding does, which vLLM names."""
+    with pytest.raises(ImportError) as failed:
+        importlib.import_module("mla_no_such_module")
+    assert "`mla-backend doctor` says how" in run._what(failed.value)
+    words = "Arctic Inference is required. Install via `pip install arctic-inference`."
+    assert run._what(ImportError(words)) == words
 
 
 def test_no_directory_for_temporary_files_is_a_sentence():

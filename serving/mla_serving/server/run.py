@@ -61,7 +61,7 @@ def _start(argv: list[str] | None, refused: Callable[[], str]) -> int:
 def _what(error: Exception) -> str:
     """What went wrong, without pydantic's frame of types and links around a refusal of vLLM's; of
     what no one put into words, where."""
-    if isinstance(error, ImportError):
+    if isinstance(error, ImportError) and error.name:  # none: an option lacks a package
         return f"{error}; `mla-backend doctor` says how to mend it"
     if place(error):
         return f"{described(error)}; VLLM_LOGGING_LEVEL=DEBUG shows the way there"

@@ -48,7 +48,8 @@ def _first(name: str, *modules: str) -> Any:
         except ModuleNotFoundError as error:
             if not (error.name or "").startswith(_ENTRYPOINTS):
                 raise  # the module is there; a dependency of it is not
-    raise ImportError(f"vLLM {VLLM_VERSION} has no {name} in any of {', '.join(modules)}")
+    text = f"vLLM {VLLM_VERSION} has no {name} in any of {', '.join(modules)}"
+    raise ImportError(text, name=_ENTRYPOINTS)
 
 
 _CLI_ARGS = ("common.cli_args", "launchers.cli_args", "openai.cli_args")
