@@ -17,6 +17,7 @@ from mla_backend.cpu_worker.drafting import unshare_lengths
 from mla_backend.cpu_worker.experts import choose_experts, pass_on
 from mla_backend.cpu_worker.generators import keep_generators
 from mla_backend.cpu_worker.rejection import expand_batch_to_tokens, limit_drafts
+from mla_backend.cpu_worker.reloading import pack_experts_each_time
 from mla_backend.cpu_worker.stages import make_stage_buffers
 
 
@@ -39,3 +40,4 @@ class MlaCpuWorker(CPUWorker):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         make_stage_buffers(self.model_runner)
+        pack_experts_each_time(self.model_runner.get_model())

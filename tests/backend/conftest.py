@@ -41,7 +41,15 @@ def run_engine(tmp_path_factory):
     """`run_engine(scenarios, env=..., in_process=..., **engine keywords)` -> result dict."""
 
     def run(
-        scenarios, *, env=None, in_process=True, ours=True, choices=False, spoil=None, **engine
+        scenarios,
+        *,
+        env=None,
+        in_process=True,
+        ours=True,
+        choices=False,
+        spoil=None,
+        reload=None,
+        **engine,
     ):
         folder = tmp_path_factory.mktemp("engine")
         spec = {
@@ -51,6 +59,7 @@ def run_engine(tmp_path_factory):
             "ours": ours,
             "choices": choices,
             "spoil": spoil,
+            "reload": reload,
         }
         if not ours:
             del spec["engine"]["attention_backend"]

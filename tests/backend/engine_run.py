@@ -11,7 +11,8 @@ after, and what `watch_steps` saw (single-process engines). `ranks`: the counter
 the end. With "choices" in the spec (a sparse model in eager mode, in this process), `choices` is a
 file that torch.load reads: {scenario: one tensor a request}, see choices.py. `preemptions` and
 `accepted`, the share of drafts that were, if any were made: of the whole run, if the engine logs
-statistics. With "spoil": n in the spec, steps go wrong for a request of n tokens, see spoil.py.
+statistics. With "spoil": n in the spec, steps go wrong for a request of n tokens, see spoil.py. With "reload":
+{scenario: checkpoint}, the weights are loaded anew, from there, before that scenario.
 """
 
 import json
@@ -112,6 +113,8 @@ def main():
     choices, known = {}, []
     for name, requests in spec["scenarios"].items():
         seen |= {"disordered": False, "query_lens": set()}
+        if other := (spec.get("reload") or {}).get(name):
+            llm.collective_rpc("reload_weights", kwargs={"weights_path": other})
         before = llm.collective_rpc("mla_backend_stats")[0]
         outputs = run_scenario(llm, name, requests)
         after = llm.collective_rpc("mla_backend_stats")[0]

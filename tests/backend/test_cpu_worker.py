@@ -172,11 +172,13 @@ def test_later_stages_have_buffers_once_the_model_is_loaded(monkeypatch, first):
     monkeypatch.setattr(
         stages, "get_pp_group", lambda: SimpleNamespace(is_first_rank=first), raising=False
     )
-    model = SimpleNamespace(make_empty_intermediate_tensors=lambda **sizes: sizes)
+    model = torch.nn.Module()
+    model.make_empty_intermediate_tensors = lambda **sizes: sizes
     worker = MlaCpuWorker.__new__(MlaCpuWorker)
     worker.model_runner = SimpleNamespace(
         intermediate_tensors=None,
         model=model,
+        get_model=lambda: model,
         max_num_tokens=256,
         model_config=SimpleNamespace(dtype=torch.bfloat16),
         device="cpu",

@@ -2,6 +2,7 @@
 """Tokens and logprobs of whole engines against transformers' own models."""
 
 import pytest
+from mla_serving.demo_model import make_demo_model
 
 pytestmark = pytest.mark.engine
 
@@ -127,3 +128,20 @@ def test_a_draft_model_of_its_own(run_engine, scenarios, demo_checkpoint, oracle
     assert differences.max() < 1e-4
     assert {1, 4, 5} <= set(plain["query_lens"])
     assert result["accepted"] == 1  # it is the model itself, in fp32
+
+
+def test_weights_are_those_that_were_loaded_last(
+    run_engine, scenarios, demo_checkpoint, oracle, tmp_path
+):
+    """Of other weights, also what is made of them: W_UK, W_UV and the experts' packed form."""
+    other = make_demo_model("v3", tmp_path / "other", seed=1)
+    plain = scenarios["plain"]
+    result = run_engine(
+        {"before": plain, "after": plain},
+        model=demo_checkpoint("v3"),
+        reload={"after": str(other)},
+        enable_prefix_caching=False,  # pages of the old weights would be hit
+    )
+    agreed, differences = oracle(other, result["scenarios"]["after"]["outputs"])
+    assert agreed == len(differences) == 128
+    assert differences.max() < 1e-4
