@@ -89,6 +89,7 @@ def test_our_backend_computes(client):
     layers, new_tokens = 4, 9
     client.post("/v1/completions", json={**COMPLETION, "max_tokens": new_tokens})
     (was,), (now,) = before["attention"]["workers"], info(client)["attention"]["workers"]
+    assert now["backends"] == {"CUSTOM": layers}
     assert now["decode"]["impl"] == "torch"
     assert "cpu" in now["decode"]["reason"]
     # The first token comes out of the prefill.

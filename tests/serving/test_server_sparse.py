@@ -38,6 +38,7 @@ def test_a_prompt_longer_than_the_indexer_chooses(client):
     usage = answer.json()["usage"]
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(prompt), 5)
     assert answer.json()["choices"][0]["text"]
+    assert now["backends"] == {"CUSTOM": LAYERS}
     assert now["sparse"]["impl"] == "torch" and "cpu" in now["sparse"]["reason"]
     # Every layer chose for every token but the last one, which is not read again.
     for name in ("indexer_tokens", "forward_mqa_tokens"):
