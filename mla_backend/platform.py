@@ -136,7 +136,7 @@ class MlaCpuPlatform(CpuPlatform):
         _refuse_adapters_beside_experts(vllm_config)
         kv_cache_dtype = vllm_config.cache_config.cache_dtype
         if kv_cache_dtype not in support.KV_CACHE_DTYPES:
-            raise RefusalError(support.kv_cache_dtype_reason(kv_cache_dtype))
+            raise RefusalError(support.kv_cache_dtype_reason(kv_cache_dtype, model.dtype))
         if vllm_config.parallel_config.decode_context_parallel_size > 1:
             # vLLM before 0.28 does not ask the class of a layer, and would start.
             raise cannot_serve(support.dcp_on_cpu_reason())

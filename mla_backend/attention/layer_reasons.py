@@ -21,6 +21,7 @@ from mla_backend.attention.support import (
     compute_generations,
     dcp_on_cpu_reason,
     dcp_reason,
+    dtype_name,
     kv_cache_dtype_reason,
     not_mla_reason,
 )
@@ -32,10 +33,12 @@ _WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
         + f". {ELSE}"
     ),
     "dtype not supported": lambda c: (
-        f"model dtype {_dtype_name(c['dtype'])}; supported: {', '.join(DTYPES)}. "
+        f"model dtype {dtype_name(c['dtype'])}; supported: {', '.join(DTYPES)}. "
         "Mend: --dtype bfloat16"
     ),
-    "kv_cache_dtype not supported": lambda c: kv_cache_dtype_reason(c["kv_cache_dtype"]),
+    "kv_cache_dtype not supported": lambda c: kv_cache_dtype_reason(
+        c["kv_cache_dtype"], c["dtype"]
+    ),
     "block_size not supported": lambda c: block_size_reason(c["block_size"]),
     "non-MLA not supported": lambda c: not_mla_reason(),
     "MLA not supported": lambda c: f"multi-head latent attention (MLA). {ELSE}",
@@ -98,7 +101,7 @@ def _words(reason: str, config: dict[str, Any]) -> str:
 
 def combination_reasons(config: dict[str, Any]) -> list[str]:
     """What is supported one by one but not together."""
-    kv_cache_dtype, dtype = config["kv_cache_dtype"], _dtype_name(config["dtype"])
+    kv_cache_dtype, dtype = config["kv_cache_dtype"], dtype_name(config["dtype"])
     reasons = []
     if config["device_capability"] is None and config.get("use_dcp"):
         reasons.append(dcp_on_cpu_reason())
@@ -137,10 +140,6 @@ def _gpu_reasons(dtype: str, sparse: bool, capability: tuple[int, int]) -> list[
             "vLLM 0.29 and later cannot compile their own part of the indexer. Mend: vLLM 0.28"
         )
     return reasons
-
-
-def _dtype_name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _head_sizes(sparse: bool) -> tuple[int, ...]:

@@ -187,10 +187,18 @@ def refuse_microbatches(query_len: int, microbatches: int, graph_sizes: Sequence
         )
 
 
-def kv_cache_dtype_reason(kv_cache_dtype: str) -> str:
+def dtype_name(dtype: Any) -> str:
+    """As vLLM's options name it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def kv_cache_dtype_reason(kv_cache_dtype: str, dtype: Any) -> str:
+    """`dtype` is the model's, whose own cache there is but for float32."""
+    own = dtype_name(dtype)
     return (
         f"KV cache dtype {kv_cache_dtype}; supported: {', '.join(KV_CACHE_DTYPES)}. "
-        "Mend: --kv-cache-dtype auto"
+        f"Mend: --kv-cache-dtype {own if own in KV_CACHE_DTYPES else 'fp8'} "
+        "(auto may be the checkpoint's own)"
     )
 
 

@@ -15,7 +15,12 @@ from layer_config import selector_config
 REFUSED = [
     ({"head_size": 512}, r"512 elements; the kernels take 576 \(512 \+ 64\) or 320"),
     ({"dtype": torch.float64}, r"model dtype float64; supported: float16, bfloat16, float32"),
-    ({"kv_cache_dtype": "fp8_e5m2"}, r"fp8_e5m2; supported: auto"),
+    # auto would be no mend: such a name is as often the checkpoint's.
+    ({"kv_cache_dtype": "nvfp4"}, r"nvfp4; supported: auto.* Mend: --kv-cache-dtype bfloat16"),
+    (
+        {"kv_cache_dtype": "fp8_e5m2", "dtype": torch.float32},
+        r"fp8_e5m2; supported: auto.* Mend: --kv-cache-dtype fp8 ",
+    ),
     ({"kv_cache_dtype": "float16"}, r"float16 with model dtype bfloat16; they must agree"),
     ({"block_size": 16}, r"block size 16 is not a multiple of 64"),
     ({"use_mla": False}, r"does not use multi-head latent attention"),
