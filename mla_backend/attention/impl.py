@@ -67,6 +67,7 @@ class MlaImpl(ExpandedPrompts, MLACommonImpl[MlaMetadata]):
         self._fp8_cache = self.decode_kernel.kv_cache_dtype == torch.float8_e4m3fn
         # vLLM then quantises the absorbed query of every token that `forward_mqa` gets.
         self.supports_quant_query_input = self.decode_kernel.query_dtype == torch.float8_e4m3fn
+        compat.split_kv_b_exactly()
         if self._on_cpu:
             compat.keep_kv_b_weight(self.kv_b_proj)
 

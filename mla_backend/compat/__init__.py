@@ -27,6 +27,7 @@ resolving.
 | | request_ids | all | metadata builders are told no names |
 | weights | keep_kv_b_weight | to 0.28 | on CPU `kv_b_proj.weight` is freed after packing |
 | | (int8) | all | and None without AMX tiles |
+| | split_kv_b_exactly | all | ones are rounded to a static scale of activations |
 | adapters | check_adapters | all | LoRA changes layers that an attention backend never calls |
 | indexer | replace_indexer | all | its class takes no other kernels; on CPU none quantises |
 | | (below sm_89) | to 0.28 | the fused kernel of its queries does not compile |
@@ -83,7 +84,7 @@ from mla_backend.compat.versions import (
     require_supported_vllm,
     vllm_version_status,
 )
-from mla_backend.compat.weights import keep_kv_b_weight
+from mla_backend.compat.weights import keep_kv_b_weight, split_kv_b_exactly
 
 __all__ = [
     "NEWEST",
@@ -112,6 +113,7 @@ __all__ = [
     "share_settings_with_ray",
     "skip_chunked_context_metadata",
     "split_graph_at",
+    "split_kv_b_exactly",
     "tokens_added_to_drafts",
     "vllm_version_status",
     "wants_fp8_prompts",

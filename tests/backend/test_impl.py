@@ -439,3 +439,42 @@ def test_absorbed_weights_are_laid_out_once_on_a_cpu(vllm_config):
     assert layer.W_UK_T.is_contiguous() and layer.W_UV.is_contiguous()
     assert storage[0] == storage[1]
     assert torch.equal(layer.W_UK_T, views[0]) and torch.equal(layer.W_UV, views[1])
+
+
+class StaticScale:
+    """A quantisation of linear layers that rounds activations to multiples of `input_scale`."""
+
+    def __init__(self, dtype):
+        self.dtype, self.weight = dtype, torch.arange(32.0).view(8, 4) - 9
+
+    def apply(self, layer, x, bias=None):
+        if layer.input_scale is None:
+            return x @ self.weight.T
+        x = x / layer.input_scale
+        if self.dtype == torch.int8:
+            codes = x.round().clamp(-128, 127)
+        else:
+            codes = x.clamp(-448, 448).to(self.dtype).float()
+        return codes * layer.input_scale @ self.weight.T
+
+
+@pytest.mark.parametrize("scale", [0.3, 0.08, 0.004, 0.0005, None])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("freed", [False, True])
+def test_absorbed_weights_are_not_rounded_as_activations(vllm_config, dtype, scale, freed):
+    """vLLM multiplies them by ones, which with a static scale come out as others, or saturate."""
+    from vllm.model_executor.layers.attention import mla_attention
+
+    make_impl(512, torch.float32)
+    method = StaticScale(dtype)
+    layer = types.SimpleNamespace(
+        quant_method=method,
+        weight=torch.empty(0) if freed else method.weight.to(dtype),
+        input_scale=None if scale is None else torch.tensor([scale]),
+        input_size_per_partition=4,
+    )
+    wrapped = types.SimpleNamespace(base_layer=layer)  # by LoRA
+    for asked in (layer, wrapped):
+        split = mla_attention.get_and_maybe_dequant_weights(asked, out_dtype=torch.float32)
+        torch.testing.assert_close(split, method.weight)
+    assert "apply" not in vars(method)

@@ -81,6 +81,7 @@ class SparseMlaImpl(ExpandedPrompts):
             kv_cache_dtype,
             **{name: mla_args[name] for name in _EXPANDING},
         )
+        compat.split_kv_b_exactly()
         if self._on_cpu:
             compat.keep_kv_b_weight(self.kv_b_proj)
         self._indexer, self._shared_buffer = indexer, topk_indices_buffer
