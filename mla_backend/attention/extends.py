@@ -23,7 +23,7 @@ from mla_backend.attention.kernel import DecodeKernel
 MOST_TOKENS = 128
 # On a CPU 48 of 16 heads still pay, 64 behind long contexts only (benchmarks/versions/host.md).
 MOST_TOKENS_CPU = 48
-# Rows of a step that are not its decode requests'.
+# Rows of a step beyond those that its requests have as decode requests.
 MOST_ROWS = 512
 # Query rows of a program of the Hopper kernel.
 TILE_ROWS = 64
@@ -70,8 +70,11 @@ def pays(query_lens: np.ndarray, contexts: np.ndarray, most_s_q: int, longest: i
     longer = query_lens > longest
     leading = int(longer.argmax()) if longer.any() else len(query_lens)
     extends = query_lens[:leading] > most_s_q
-    new, cached = query_lens[:leading][extends].sum(), contexts[:leading][extends].sum()
-    return bool(0 < new <= MOST_ROWS and cached >= CONTEXT_PER_TOKEN * new)
+    new, cached = query_lens[:leading][extends], contexts[:leading][extends]
+    # Each has the rows of a decode request anyway: those of a draft model's first step, which may
+    # be one longer, fit however many they are.
+    more = (new - most_s_q).sum()
+    return bool(0 < more <= MOST_ROWS and cached.sum() >= CONTEXT_PER_TOKEN * new.sum())
 
 
 def most_rows(max_requests: int, most_s_q: int, absorbs: bool) -> int:

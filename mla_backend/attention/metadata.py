@@ -104,7 +104,7 @@ class MlaMetadataBuilder(StepBuilder, MLACommonMetadataBuilder[MlaMetadata]):
         self._drafts = drafts_of(vllm_config)
         self._added = compat.tokens_added_to_drafts(layer_names, vllm_config)
         # vLLM's threshold has what parallel drafting adds. Beyond what the kernels take, requests
-        # of a draft model are prompts to it.
+        # of a draft model are ends of prompts to it.
         longest = min(1 + self._drafts + self._added, MAX_S_Q)
         self._most_s_q = max(self.reorder_batch_threshold, longest)
         self._refuse_steps(vllm_config, heads)

@@ -64,6 +64,15 @@ def test_what_pays(query_lens, contexts, expected):
     assert extends.pays(*arguments, most_s_q=1, longest=128) is expected
 
 
+@pytest.mark.parametrize("requests, expected", [(56, True), (256, True), (513, False)])
+def test_a_draft_models_first_steps_are_absorbed_however_many(requests, expected):
+    """With seven drafts it has nine tokens of each request, where the kernel takes eight."""
+    query_lens, contexts = np.full(requests, 9), np.full(requests, 500)
+    assert extends.pays(query_lens, contexts, most_s_q=8, longest=128) is expected
+    room = extends.most_rows(requests, 8, absorbs=True)
+    assert bool(query_lens.sum() <= room) is expected
+
+
 @pytest.mark.parametrize(
     "query_lens, expected", [([4, 4, 1, 4], 2), ([4, 4], 2), ([1, 4, 4], 0), ([9, 9, 4], 0)]
 )
