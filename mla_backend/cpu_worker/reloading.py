@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights loaded anew (`reload_weights`) into a model with experts.
+"""Weights loaded anew (`reload_weights`): of experts, and of int8.
 
 vLLM (seen in 0.32 and 0.33) packs the weights of unquantised experts for its CPU kernel the first
-time only. Later ones lie there as the checkpoint has them, and every token is wrong.
+time only. Later ones lie there as the checkpoint has them, and every token is wrong. Its operator
+of int8 weights was seen to corrupt memory and abort the process then (0.32, bf16), or to give NaN.
 """
 
 import functools
@@ -25,3 +26,14 @@ def pack_experts_each_time(model: torch.nn.Module) -> None:
 def _set_up_anew(method: Any, *args: Any, **kwargs: Any) -> None:
     method.moe_kernel = None  # what vLLM tells a first time by
     type(method)._setup_kernel(method, *args, **kwargs)
+
+
+def refuse_int8(model: torch.nn.Module) -> None:
+    """ValueError for a loaded `model` with layers of vLLM's int8 operator, which is left as is."""
+    for layer in model.modules():
+        kernel = getattr(getattr(layer, "scheme", None), "kernel", None)
+        if hasattr(kernel, "dnnl_handler"):
+            raise ValueError(
+                "reload_weights of int8 weights on a CPU, where vLLM's operator corrupts memory "
+                "afterwards. Mend: start the engine again, with the new weights"
+            )

@@ -17,7 +17,7 @@ from mla_backend.cpu_worker.drafting import unshare_lengths
 from mla_backend.cpu_worker.experts import choose_experts, pass_on
 from mla_backend.cpu_worker.generators import keep_generators
 from mla_backend.cpu_worker.rejection import expand_batch_to_tokens, limit_drafts
-from mla_backend.cpu_worker.reloading import pack_experts_each_time
+from mla_backend.cpu_worker.reloading import pack_experts_each_time, refuse_int8
 from mla_backend.cpu_worker.stages import make_stage_buffers
 
 
@@ -41,3 +41,7 @@ class MlaCpuWorker(CPUWorker):
         super().load_model(*args, **kwargs)
         make_stage_buffers(self.model_runner)
         pack_experts_each_time(self.model_runner.get_model())
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        refuse_int8(self.model_runner.get_model())
+        super().reload_weights(*args, **kwargs)

@@ -2,6 +2,7 @@
 """vLLM's CPU worker, mended: seeds under chunked prefill, drafts, pipelines, zeroed blocks,
 experts."""
 
+import contextlib
 from types import SimpleNamespace
 
 import numpy as np
@@ -186,6 +187,22 @@ def test_later_stages_have_buffers_once_the_model_is_loaded(monkeypatch, first):
     worker.load_model()
     made = {"batch_size": 256, "dtype": torch.bfloat16, "device": "cpu"}
     assert worker.model_runner.intermediate_tensors == (None if first else made)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_int8_weights_are_not_loaded_anew(monkeypatch, int8):
+    """vLLM's operator was seen to abort the process, or to answer NaN."""
+    loaded = []
+    monkeypatch.setattr(CPUWorker, "reload_weights", lambda self, path: loaded.append(path))
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    if int8:
+        model[0].scheme = SimpleNamespace(kernel=SimpleNamespace(dnnl_handler=None))
+    worker = MlaCpuWorker.__new__(MlaCpuWorker)
+    worker.model_runner = SimpleNamespace(get_model=lambda: model)
+    refused = pytest.raises(ValueError, match=r"int8 weights on a CPU.*Mend: start the engine")
+    with refused if int8 else contextlib.nullcontext():
+        worker.reload_weights("elsewhere")
+    assert loaded == ([] if int8 else ["elsewhere"])
 
 
 def hybrid_runner(pages):
