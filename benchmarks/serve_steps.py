@@ -85,22 +85,31 @@ def depths(args: argparse.Namespace, heads: int, cases: list[Case]) -> dict[int,
 
     found: dict[int, list[Case]] = {}
     for case in cases:
-        fitting = [layers for layers in depths_of(heads, args.layers) if fits(case, layers)]
+        deepest_first = depths_of(heads, args.layers)
+        fitting = [layers for layers in deepest_first if fits(case, layers)]
         if not fitting:
-            raise ValueError(f"{case} does not fit a cache of {args.cache_gib:g} GiB")
+            fewest = deepest_first[-1]
+            others = "fewer --layers or " if fewest > 1 else ""
+            raise ValueError(
+                f"{case} does not fit a cache of {args.cache_gib:g} GiB with {fewest} layers. "
+                f"Mend: {others}a larger --cache-gib, or other --batches and --contexts"
+            )
         found.setdefault(fitting[0], []).append(case)
     return found
 
 
 def run(args: argparse.Namespace, save: Callable[[Row], None]) -> None:
-    """Measure; rows go to `save`."""
+    """Measure; rows go to `save`. SystemExit for a case that no engine has room for."""
     deadline = time.monotonic() + args.time_limit
     cases = step_cases(args.batches, args.contexts)
-    groups = [
-        (heads, layers, chosen)
-        for heads in (args.heads[:1] if args.as_is else args.heads)
-        for layers, chosen in depths(args, heads, cases).items()
-    ]
+    try:
+        groups = [
+            (heads, layers, chosen)
+            for heads in (args.heads[:1] if args.as_is else args.heads)
+            for layers, chosen in depths(args, heads, cases).items()
+        ]
+    except ValueError as reason:
+        raise SystemExit(str(reason)) from None
     groups.sort(key=lambda group: -len(group[2]))  # a run short of time has done most cases
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         engines: dict[tuple[int, int], list[Engine]] = {}

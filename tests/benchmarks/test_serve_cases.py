@@ -52,7 +52,7 @@ def test_overrides_are_a_rank_of_v3():
 
 def test_large_caches_go_to_shallow_engines():
     from serve import parse_arguments
-    from serve_steps import depths, engine_options
+    from serve_steps import depths, engine_options, run
 
     words = "--mode steps --batches 8 128 --contexts 1024 65536 --steps 60 --cache-gib 19"
     args = parse_arguments(words.split())
@@ -67,8 +67,13 @@ def test_large_caches_go_to_shallow_engines():
     args.layers = [2, 12]
     assert depths(args, 16, cases) == {12: cases[:3], 2: cases[3:]}
     args.cache_gib = 1
-    with pytest.raises(ValueError, match=r"\(128, 65536\) does not fit a cache of 1 GiB"):
+    with pytest.raises(
+        ValueError,
+        match=r"\(128, 65536\) does not fit a cache of 1 GiB with 2 layers\. Mend: fewer --lay",
+    ):
         depths(args, 16, cases[4:])
+    with pytest.raises(SystemExit, match="does not fit a cache of 1 GiB with 2 layers"):
+        run(args, None)
 
 
 def test_a_server_has_the_layers_of_its_heads():
