@@ -9,6 +9,7 @@ import torch
 from mla_kernels.decode.api import MAX_HEADS, MAX_S_Q
 from mla_kernels.dispatch import Choice
 from mla_kernels.layouts import MlaDims
+from mla_kernels.sparse import api as sparse_api
 from vllm.config import CUDAGraphMode
 from vllm.model_executor.layers.attention.mla_attention import (
     MLAAttention,
@@ -266,6 +267,7 @@ def test_plans_of_all_query_lengths_share_one_workspace(monkeypatch):
 def test_steps_that_no_kernel_takes_are_refused_at_start_up(shape, message):
     support.refuse_step_shape(128, 8)
     assert (support.MAX_HEADS, support.MAX_QUERY_LEN) == (MAX_HEADS, MAX_S_Q)
+    assert sparse_api.MAX_HEADS == MAX_HEADS
     with pytest.raises(ValueError, match=message):
         support.refuse_step_shape(*shape)
 
