@@ -57,7 +57,8 @@ def split_kv_b_exactly() -> None:
 
     vLLM reads such a layer's weight by a product with the identity, whose ones are rounded to that
     scale too: with int8 and activations of up to 10 all weights came out 4 % too small, with some
-    of up to 0.5 by half. A multiple of the scale that both types have is not rounded.
+    of up to 0.5 by half. A multiple of the scale that both types have is not rounded; with a zero
+    point it is taken on the side where int8 has room.
     """
     from vllm.model_executor.layers.attention import mla_attention
 
@@ -72,7 +73,9 @@ def split_kv_b_exactly() -> None:
         scale, method = _static_scale(layer), layer.quant_method
         if scale is None:
             return stock(layer, *args, **kwargs)
-        one, apply = 64 * scale.float(), method.apply
+        zero_point = getattr(layer, "input_zero_point", None)
+        away = -64 if zero_point is not None and zero_point > 0 else 64  # 127 is the largest code
+        one, apply = away * scale.float(), method.apply
 
         def apply_to_scaled(layer: Any, x: Any, bias: Any = None) -> Any:
             return apply(layer, (x * one).to(x.dtype), bias).float() / one

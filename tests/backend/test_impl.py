@@ -444,15 +444,16 @@ def test_absorbed_weights_are_laid_out_once_on_a_cpu(vllm_config):
 class StaticScale:
     """A quantisation of linear layers that rounds activations to multiples of `input_scale`."""
 
-    def __init__(self, dtype):
+    def __init__(self, dtype, zero_point=0):
         self.dtype, self.weight = dtype, torch.arange(32.0).view(8, 4) - 9
+        self.zero_point = zero_point
 
     def apply(self, layer, x, bias=None):
         if layer.input_scale is None:
             return x @ self.weight.T
         x = x / layer.input_scale
         if self.dtype == torch.int8:
-            codes = x.round().clamp(-128, 127)
+            codes = (x.round() + self.zero_point).clamp(-128, 127) - self.zero_point
         else:
             codes = x.clamp(-448, 448).to(self.dtype).float()
         return codes * layer.input_scale @ self.weight.T
@@ -478,3 +479,21 @@ def test_absorbed_weights_are_not_rounded_as_activations(vllm_config, dtype, sca
         split = mla_attention.get_and_maybe_dequant_weights(asked, out_dtype=torch.float32)
         torch.testing.assert_close(split, method.weight)
     assert "apply" not in vars(method)
+
+
+@pytest.mark.parametrize("zero_point", [-128, -65, 0, 64, 99, 127])
+def test_absorbed_weights_of_activations_with_a_zero_point(vllm_config, zero_point):
+    """Those that are mostly of one sign have codes for few of the other."""
+    from vllm.model_executor.layers.attention import mla_attention
+
+    make_impl(512, torch.float32)
+    method = StaticScale(torch.int8, zero_point)
+    layer = types.SimpleNamespace(
+        quant_method=method,
+        weight=torch.empty(0),
+        input_scale=torch.tensor(0.3),
+        input_zero_point=torch.tensor([zero_point], dtype=torch.int32),
+        input_size_per_partition=4,
+    )
+    split = mla_attention.get_and_maybe_dequant_weights(layer, out_dtype=torch.float32)
+    torch.testing.assert_close(split, method.weight)
