@@ -97,6 +97,9 @@ def _static_scale(layer: Any) -> Any:
     scale, weight = getattr(layer, "input_scale", None), getattr(layer, "weight", None)
     if not isinstance(scale, torch.Tensor) or scale.numel() != 1 or weight is None:
         return None
-    # None of it is left of int8 on a CPU.
-    multiplied = weight.numel() == 0 or weight.dtype in (torch.int8, torch.float8_e4m3fn)
+    if weight.numel() == 0:  # int8 on a CPU
+        return scale.reshape(())
+    # AMX tiles keep it and use no such scale: a multiple would be rounded to bf16 for nothing.
+    amx = weight.is_cpu and weight.dtype == torch.int8
+    multiplied = weight.dtype in (torch.int8, torch.float8_e4m3fn) and not amx
     return scale.reshape(()) if multiplied else None

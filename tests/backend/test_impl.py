@@ -459,6 +459,13 @@ class StaticScale:
         return codes * layer.input_scale @ self.weight.T
 
 
+def on_a_gpu(weight):
+    """What is asked of one there; the product is computed here."""
+    return types.SimpleNamespace(
+        dtype=weight.dtype, numel=weight.numel, is_cpu=False, device=weight.device
+    )
+
+
 @pytest.mark.parametrize("scale", [0.3, 0.08, 0.004, 0.0005, None])
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("freed", [False, True])
@@ -470,7 +477,7 @@ def test_absorbed_weights_are_not_rounded_as_activations(vllm_config, dtype, sca
     method = StaticScale(dtype)
     layer = types.SimpleNamespace(
         quant_method=method,
-        weight=torch.empty(0) if freed else method.weight.to(dtype),
+        weight=torch.empty(0) if freed else on_a_gpu(method.weight.to(dtype)),
         input_scale=None if scale is None else torch.tensor([scale]),
         input_size_per_partition=4,
     )
@@ -497,3 +504,19 @@ def test_absorbed_weights_of_activations_with_a_zero_point(vllm_config, zero_poi
     )
     split = mla_attention.get_and_maybe_dequant_weights(layer, out_dtype=torch.float32)
     torch.testing.assert_close(split, method.weight)
+
+
+def test_absorbed_weights_of_an_operator_that_uses_no_static_scale(vllm_config):
+    """vLLM's for AMX tiles quantises activations by its own, whatever the checkpoint has."""
+    from vllm.model_executor.layers.attention import mla_attention
+
+    make_impl(512, torch.float32)
+    weight = torch.arange(32, dtype=torch.int8).view(8, 4)
+    layer = types.SimpleNamespace(
+        quant_method=types.SimpleNamespace(apply=lambda _, x, bias: x @ weight.to(x.dtype).T),
+        weight=weight,
+        input_scale=torch.tensor([1.0039 / 64]),  # whose multiple bf16 would round to 1
+        input_size_per_partition=4,
+    )
+    split = mla_attention.get_and_maybe_dequant_weights(layer, out_dtype=torch.bfloat16)
+    torch.testing.assert_close(split, weight.bfloat16(), rtol=0, atol=0)
