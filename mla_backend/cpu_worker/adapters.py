@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests without a LoRA adapter in a step of others with one.
 
-Their slot is -1, by which vLLM's CPU operators index: they are given the adapter of the last slot.
+Their slot is -1, by which vLLM's CPU operators index up to 0.32: they are given the adapter of the
+last slot.
 """
 
 import functools
