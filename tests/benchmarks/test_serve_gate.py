@@ -333,6 +333,14 @@ module.attend_in_call = functools.partial(attend, module.attend_in_call)
 """
 
 
+def break_one(module, folder, monkeypatch):
+    """Every engine of `module` is ours, and the attention of the one called "broken" is wrong."""
+    (folder / "sitecustomize.py").write_text(TWICE)
+    path = [str(folder), os.environ.get("PYTHONPATH", "")]
+    envs = {"broken": {"PYTHONPATH": os.pathsep.join(filter(None, path))}}
+    monkeypatch.setattr(module, "engine_of", lambda name: ("CUSTOM", envs.get(name, {})))
+
+
 @pytest.mark.engine
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it breaks the attention of a CPU")
 def test_servers_on_a_cpu(demo_checkpoint, tmp_path, monkeypatch):
@@ -341,10 +349,7 @@ def test_servers_on_a_cpu(demo_checkpoint, tmp_path, monkeypatch):
     import serve_load
     import servers
 
-    (tmp_path / "sitecustomize.py").write_text(TWICE)
-    path = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
-    envs = {"broken": {"PYTHONPATH": os.pathsep.join(filter(None, path))}}
-    monkeypatch.setattr(servers, "engine_of", lambda name: ("CUSTOM", envs.get(name, {})))
+    break_one(servers, tmp_path, monkeypatch)
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     options = ["--served-model-name", serve_load.NAME, "--load-format", serve_load.TELLING]
     options += ["--max-model-len", "1024", "--enforce-eager", "--block-size", "64"]
@@ -372,10 +377,7 @@ def test_engines_of_steps_on_a_cpu(demo_checkpoint, tmp_path, monkeypatch):
     from serve import parse_arguments
     from serve_report import Report
 
-    (tmp_path / "sitecustomize.py").write_text(TWICE)
-    path = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
-    envs = {"broken": {"PYTHONPATH": os.pathsep.join(filter(None, path))}}
-    monkeypatch.setattr(serve_steps, "engine_of", lambda name: ("CUSTOM", envs.get(name, {})))
+    break_one(serve_steps, tmp_path, monkeypatch)
     words = "--mode steps --as-is --eager --steps 6 --case-seconds 1 --cache-gib 0.05 "
     words += "--batches 2 --contexts 100 --backends first second broken"
     args = parse_arguments([*words.split(), "--model", str(demo_checkpoint("v2-lite"))])
