@@ -85,3 +85,9 @@ def test_shared_memory_that_is_enough_holds_a_ring_of_vllm():
     flags = 2  # of a message: that it is written, and that its one reader has read it
     asked = ring["max_chunks"] * (ring["max_chunk_bytes"] + flags)
     assert 0 <= machine.LEAST_SHARED_MEMORY - asked < 1 << 20
+
+
+def test_what_must_be_free_is_what_vllm_takes():
+    from vllm.engine.arg_utils import EngineArgs
+
+    assert EngineArgs.gpu_memory_utilization == machine.LEAST_FREE
