@@ -116,7 +116,7 @@ def test_engines_and_servers_of_the_readme_are_as_measured():
     page, share = r"\]\((benchmarks/results/\S+\.md)\)[^|]*", r"(\d+ of \d+)"
     figures = rf"{page}\| ([\d.]+) \| {share} \| ([\d.]+), {share} \|\n"
     steps = re.findall(rf"^\| (?:\[?(\d+ heads)|the same).*?{figures}", text, re.MULTILINE)
-    assert len(steps) == 7
+    assert len(steps) == 9
     heads = ""
     for named, path, mean, faster, gpu_mean, gpu_faster in steps:
         heads = named or heads  # "the same" as in the row above
