@@ -7,6 +7,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuild
 
 from mla_backend import envs
 from mla_backend.attention import support
+from mla_backend.attention.shard import Shard
 from mla_backend.attention.step_check import StepCheck
 from mla_backend.stats import STATS
 
@@ -26,11 +27,11 @@ class StepBuilder(AttentionMetadataBuilder[Any]):
             return AttentionCGSupport.NEVER
         return cls._cudagraph_support
 
-    def _check_steps_of(self, layer: Any, vllm_config: Any, dcp: int = 1) -> None:
-        """Have `_check` check steps against the cache of `layer`, which `dcp` ranks share."""
+    def _check_steps_of(self, layer: Any, vllm_config: Any, shard: Shard | None = None) -> None:
+        """Have `_check` check steps against the cache of `layer`, which is `shard` of it."""
         if envs.get("MLA_BACKEND_CHECK"):
             drafts = vllm_config.speculative_config is not None
-            self._step_check = StepCheck(layer, self.kv_cache_spec.block_size, dcp, drafts)
+            self._step_check = StepCheck(layer, self.kv_cache_spec.block_size, shard, drafts)
 
     def _check(self, common: Any) -> None:
         """ValueError for a fault in a step, vLLM's CommonAttentionMetadata."""

@@ -19,6 +19,7 @@ from mla_kernels.indexer.rows import token_rows
 
 from mla_backend import envs
 from mla_backend.attention.kernel import DecodeKernel
+from mla_backend.attention.shard import Shard
 
 MOST_TOKENS = 128
 # On a CPU 48 of 16 heads still pay, 64 behind long contexts only (benchmarks/versions/host.md).
@@ -119,11 +120,18 @@ class ExtendRows:
     """Block tables and lengths of the pieces of a step, in buffers made at start-up.
 
     What each launch gets begins at a multiple of 16 bytes, as what was compiled at start-up did.
+    With a `shard` of several ranks lengths are the rank's, and pieces must have one token: a kernel
+    masks the tokens of a piece as if all that they see followed each other.
     """
 
-    def __init__(self, max_rows: int, max_blocks: int, device: torch.device) -> None:
+    def __init__(
+        self, max_rows: int, max_blocks: int, device: torch.device, shard: Shard | None = None
+    ) -> None:
+        self._shard = shard or Shard()
         self._request_ids = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._visible = torch.zeros_like(self._request_ids)
+        if self._shard.size > 1:
+            self._shares, self._spare = (torch.zeros_like(self._visible) for _ in range(2))
         # Between launches there are gaps: on a GPU one of each length, on a CPU one a piece.
         launches = max_rows if device.type == "cpu" else MAX_S_Q
         room = max_rows + (ALIGNED - 1) * launches
@@ -132,6 +140,11 @@ class ExtendRows:
         starts = torch.tensor([0, 1], dtype=torch.int32, device=device)
         # Compiles the kernel now, not in the first step.
         self.fill(starts, starts[:1], self._tables[1:2], 0, [(1, 1)])
+
+    def shares(self, seq_lens: torch.Tensor) -> torch.Tensor:
+        """The rank's part of seq_lens [B] int32, in a buffer. No sync, no allocation."""
+        B = seq_lens.shape[0]
+        return self._shard.lengths(seq_lens, out=self._shares[:B], spare=self._spare[:B])
 
     def fill(
         self,
@@ -142,7 +155,8 @@ class ExtendRows:
         launches: list[tuple[int, int]],
     ) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
         """Of each launch of `pieces`, from token `start` on: block_table [number, max_blocks],
-        seq_lens [number] and its tokens.
+        seq_lens [number] and its tokens. On a rank of several some may be behind those of the last
+        request, as padding of a CUDA graph: their lengths are 0.
 
         query_start_loc [B + 1], seq_lens [B] (the new tokens included) and block_table
         [B, max_blocks] are those of the requests, int32 on the device. No sync, no allocation.
@@ -153,6 +167,9 @@ class ExtendRows:
             raise ValueError(f"Expected at most {len(self._visible)} decode tokens, got {stop}")
         request_ids, visible = self._request_ids[:stop], self._visible[:stop]
         token_rows(query_start_loc, seq_lens, request_ids=request_ids, lengths=visible)
+        if self._shard.size > 1:
+            self._shard.lengths(visible, out=visible, spare=self._spare[:stop])
+            request_ids.clamp_(min=0)  # of tokens of no request, whose table is not read
         # vLLM's tables may be wider than ours, by columns that no request reaches.
         block_table = block_table[:, : self._tables.shape[1]]
         filled, row = [], 0

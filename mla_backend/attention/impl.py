@@ -25,6 +25,8 @@ class MlaImpl(ExpandedPrompts, MLACommonImpl[MlaMetadata]):
 
     can_return_lse_for_decode: bool = True
     supports_dcp: bool = True  # asked from 0.30 on; the LSE is a natural logarithm
+    # Ranks may share tokens out by several at a time beside drafts: each token is a row of its own.
+    supports_mtp_with_cp_non_trivial_interleave_size: bool = True
 
     def __init__(
         self,
@@ -115,12 +117,12 @@ class MlaImpl(ExpandedPrompts, MLACommonImpl[MlaMetadata]):
         lse: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of the tokens of one launch, B requests of as many new tokens each."""
-        assert decode.plan is not None
+        assert decode.plan is not None and decode.lengths is not None
         return mla_decode_tokens(
             q,
             cache,
             decode.block_table,
-            decode.seq_lens,
+            decode.lengths,
             scale=self.scale,
             kv_lora_rank=self.kv_lora_rank,
             kv_scale=kv_scale,

@@ -11,7 +11,8 @@ A step, in order:
 3. vLLM's `build` splits the step at the threshold, and calls `_build_decode` for the first part.
    The rest are prompts, in expanded form by vLLM (on a CPU by our tiles).
 4. `_build_decode`: requests of as many new tokens each are one launch. Others are cut into pieces,
-   and each run of equal pieces is a launch: a chain of `MlaDecodeMetadata` by `rest`.
+   and each run of equal pieces is a launch: a chain of `MlaDecodeMetadata` by `rest`. Under decode
+   context parallelism every drafted token is a piece.
 5. StepPlans updates a plan for each launch, on the device.
 """
 
@@ -37,6 +38,7 @@ from mla_backend.attention import extends, fp8_query, support
 from mla_backend.attention.builder import StepBuilder, drafts_of, most_requests
 from mla_backend.attention.kernel import DecodeKernel
 from mla_backend.attention.prefill import PrefillTile, plan_prefill
+from mla_backend.attention.shard import Shard
 from mla_backend.attention.step_plans import StepPlans
 from mla_backend.attention.warmup import warm_up
 from mla_backend.refusals import cannot_serve
@@ -47,12 +49,15 @@ logger = init_logger("vllm.mla_backend")
 
 @dataclass
 class MlaDecodeMetadata(MLACommonDecodeMetadata):
-    """`block_table` [B, max_blocks], `seq_lens` [B] and the kernel's plan for them.
+    """`block_table` [B, max_blocks], `lengths` [B] and the kernel's plan for them.
 
     They are of the first `tokens` tokens, B requests (or pieces of some) of as many new tokens
-    each; `rest` describes the others of the step, if there are any, in the same way.
+    each; `rest` describes the others of the step, if there are any, in the same way. `seq_lens` are
+    the same but for drafts under DCP: there those of the requests, by which vLLM (0.32) knows of
+    whom a rank has nothing.
     """
 
+    lengths: torch.Tensor | None = None
     plan: MlaDecodePlan | None = None
     tokens: int = 0
     rest: "MlaDecodeMetadata | None" = None
@@ -83,6 +88,9 @@ class MlaMetadataBuilder(StepBuilder, MLACommonMetadataBuilder[MlaMetadata]):
     _drafts = 0
     # New tokens more of each request than vLLM's host lengths say, in steps of several.
     _added = 0
+    # This rank's part of the cache, and whether drafts are verified over it.
+    _shard = Shard()
+    _deals_drafts = False
     # Of the step at hand, whose query lengths then need not be looked at.
     _one_token_each = False
 
@@ -93,7 +101,14 @@ class MlaMetadataBuilder(StepBuilder, MLACommonMetadataBuilder[MlaMetadata]):
         vllm_config: Any,
         device: torch.device,
     ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device, MlaMetadata)
+        super().__init__(
+            kv_cache_spec,
+            layer_names,
+            vllm_config,
+            device,
+            MlaMetadata,
+            supports_dcp_with_varlen=True,
+        )
         layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
         # The layers' own: those of a draft model may be others than the model's, which vLLM 0.26
         # counts here. Under DCP the ranks of a group gather their heads.
@@ -109,7 +124,8 @@ class MlaMetadataBuilder(StepBuilder, MLACommonMetadataBuilder[MlaMetadata]):
         self._most_s_q = max(self.reorder_batch_threshold, longest)
         self._refuse_steps(vllm_config, heads)
         self._refuse_prompts(layer)
-        self._check_steps_of(layer, vllm_config, self.dcp_world_size)
+        self._share_the_cache(layer, vllm_config)
+        self._check_steps_of(layer, vllm_config, self._shard)
         kernel, requests = layer.impl.decode_kernel, most_requests(vllm_config)
         max_blocks = compat.block_table_width(vllm_config, support.BLOCK_SIZE)
         self._plans = StepPlans(
@@ -120,7 +136,7 @@ class MlaMetadataBuilder(StepBuilder, MLACommonMetadataBuilder[MlaMetadata]):
             self.device,
             self._make_extend_rows(kernel, heads, requests, max_blocks),
         )
-        most_s_q = max(self._most_s_q, self._longest_piece)
+        most_s_q = 1 if self._deals_drafts else max(self._most_s_q, self._longest_piece)
         self._plans.reserve(most_s_q)
         if kernel.impl in support.GPU_IMPLS:
             self._say_what_decodes(kernel, heads, requests, most_s_q)
@@ -135,7 +151,10 @@ class MlaMetadataBuilder(StepBuilder, MLACommonMetadataBuilder[MlaMetadata]):
     def _refuse_steps(self, vllm_config: Any, heads: int) -> None:
         """ValueError, now and not in a step, for shapes of steps that no kernel serves."""
         drafts, parallel = self._drafts, vllm_config.parallel_config
-        support.refuse_step_shape(heads, self._most_s_q, dcp=self.dcp_world_size, drafts=drafts)
+        if drafts and self.dcp_world_size > 1:
+            speculative = vllm_config.speculative_config
+            support.refuse_drafter(speculative.method, speculative.parallel_drafting)
+        support.refuse_step_shape(heads, self._most_s_q, drafts=drafts)
         support.refuse_microbatches(
             1 + drafts,  # of a graph; parallel drafting raises the threshold further
             parallel.num_ubatches,
@@ -150,13 +169,23 @@ class MlaMetadataBuilder(StepBuilder, MLACommonMetadataBuilder[MlaMetadata]):
         if cache == (torch.uint8 if self.q_data_type == fp8 else fp8):
             raise cannot_serve(support.fp8_prompts_reason(layer.impl.kv_cache_dtype))
 
+    def _share_the_cache(self, layer: Any, vllm_config: Any) -> None:
+        """Learn which tokens this rank has of each request."""
+        if self.dcp_world_size == 1:
+            return
+        interleave = vllm_config.parallel_config.cp_kv_cache_interleave_size
+        self._shard = Shard(self.dcp_world_size, layer.impl.dcp_rank, interleave)
+        self._deals_drafts = self._drafts > 0
+        if self._deals_drafts:
+            compat.deal_draft_slots(self._shard.slots)
+
     def _make_extend_rows(
         self, kernel: DecodeKernel, heads: int, requests: int, max_blocks: int
     ) -> int:
         """Decide which ends of prompts are decoded, and make the buffers for requests that are cut
         into pieces. Returns how many pieces those have room for."""
         self._extend_tokens, self._longest_piece = 0, self._most_s_q
-        if self.dcp_world_size == 1:
+        if self._shard.size == 1:
             self._extend_tokens = extends.longest_extend(kernel, heads)
         absorbs = self._extend_tokens > self._most_s_q
         if absorbs:
@@ -167,7 +196,7 @@ class MlaMetadataBuilder(StepBuilder, MLACommonMetadataBuilder[MlaMetadata]):
         # takes from the host: there they count the drafts that were rejected.
         self.query_len_support = QueryLenSupport.VARLEN  # type: ignore[misc]
         rows = extends.most_rows(requests, self._most_s_q, absorbs)
-        self._rows = extends.ExtendRows(rows, max_blocks, self.device)
+        self._rows = extends.ExtendRows(rows, max_blocks, self.device, self._shard)
         return rows
 
     def _say_what_decodes(
@@ -181,10 +210,10 @@ class MlaMetadataBuilder(StepBuilder, MLACommonMetadataBuilder[MlaMetadata]):
             kernel.impl,
             query_dtype,
             requests,
-            most_s_q,
+            max(most_s_q, self._most_s_q),
             self._plans.workspace_bytes >> 20,
         )
-        rows = heads * self._most_s_q
+        rows = heads * (1 if self._deals_drafts else self._most_s_q)
         if hint := fp8_query.hint(kernel.impl, cache_dtype, query_dtype, rows):
             logger.info_once(hint)
 
@@ -201,17 +230,30 @@ class MlaMetadataBuilder(StepBuilder, MLACommonMetadataBuilder[MlaMetadata]):
         STATS.decode_steps += 1
         T, B = num_decode_tokens, seq_lens_device.shape[0]
 
-        def launch(table: torch.Tensor, seq_lens: torch.Tensor, tokens: int) -> MlaDecodeMetadata:
+        def launch(
+            table: torch.Tensor,
+            lengths: torch.Tensor,
+            tokens: int,
+            seq_lens: torch.Tensor | None = None,
+        ) -> MlaDecodeMetadata:
             return MlaDecodeMetadata(
                 block_table=table,
-                seq_lens=seq_lens,
+                seq_lens=lengths if seq_lens is None else seq_lens,
                 dcp_tot_seq_lens=dcp_tot_seq_lens_device,
-                plan=self._plans.for_step(seq_lens, tokens // seq_lens.shape[0]),
+                lengths=lengths,
+                plan=self._plans.for_step(lengths, tokens // lengths.shape[0]),
                 tokens=tokens,
             )
 
         if self._one_token_each:
             return launch(block_table_tensor, seq_lens_device, T)
+        if self._deals_drafts:
+            # Each token sees its own number of this rank's, which are every so many of a request's.
+            assert dcp_tot_seq_lens_device is not None
+            (rows,) = self._rows.fill(
+                query_start_loc_device, dcp_tot_seq_lens_device, block_table_tensor, 0, [(T, 1)]
+            )
+            return launch(*rows, seq_lens_device)
         query_lens = np.diff(query_start_loc_cpu.numpy())
         new = query_lens[query_lens > 0]  # none is a padded request of a graph
         if len(new) == 0 or (new.min() == new.max() and T <= B * self._most_s_q):
@@ -245,6 +287,11 @@ class MlaMetadataBuilder(StepBuilder, MLACommonMetadataBuilder[MlaMetadata]):
         self._one_token_each = common.max_query_len == 1
         if self._drafts and common.max_query_len > self._most_s_q:
             common = compat.bound_lengths(common, self._added)
+        if self._deals_drafts:
+            # vLLM's first model runner computes its own on the host, before it knows which drafts
+            # were rejected, and its drafters' steps have those of the model's, or none.
+            shares = self._rows.shares(common.seq_lens)
+            common = common.replace(dcp_local_seq_lens=shares)
         # Between steps it is what vLLM orders its batches by, and judges whether microbatches may
         # read what is only being written: a prompt's end is not a decode request to either.
         between_steps = self.reorder_batch_threshold

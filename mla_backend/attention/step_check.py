@@ -11,15 +11,18 @@ from typing import Any
 import torch
 
 from mla_backend import compat
+from mla_backend.attention.shard import Shard
 
 
 class StepCheck:
-    """The check of one builder: `layer` has the cache, `dcp` ranks share it, `drafts` are made."""
+    """The check of one builder: `layer` has the cache, a `shard` of it, `drafts` are made."""
 
-    def __init__(self, layer: Any, block_size: int, dcp: int = 1, drafts: bool = False) -> None:
+    def __init__(
+        self, layer: Any, block_size: int, shard: Shard | None = None, drafts: bool = False
+    ) -> None:
         self._layer = layer
         self._block_size = block_size
-        self._dcp = dcp
+        self._shard = shard
         self._drafts = drafts
 
     def __call__(self, common: Any) -> None:
@@ -34,7 +37,7 @@ class StepCheck:
             common.slot_mapping.cpu(),
             num_blocks=cache.shape[0],
             block_size=self._block_size,
-            dcp=self._dcp,
+            shard=self._shard,
             drafts=self._drafts,
             request_ids=compat.request_ids,
         )
@@ -48,7 +51,7 @@ def check_step(
     *,
     num_blocks: int,
     block_size: int,
-    dcp: int = 1,
+    shard: Shard | None = None,
     drafts: bool = False,
     request_ids: Callable[[], Sequence[str]] = tuple,
 ) -> None:
@@ -60,8 +63,7 @@ def check_step(
     query_start_loc  [B + 1], where each request's new tokens begin; none is a padded request
     slot_mapping     [>= tokens]; block * block_size + offset, -1 = not written here. Steps without
                      a single write are vLLM's dummies and are not compared with their tables.
-    dcp              with more than one rank the slots belong to any of them: only their range is
-                     checked
+    shard            of several ranks: the others' tokens have a slot of -1
     drafts           a draft model runs over tokens that were rejected too, and vLLM writes none of
                      those: a slot of -1 among others is no fault
     request_ids      asked only when there is a fault: ids in the order of the step. If they are
@@ -71,7 +73,8 @@ def check_step(
     starts = query_start_loc.long()
     lens, new = seq_lens[:B].long(), starts.diff()
     block_table = block_table[:B].long()
-    capacity = block_table.shape[1] * block_size * dcp
+    shard = shard or Shard()
+    capacity = block_table.shape[1] * block_size * shard.size
 
     def named(request: int) -> str:
         ids = request_ids()
@@ -93,7 +96,7 @@ def check_step(
 
     column = torch.arange(block_table.shape[1])
     # Under DCP a block holds so many tokens of each rank.
-    used = column[None] * (block_size * dcp) < lens[:, None]
+    used = column[None] * (block_size * shard.size) < lens[:, None]
     bad = used & ((block_table < 0) | (block_table >= num_blocks))
     if bad.any():
         request, j = bad.nonzero()[0].tolist()
@@ -103,19 +106,20 @@ def check_step(
     slots = slot_mapping[:tokens].long()
     request_of = torch.repeat_interleave(torch.arange(B), new)
     _check_slots(slots, request_of, num_blocks * block_size, named, fail)
-    if dcp == 1 and (slots >= 0).any():
+    if (slots >= 0).any():
         positions = lens[request_of] - new[request_of] + torch.arange(tokens) - starts[request_of]
-        blocks = block_table[request_of, positions // block_size]
-        expected = blocks * block_size + positions % block_size
+        expected = shard.slots(positions, block_table, request_of, block_size)
         wrong = slots != expected
         if drafts:
             wrong &= slots >= 0
         if wrong.any():
             token = int(wrong.nonzero()[0])
+            said = f"its block table says {int(expected[token])}"
+            if expected[token] < 0:
+                said = f"expected -1, as it is not of rank {shard.rank} of {shard.size}"
             fail(
                 int(request_of[token]),
-                f"position {int(positions[token])} is written to slot {int(slots[token])}, "
-                f"its block table says {int(expected[token])}",
+                f"position {int(positions[token])} is written to slot {int(slots[token])}, {said}",
             )
 
 

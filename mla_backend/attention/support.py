@@ -142,20 +142,22 @@ def refuse_heads(heads: int) -> None:
         )
 
 
-def refuse_step_shape(heads: int, query_len: int, *, dcp: int = 1, drafts: int = 0) -> None:
-    """ValueError unless the decode kernels take steps of up to `query_len` new tokens a request,
-    with `heads` query heads: those of a rank, under DCP those that the ranks of a group gather.
-
-    Drafts under DCP are refused because vLLM's first model runner (0.26 to 0.33) computes the
-    lengths of the ranks on the host, before it knows which drafts were rejected: answers were seen
-    to be wrong. Its second one was not tried.
+def refuse_drafter(method: str | None, parallel: bool) -> None:
+    """ValueError for drafts that vLLM makes with more tokens of each request than the model's step
+    has, under DCP: it writes these where a rank that has all tokens would (seen in 0.26 to 0.32).
     """
-    if dcp > 1 and drafts:
+    if method == "draft_model" or parallel:
+        what = "a draft model of its own" if method == "draft_model" else "parallel drafting"
         raise cannot_serve(
-            f"{drafts} speculative tokens with decode context parallelism, whose ranks vLLM gives "
-            "lengths that count rejected drafts. Mend: --decode-context-parallel-size 1, or leave "
-            "out --speculative-config"
+            f"{what} (speculative method {method}) with decode context parallelism, where vLLM "
+            "would write drafts to another rank's places. Mend: --decode-context-parallel-size 1, "
+            "or another method in --speculative-config, such as mtp"
         )
+
+
+def refuse_step_shape(heads: int, query_len: int, *, drafts: int = 0) -> None:
+    """ValueError unless the decode kernels take steps of up to `query_len` new tokens a request,
+    with `heads` query heads: those of a rank, under DCP those that the ranks of a group gather."""
     refuse_heads(heads)
     if query_len > MAX_QUERY_LEN and drafts and query_len > 1 + drafts:
         raise RefusalError(

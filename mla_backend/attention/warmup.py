@@ -66,7 +66,7 @@ def warm_up(
             T = B * s_q
             plan = plans.for_step(lengths[:B], s_q)
             decode = SimpleNamespace(
-                block_table=table[:B], seq_lens=lengths[:B], plan=plan, tokens=T, rest=None
+                block_table=table[:B], lengths=lengths[:B], plan=plan, tokens=T, rest=None
             )
             step = SimpleNamespace(decode=decode)
             impl.forward_mqa(tokens_of(query, slice(T)), cache, step, layer)

@@ -24,6 +24,7 @@ resolving.
 | | merge_every_context | to 0.27 | leading prompts alone are merged with their context |
 | | tokens_added_to_drafts | all | first steps of draft models and of P-EAGLE are longer |
 | | bound_lengths | all | a drafter's new token is missing in the host's lengths |
+| | deal_draft_slots | all | the first model runner's drafters know of no shared cache |
 | | request_ids | all | metadata builders are told no names |
 | weights | keep_kv_b_weight | to 0.28 | on CPU `kv_b_proj.weight` is freed after packing |
 | | (int8) | all | and None without AMX tiles |
@@ -69,6 +70,7 @@ from mla_backend.compat.ray import share_settings_with_ray
 from mla_backend.compat.selection import register_attention_backend, select_class_by_layer
 from mla_backend.compat.step_metadata import (
     bound_lengths,
+    deal_draft_slots,
     merge_every_context,
     request_ids,
     skip_chunked_context_metadata,
@@ -95,6 +97,7 @@ __all__ = [
     "bound_lengths",
     "build_indexers_without_deepgemm",
     "check_adapters",
+    "deal_draft_slots",
     "expands_prompts_of_sparse_layers",
     "indexer_needs_fp8_type",
     "installed_vllm_version",

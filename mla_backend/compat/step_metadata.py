@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What vLLM says of a step, put right: contexts of prompts, lengths, which requests it has."""
 
+import functools
 import inspect
 import re
 from collections.abc import Callable, Sequence
@@ -80,6 +81,47 @@ def bound_lengths(common: Any, added: int) -> Any:
         return common
     longer = torch.maximum(upper[: len(new)] + added, new)
     return common.replace(seq_lens_cpu_upper_bound=longer)
+
+
+def deal_draft_slots(slots: Callable[[Any, Any, Any, int], Any]) -> None:
+    """Under decode context parallelism, have the drafts after the first written where this rank has
+    them: slots(positions [B], block_table, rows of it [B], block_size) -> [B].
+
+    The drafters of vLLM's first model runner step on as if one rank had all tokens. Every rank
+    would then write the row of each draft, and to a block that may be another request's: no wrong
+    tokens, as it is the draft layer's cache, but worse drafts. The second runner knows of ranks.
+    """
+    import torch
+    from vllm.v1.spec_decode import llm_base_proposer
+
+    stock = llm_base_proposer.eagle_step_update_slot_mapping_and_metadata
+    stock = getattr(stock, "undealt", stock)
+
+    @functools.wraps(stock)
+    def step(
+        *,
+        block_table_tensor: Any,
+        block_size: int,
+        out_clamped_positions: Any,
+        out_slot_mapping: Any,
+        **others: Any,
+    ) -> None:
+        stock(
+            block_table_tensor=block_table_tensor,
+            block_size=block_size,
+            out_clamped_positions=out_clamped_positions,
+            out_slot_mapping=out_slot_mapping,
+            **others,
+        )
+        positions, B = out_clamped_positions, len(out_clamped_positions)
+        rows = torch.arange(B, device=positions.device)
+        dealt = slots(positions, block_table_tensor, rows, block_size)
+        written = out_slot_mapping[:B]
+        dealt.masked_fill_(written < 0, -1)  # beyond the model's longest request
+        written.copy_(dealt)
+
+    step.undealt = stock  # type: ignore[attr-defined]
+    llm_base_proposer.eagle_step_update_slot_mapping_and_metadata = step
 
 
 def request_ids() -> Sequence[str]:

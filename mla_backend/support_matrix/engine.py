@@ -131,8 +131,8 @@ def section() -> str:
         "",
         f"* CUDA graphs: `AttentionCGSupport.{graphs}`.",
         f"* New tokens of a request in one decode step: 1 to {support.MAX_QUERY_LEN}, so up to "
-        f"{support.MAX_QUERY_LEN - 1} speculative tokens, with sparse attention any number; none "
-        "with decode context parallelism.",
+        f"{support.MAX_QUERY_LEN - 1} speculative tokens, with sparse attention any number; "
+        "with decode context parallelism none by a draft model of its own or by parallel drafting.",
         f"* The logarithm of the softmax sum is returned: {yes(_returns_lse())}.",
         "* DeepSeek Sparse Attention on a GPU of 10.x: up to vLLM 0.32. Refused with 0.33, whose "
         "kernel writes the indexer's keys with other scales.",

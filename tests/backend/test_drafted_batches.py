@@ -5,6 +5,7 @@ Under asynchronous scheduling the host's lengths count drafts that were rejected
 contexts of what is split off as a prompt from the host: so no drafted request may be.
 """
 
+import functools
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,9 +17,11 @@ from vllm.v1.spec_decode.utils import extend_all_queries_by_N
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from mla_backend import compat
+from mla_backend.attention.shard import Shard
 from tests.backend.test_gpu_support import build, drafting, one_layer
 
 DRAFTS = 2
+ALONE = Shard()
 # Of a draft model of its own.
 DRAFT = {
     "layer": "draft_model.model.layers.0.self_attn.attn",
@@ -66,27 +69,40 @@ class Batch:
 @pytest.fixture
 def builder(monkeypatch):
     """builder(extend_tokens): as on a GPU, where a prompt's context is what vLLM says."""
+    return functools.partial(make_builder, monkeypatch)
 
-    def make(extend_tokens, threshold=1 + DRAFTS, layer="layer", **how):
-        config = drafting(one_layer(monkeypatch), DRAFTS)
-        vars(config.speculative_config).update(how)
-        layers = config.compilation_config.static_forward_context
-        layers[layer] = layers["layer"]
-        config.model_config.max_model_len = 40 * 64
-        config.model_config.hf_text_config = SimpleNamespace(num_hidden_layers=4)
-        monkeypatch.setenv("MLA_BACKEND_EXTEND_TOKENS", str(extend_tokens))
-        made = build(monkeypatch, config, threshold, layer=layer)
-        made._on_cpu = made.use_pcp = made.non_causal_multi_token_decode = False
-        made.chunked_prefill_workspace_size, made.page_size = 8192, 64
-        made.chunked_prefill_workspace = torch.empty(1)
-        made.dcp_local_block_size = made.dcp_virtual_block_size = 1
-        made.dcp_manager = None
-        made.model_config = SimpleNamespace(dtype=torch.bfloat16, get_head_size=lambda: 576)
-        made.q_data_type, made.metadata_cls = torch.bfloat16, SimpleNamespace
-        made._prefill_backend = SimpleNamespace(prepare_metadata=lambda *_: None)
-        return made
 
-    return make
+def make_builder(
+    monkeypatch,
+    extend_tokens,
+    threshold=1 + DRAFTS,
+    layer="layer",
+    shard=ALONE,
+    drafts=DRAFTS,
+    **how,
+):
+    """shard: what the builder's rank has of the cache."""
+    config = drafting(one_layer(monkeypatch), drafts)
+    vars(config.speculative_config).update(how)
+    layers = config.compilation_config.static_forward_context
+    layers[layer] = layers["layer"]
+    layers[layer].impl.dcp_rank = shard.rank
+    config.parallel_config.decode_context_parallel_size = shard.size
+    config.parallel_config.cp_kv_cache_interleave_size = shard.interleave
+    config.model_config.max_model_len = 40 * 64
+    config.model_config.hf_text_config = SimpleNamespace(num_hidden_layers=4)
+    monkeypatch.setenv("MLA_BACKEND_EXTEND_TOKENS", str(extend_tokens))
+    made = build(monkeypatch, config, threshold, ranks=shard.size, layer=layer)
+    made._on_cpu = made.use_pcp = made.non_causal_multi_token_decode = False
+    made.chunked_prefill_workspace_size, made.page_size = 8192, 64
+    made.chunked_prefill_workspace = torch.empty(1)
+    made.dcp_local_block_size = made.cp_kv_cache_interleave_size = shard.interleave
+    made.dcp_virtual_block_size = shard.interleave * shard.size
+    made.dcp_manager = None
+    made.model_config = SimpleNamespace(dtype=torch.bfloat16, get_head_size=lambda: 576)
+    made.q_data_type, made.metadata_cls = torch.bfloat16, SimpleNamespace
+    made._prefill_backend = SimpleNamespace(prepare_metadata=lambda *_: None)
+    return made
 
 
 def launches(decode):

@@ -285,12 +285,6 @@ def test_drafts_in_parallel_are_refused_by_the_number_that_was_asked_for():
         support.refuse_step_shape(16, 9, drafts=8)
 
 
-def test_drafts_under_context_parallelism_are_refused():
-    support.refuse_step_shape(128, 1, dcp=2)
-    with pytest.raises(ValueError, match="3 speculative tokens with decode context parallelism"):
-        support.refuse_step_shape(128, 1, dcp=2, drafts=3)
-
-
 def test_graphs_whose_microbatches_would_cut_a_request_are_refused():
     support.refuse_microbatches(3, 2, [36, 48, 300])
     support.refuse_microbatches(1, 2, [33])
@@ -335,7 +329,8 @@ def build(monkeypatch, config, threshold=1, num_heads=16, ranks=1, layer="layer"
     """A builder of `layer`, for which vLLM counts on `threshold` query tokens a request and, as
     0.26 does, on the heads of the main model."""
 
-    def common(self, kv_cache_spec, layer_names, vllm_config, device, metadata_cls):
+    def common(self, kv_cache_spec, layer_names, vllm_config, device, metadata_cls, **how):
+        assert how == {"supports_dcp_with_varlen": True}  # else drafts would be prompts to vLLM
         self.num_heads, self.dcp_world_size, self.device = num_heads, ranks, device
         self.reorder_batch_threshold = threshold
 
@@ -385,8 +380,6 @@ def test_ranks_of_a_context_gather_their_heads(monkeypatch):
     config.compilation_config.static_forward_context["layer"].impl.num_heads = 64
     with pytest.raises(ValueError, match=r"256 .*heads"):
         build(monkeypatch, config, ranks=4)
-    with pytest.raises(ValueError, match="speculative tokens with decode context parallelism"):
-        build(monkeypatch, drafting(one_layer(monkeypatch), 2), threshold=3, ranks=2)
 
 
 @pytest.mark.parametrize("cache", ["auto", "fp8", "fp8_ds_mla"])
@@ -428,7 +421,7 @@ def one_layer(monkeypatch, cache="auto"):
     """vLLM's configuration of a model of one layer with 16 heads, on a CPU."""
     monkeypatch.setenv("MLA_BACKEND_IMPL", "torch")
     kernel = DecodeKernel.choose(MlaDims(), torch.bfloat16, cache, torch.device("cpu"))
-    impl = SimpleNamespace(num_heads=16, decode_kernel=kernel, kv_cache_dtype=cache)
+    impl = SimpleNamespace(num_heads=16, decode_kernel=kernel, kv_cache_dtype=cache, dcp_rank=0)
     layer = SimpleNamespace(impl=impl)
     return SimpleNamespace(
         compilation_config=SimpleNamespace(
@@ -437,7 +430,10 @@ def one_layer(monkeypatch, cache="auto"):
             max_cudagraph_capture_size=0,
         ),
         parallel_config=SimpleNamespace(
-            use_ubatching=False, num_ubatches=1, decode_context_parallel_size=1
+            use_ubatching=False,
+            num_ubatches=1,
+            decode_context_parallel_size=1,
+            cp_kv_cache_interleave_size=1,
         ),
         speculative_config=None,
         scheduler_config=SimpleNamespace(max_num_seqs=4),

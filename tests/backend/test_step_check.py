@@ -7,13 +7,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mla_backend.attention.shard import Shard
 from mla_backend.attention.step_check import StepCheck, check_step
 
 BLOCK, BLOCKS = 64, 40
 
 
-def make_step(lens, new, padded=0):
-    """A step of requests with `lens` tokens, the last `new` of them new; shuffled pages."""
+def make_step(lens, new, padded=0, shard=None):
+    """A step of requests with `lens` tokens, the last `new` of them new; shuffled pages. With a
+    `shard` the slots are those of its rank."""
+    shard = shard or Shard()
     g = torch.Generator().manual_seed(0)
     order = torch.randperm(BLOCKS - 1, generator=g) + 1  # block 0 belongs to nobody
     table = torch.full((len(lens) + padded, 12), 2**30, dtype=torch.int32)
@@ -22,8 +25,11 @@ def make_step(lens, new, padded=0):
         pages = -(-n // BLOCK)
         table[r, :pages] = order[taken : taken + pages]
         taken += pages
+        turns = [p // shard.interleave % shard.size for p in range(n)]
         for p in range(n - q, n):
-            slots.append(int(table[r, p // BLOCK]) * BLOCK + p % BLOCK)
+            own = turns[:p].count(shard.rank)
+            slot = int(table[r, own // BLOCK]) * BLOCK + own % BLOCK
+            slots.append(slot if turns[p] == shard.rank else -1)
     counts = torch.tensor([0, *new, *[0] * padded])
     return {
         "block_table": table,
@@ -179,16 +185,37 @@ def test_dummy_steps_and_shared_caches():
     check(dummy)
     dummy["seq_lens"].zero_()
     check(dummy)
-    shared = make_step(LENS, NEW)
-    shared["slot_mapping"][::2] = -1  # the other ranks' tokens
+    shard = Shard(2, 1)
+    shared = make_step(LENS, NEW, shard=shard)
     shared["block_table"][3, 3:] = 2**30  # each rank has 150 of its 300 tokens
-    check(shared, dcp=2)
+    check(shared, shard=shard)
     shared["slot_mapping"][1] = BLOCKS * BLOCK
     with pytest.raises(ValueError, match="request 1 "):
-        check(shared, dcp=2)
+        check(shared, shard=shard)
     shared["block_table"][3, 2] = -1
     with pytest.raises(ValueError, match=r"request 3 .*column 2 holds -1"):
-        check(shared, dcp=2)
+        check(shared, shard=shard)
+
+
+@pytest.mark.parametrize("shard", [Shard(2, 0), Shard(2, 1), Shard(4, 2), Shard(2, 1, 2)])
+def test_every_rank_writes_its_own_tokens(shard):
+    step = make_step(LENS, NEW, shard=shard)
+    check(step, shard=shard)
+    written = step["slot_mapping"] >= 0
+    mine, other = (int(x.nonzero()[5]) for x in (written, ~written))
+    slot = int(step["slot_mapping"][mine])
+    said = rf"request 3 .*slot {slot + 1000}, its block table says {slot}$"
+    step["slot_mapping"][mine] += 1000
+    with pytest.raises(ValueError, match=said):
+        check(step, shard=shard)
+    step["slot_mapping"][mine] = -1
+    with pytest.raises(ValueError, match=rf"slot -1, its block table says {slot}$"):
+        check(step, shard=shard)
+    check(step, shard=shard, drafts=True)  # as one that was rejected
+    step["slot_mapping"][other] = slot
+    said = f"slot {slot}, expected -1, as it is not of rank {shard.rank} of {shard.size}$"
+    with pytest.raises(ValueError, match=said):
+        check(step, shard=shard, drafts=True)
 
 
 @pytest.mark.parametrize(("length", "last"), [(128, 0), (129, 1), (255, 1), (257, 2)])
@@ -198,10 +225,10 @@ def test_the_last_block_of_ranks_that_share_it_unevenly(length, last):
     step["slot_mapping"].fill_(-1)
     step["seq_lens"][3] = length
     step["block_table"][3, last + 1 :] = 2**30
-    check(step, dcp=2)
+    check(step, shard=Shard(2))
     step["block_table"][3, last] = 2**30
     with pytest.raises(ValueError, match=rf"request 3 .*column {last} holds"):
-        check(step, dcp=2)
+        check(step, shard=Shard(2))
 
 
 def test_ranks_that_share_a_cache_hold_longer_requests():
@@ -212,10 +239,10 @@ def test_ranks_that_share_a_cache_hold_longer_requests():
     with pytest.raises(ValueError, match=rf"expected a seq_len in 0\.\.{capacity}"):
         check(step)
     step["block_table"][1] = 0
-    check(step, dcp=2)
+    check(step, shard=Shard(2))
     step["seq_lens"][1] += 1
     with pytest.raises(ValueError, match=rf"expected a seq_len in 0\.\.{2 * capacity}"):
-        check(step, dcp=2)
+        check(step, shard=Shard(2))
 
 
 def test_reads_what_vllm_hands_over():
