@@ -47,6 +47,8 @@ PIECEWISE = {"compilation_config": COMPILED["compilation_config"] | {"cudagraph_
 # What an engine must be for choices.py: in one process, with the model runner that it knows.
 RECORDED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
 MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": DRAFTS}}
+# vLLM chooses the draft layer's backend by itself, unless it is named.
+OUR_MTP = {"speculative_config": MTP["speculative_config"] | {"attention_backend": "CUSTOM"}}
 # With drafts, 1 + DRAFTS tokens a request: whole batches of 1 to 32 requests.
 MTP_GRAPHS = GRAPHS | {"cudagraph_capture_sizes": [4, 8, 16, 32, 64, 128]}
 # A draft model of its own, which is the model itself: conftest.py names it. The second model runner
@@ -61,6 +63,8 @@ RANKS = {
     "tp 2": {"tensor_parallel_size": 2},
     "dcp 2": {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
 }
+# The ranks take turns with two tokens each, not with one.
+PAIRS = {"cp_kv_cache_interleave_size": 2}
 RANKS_STOCK = "FLASH_ATTN_MLA"
 # Heads of one of four and of sixteen tensor-parallel ranks of DeepSeek-V3.
 FEWER_HEADS, FEWER_STOCK = (32, 8), "FLASH_ATTN_MLA"
@@ -151,8 +155,10 @@ def add_other_runner(add, short, crowd):
     add("other runner sleep", env=env, scenarios=asleep, enable_sleep_mode=True,
         enable_prefix_caching=False)  # fmt: skip
     if torch.cuda.device_count() > 1:
-        add("CUSTOM dcp 2 other runner", 128, env | NO_MULTICAST, disable_custom_all_reduce=True,
-            **RANKS["dcp 2"])  # fmt: skip
+        dcp = RANKS["dcp 2"] | {"disable_custom_all_reduce": True}
+        add("CUSTOM dcp 2 other runner", 128, env | NO_MULTICAST, **dcp)
+        add("CUSTOM dcp 2 other runner mtp", 128, checked | NO_MULTICAST,
+            compilation_config=MTP_GRAPHS, **OUR_MTP, **dcp)  # fmt: skip
 
 
 def add_draft_models(add):
@@ -209,8 +215,7 @@ def all_engines():
     add("CUSTOM v3.2 compiled", "v3.2", **COMPILED)
     add("CUSTOM v3.2 fp8_ds_mla", "v3.2", kv_cache_dtype="fp8_ds_mla")
     add("CUSTOM v3.2 fp8 indexer", "v3.2", {"MLA_BACKEND_FP8_INDEXER": "1"})
-    drafts = MTP["speculative_config"] | {"attention_backend": "CUSTOM"}
-    mtp = {"compilation_config": MTP_GRAPHS, "speculative_config": drafts}
+    mtp = {"compilation_config": MTP_GRAPHS, **OUR_MTP}
     add("CUSTOM v3.2 mtp", "v3.2", **mtp)
     short = wide_scenarios(1900)  # all of whose tokens "v3.2 all" and "v3.2 few" read
     for backend in ("CUSTOM", "FLASHMLA_SPARSE"):
@@ -273,4 +278,7 @@ def all_engines():
                 **RANKS["tp 2"])  # fmt: skip
         add("CUSTOM tp 2 mtp", 128, NO_MULTICAST, compilation_config=MTP_GRAPHS,
             disable_custom_all_reduce=True, **MTP, **RANKS["tp 2"])  # fmt: skip
+        for name, dealt in (("dcp 2 mtp", {}), ("dcp 2 pairs mtp", PAIRS)):
+            add(f"CUSTOM {name}", 128, checked | NO_MULTICAST, disable_custom_all_reduce=True,
+                **mtp, **RANKS["dcp 2"], **dealt)  # fmt: skip
     return engines

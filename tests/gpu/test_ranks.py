@@ -11,6 +11,7 @@ import pytest
 import torch
 from engines import RANKS, RANKS_STOCK, SPARSE_STOCK
 from oracle import NOISE, distance, divergences
+from test_features import done
 from test_parity import outputs_of
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -31,7 +32,11 @@ def bars(engines, checkpoint):
     return of
 
 
-@pytest.mark.parametrize("ranks", [*RANKS, "tp 2 mtp", "dcp 2 other runner", f"{SPARSE} tp 2"])
+DEALT_DRAFTS = ["dcp 2 mtp", "dcp 2 pairs mtp", "dcp 2 other runner mtp"]
+OTHERS = ["tp 2 mtp", "dcp 2 other runner", *DEALT_DRAFTS, f"{SPARSE} tp 2"]
+
+
+@pytest.mark.parametrize("ranks", [*RANKS, *OTHERS])
 def test_two_ranks_answer_as_one(ranks, engines, checkpoint, bars, ranks_table):
     heads, stock = (SPARSE, SPARSE_STOCK) if SPARSE in ranks else (128, RANKS_STOCK)
     path, bars = checkpoint(heads), bars(heads)
@@ -54,3 +59,12 @@ def test_the_kernel_of_every_rank_is_the_one_expected(ranks, engines):
     assert [rank["rank"] for rank in stats] == [0, 1]
     assert [rank[kind]["impl"] for rank in stats] == ["hopper", "hopper"]
     assert all(rank[f"{kind}_steps"] > 90 for rank in stats)
+
+
+@pytest.mark.parametrize("ranks", DEALT_DRAFTS)
+def test_steps_of_dealt_drafts_are_checked_and_found_sound(ranks, engines):
+    """The slots of every step of a rank, its drafter's too: an engine ends at the first fault."""
+    result = engines(f"CUSTOM {ranks}")
+    counted = done(result, "plain")
+    assert counted["checked_steps"] >= counted["decode_steps"] > 20
+    assert all(rank["checked_steps"] > 20 for rank in result["ranks"])
