@@ -28,7 +28,7 @@ resolving.
 | | request_ids | all | metadata builders are told no names |
 | weights | keep_kv_b_weight | to 0.28 | on CPU `kv_b_proj.weight` is freed after packing |
 | | (int8) | all | and None without AMX tiles |
-| | split_kv_b_exactly | all | ones are rounded to a static scale of activations |
+| | split_kv_b_exactly | all | ones are rounded to a scale of activations |
 | adapters | check_adapters | all | LoRA changes layers that an attention backend never calls |
 | indexer | replace_indexer | all | its class takes no other kernels; on CPU none quantises |
 | | (below sm_89) | to 0.28 | the fused kernel of its queries does not compile |

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights that vLLM changes, frees or rounds after loading."""
 
+import contextlib
 import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mla_backend.compat import versions
+from mla_backend.refusals import cannot_serve
 
 
 def keep_kv_b_weight(kv_b_proj: Any) -> None:
@@ -53,12 +56,11 @@ def _replace_none(kv_b_proj: Any) -> None:
 
 def split_kv_b_exactly() -> None:
     """Have W_UK and W_UV be what `kv_b_proj` multiplies by, also where it quantises activations by
-    a static scale (int8 or fp8 of compressed-tensors, fp8 of ModelOpt).
+    a scale of the checkpoint: int8 and fp8 (compressed-tensors, ModelOpt), and NVFP4.
 
     vLLM reads such a layer's weight by a product with the identity, whose ones are rounded to that
     scale too: with int8 and activations of up to 10 all weights came out 4 % too small, with some
-    of up to 0.5 by half. A multiple of the scale that both types have is not rounded; with a zero
-    point it is taken on the side where int8 has room.
+    of up to 0.5 by half; with NVFP4 up to 6 % off. As it reads, the scale is one that keeps ones.
     """
     from vllm.model_executor.layers.attention import mla_attention
 
@@ -70,36 +72,45 @@ def split_kv_b_exactly() -> None:
     def get_and_maybe_dequant_weights(layer: Any, *args: Any, **kwargs: Any) -> Any:
         while hasattr(layer, "base_layer"):  # LoRA's
             layer = layer.base_layer
-        scale, method = _static_scale(layer), layer.quant_method
-        if scale is None:
+        with _set(_scales_that_keep_one(layer)):
             return stock(layer, *args, **kwargs)
-        zero_point = getattr(layer, "input_zero_point", None)
-        away = -64 if zero_point is not None and zero_point > 0 else 64  # 127 is the largest code
-        one, apply = away * scale.float(), method.apply
-
-        def apply_to_scaled(layer: Any, x: Any, bias: Any = None) -> Any:
-            return apply(layer, (x * one).to(x.dtype), bias).float() / one
-
-        method.apply = apply_to_scaled
-        try:
-            return stock(layer, *args, **kwargs)
-        finally:
-            del method.apply
 
     mla_attention.get_and_maybe_dequant_weights = get_and_maybe_dequant_weights
 
 
-def _static_scale(layer: Any) -> Any:
-    """The one scale of a layer's activations, if it has one before it sees them. Layers of other
-    formats (Marlin's, of 4 bits) have theirs under this name too, or do not use it."""
+@contextlib.contextmanager
+def _set(values: Sequence[tuple[Any, Any]]) -> Iterator[None]:
+    """Tensors hold these values. In place, as operators may have views of them."""
+    kept = [(tensor, tensor.data.clone()) for tensor, _ in values]
+    try:
+        for tensor, value in values:
+            tensor.data.copy_(value)
+        yield
+    finally:
+        for tensor, value in kept:
+            tensor.data.copy_(value)
+
+
+def _scales_that_keep_one(layer: Any) -> Sequence[tuple[Any, Any]]:
+    """The scales by which a layer quantises activations, if it has any before it sees them, and the
+    values with which 1 is a code of theirs, times a scale that changes no bit of the weight."""
     import torch
 
+    if hasattr(layer, "b12x_tensor_fp8_packed_weight"):
+        raise cannot_serve(
+            "fp8 weights of kv_b_proj with a static scale of activations by b12x, which "
+            "rounds W_UK and W_UV to that scale. Mend: no b12x in --linear-backend"
+        )
+    inverse, alpha = (getattr(layer, name, None) for name in ("input_global_scale_inv", "alpha"))
+    if inverse is not None and alpha is not None:
+        # NVFP4: 1 is stored as 6, the largest code, with a scale of inverse / 6 rounded to e4m3.
+        return (inverse, torch.tensor(6.0)), (alpha, layer.weight_global_scale.data / 6)
     scale, weight = getattr(layer, "input_scale", None), getattr(layer, "weight", None)
     if not isinstance(scale, torch.Tensor) or scale.numel() != 1 or weight is None:
-        return None
-    if weight.numel() == 0:  # int8 on a CPU
-        return scale.reshape(())
-    # AMX tiles keep it and use no such scale: a multiple would be rounded to bf16 for nothing.
-    amx = weight.is_cpu and weight.dtype == torch.int8
-    multiplied = weight.dtype in (torch.int8, torch.float8_e4m3fn) and not amx
-    return scale.reshape(()) if multiplied else None
+        return ()
+    # int8 on a CPU may leave none. Layers of other formats (Marlin's) do not use it.
+    if weight.numel() > 0 and weight.dtype not in (torch.int8, torch.float8_e4m3fn):
+        return ()
+    zero_point = getattr(layer, "input_zero_point", None)
+    away = zero_point is not None and zero_point > 0  # up to 127, which is the largest code
+    return ((scale, torch.tensor(-1.0 if away else 1.0)),)
