@@ -99,20 +99,32 @@ def pieces(query_lens: np.ndarray, longest: int, taken: set[int] | None) -> list
     by launch and in the order of the tokens; a launch takes pieces of one length.
 
     taken  lengths that another launch of the step has: a plan of each length is all that there is,
-           so a step whose launches would need two has pieces of one token. None: no such bound
+           so where two launches would need one, pieces are shorter. None: no such bound
     """
+    # Each piece reads its whole context, so the longest that keep to the bound cost least.
+    for most in range(longest, 1, -1):
+        if launches := _cut(query_lens.tolist(), most, taken):
+            return launches
+    return [(int(query_lens.sum()), 1)]
+
+
+def _cut(query_lens: list[int], most: int, taken: set[int] | None) -> list[tuple[int, int]]:
+    """`pieces` of at most `most` tokens; none if two launches, or one and `taken`, would share a
+    length."""
     launches: list[tuple[int, int]] = []
-    for length in query_lens.tolist():
+    used = None if taken is None else taken.copy()
+    for length in query_lens:
         # What is left over first: behind decode tokens it is often one of them.
-        for number, s_q in ((1, length % longest), (length // longest, longest)):
+        for number, s_q in ((1, length % most), (length // most, most)):
             if not number or not s_q:
                 continue
             if launches and launches[-1][1] == s_q:
                 number += launches.pop()[0]
+            elif used is not None:
+                if s_q in used:
+                    return []
+                used.add(s_q)
             launches.append((number, s_q))
-    lengths = [s_q for _, s_q in launches]
-    if taken is not None and (len({*lengths}) < len(lengths) or taken & {*lengths}):
-        return [(int(query_lens.sum()), 1)]
     return launches
 
 

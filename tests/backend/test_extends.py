@@ -102,7 +102,24 @@ def test_one_launch_of_a_length_where_there_is_one_plan():
     assert extends.pieces(lengths, 8, None) == [(1, 5), (1, 8), (1, 5), (1, 8)]
     assert extends.pieces(lengths, 8, set()) == [(26, 1)]
     assert extends.pieces(np.array([8]), 4, {2}) == [(2, 4)]
-    assert extends.pieces(np.array([8]), 4, {4}) == [(8, 1)]
+
+
+@pytest.mark.parametrize(
+    "query_lens, longest, taken, expected",
+    [
+        ([9], 8, {8}, [(1, 2), (1, 7)]),  # an end behind requests with seven drafts
+        ([9, 9, 9], 8, set(), [(9, 3)]),  # first steps of their drafts
+        ([9, 1], 8, set(), [(1, 2), (1, 7), (1, 1)]),
+        ([57], 4, {4}, [(19, 3)]),
+        ([1, 8], 4, {4}, [(1, 1), (1, 2), (2, 3)]),
+        ([8], 2, {2}, [(8, 1)]),
+    ],
+)
+def test_shorter_pieces_where_a_plan_is_taken(query_lens, longest, taken, expected):
+    """Single rows, which did as well, read each context once for every token."""
+    asked = taken.copy()
+    assert extends.pieces(np.array(query_lens), longest, asked) == expected
+    assert asked == taken
 
 
 @pytest.mark.parametrize(

@@ -258,7 +258,7 @@ def test_decode_of_mixed_lengths(
 @pytest.mark.parametrize(
     "query_lens, pieces",
     [
-        ([4, 4, 8], [(2, 4), (8, 1)]),  # two launches of 4 tokens would share a plan
+        ([4, 4, 8], [(2, 4), (1, 2), (2, 3)]),  # two launches of 4 tokens would share a plan
         ([3, 3, 8], [(2, 3), (2, 4)]),
         ([1, 1, 8], [(2, 1), (2, 4)]),
         ([4, 8, 3, 8], [(1, 4), (19, 1)]),
