@@ -58,7 +58,7 @@ class MlaImpl(ExpandedPrompts, MLACommonImpl[MlaMetadata]):
         support.refuse_layer_options(alibi_slopes, sliding_window, logits_soft_cap, attn_type)
         vllm_config = get_current_vllm_config()
         support.refuse_models(vllm_config)
-        refuse_absorbed_adapters(vllm_config)
+        refuse_absorbed_adapters(self, vllm_config)
         self._on_cpu = current_platform.is_cpu()
         self.decode_kernel = DecodeKernel.choose(
             MlaDims(self.kv_lora_rank, self.qk_rope_head_dim),

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 
-def check_adapters(check: Callable[[str, list[str]], None]) -> None:
-    """Have `check(name, modules)` see every adapter that this process loads from now on: its name
-    and the modules of the model that vLLM would change by it. What it raises is vLLM's answer.
+def check_adapters(check: Callable[[str, list[str], Any], None]) -> None:
+    """Have `check(name, modules, model)` see every adapter that this process loads from now on: its
+    name and the modules of the model that vLLM would change by it. What it raises is vLLM's answer.
 
     Safe to call again.
     """
@@ -21,8 +21,10 @@ def check_adapters(check: Callable[[str, list[str]], None]) -> None:
     @functools.wraps(load)
     def _load_adapter(self: Any, lora_request: Any) -> Any:
         adapter = load(self, lora_request)
-        wrapped = self._adapter_manager.modules  # --lora-target-modules leaves others out
-        check(lora_request.lora_name, [name for name in adapter.loras if name in wrapped])
+        manager = self._adapter_manager
+        # --lora-target-modules leaves others out.
+        changed = [name for name in adapter.loras if name in manager.modules]
+        check(lora_request.lora_name, changed, manager.model)
         return adapter
 
     _load_adapter.checked = True  # type: ignore[attr-defined]

@@ -68,7 +68,7 @@ class SparseMlaImpl(ExpandedPrompts):
         support.refuse_layer_options(alibi_slopes, sliding_window, logits_soft_cap, attn_type)
         vllm_config = get_current_vllm_config()
         support.refuse_models(vllm_config)
-        refuse_absorbed_adapters(vllm_config)
+        refuse_absorbed_adapters(self, vllm_config)
         support.refuse_hisparse(vllm_config)
         self._on_cpu = current_platform.is_cpu()
         support.refuse_sparse_dcp(vllm_config)
