@@ -76,6 +76,33 @@ def test_a_loop_that_ends_with_a_wait_is_found():
     assert [loop.start for loop in sass.hot_loops(sass.parse(listing))] == [0x40]
 
 
+# Barriers of eight bytes at 0x400, 0x410 and 0x420; the last is given up.
+BARRIERS = """
+        /*0010*/              @!UP2 SYNCS.EXCH.64 URZ, [UR13+0x400], UR36 ;
+        /*0020*/                   SYNCS.EXCH.64 URZ, [UR13+0x410], UR38 ;
+        /*0030*/                   SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR13+0x400], RZ ;
+        /*0040*/                   LDS R4, [UR13+0x400] ;
+        /*0050*/                   LDGSTS.E.BYPASS.128 [R0+0x500], desc[UR54][R10.64+0x410], P0 ;
+        /*0060*/              @!P2 STS.64 [R10+0x408], R7 ;
+        /*0070*/                   SYNCS.EXCH.64 URZ, [UR13+0x420], UR38 ;
+        /*0080*/              @!P5 SYNCS.CCTL.IV [UR13+0x420] ;
+        /*0090*/                   STS [R10+0x420], R7 ;
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "reused"),
+    [
+        ("", "", ()),
+        ("STS.64 [R10+0x408]", "STS [R10+0x404]", (0x400,)),
+        ("STS.64 [R10+0x408]", "STSM.16.M88.4 [R10+0x410]", (0x410,)),
+        ("[R0+0x500]", "[R0+0x400]", (0x400,)),
+    ],
+)
+def test_a_store_to_the_place_of_a_barrier_is_found(before, after, reused):
+    assert sass.reused_barriers(sass.parse(BARRIERS.replace(before, after))) == reused
+
+
 def test_a_good_report_passes():
     assert check(CompileReport(SPEC, ARCHS[90], **GOOD)) == []
 
@@ -87,6 +114,10 @@ def test_a_good_report_passes():
         ({"shared_memory": 227 * 1024 + 1}, "227.0 KB of shared memory, sm_90 has 227 KB"),
         ({"hot_local_loads": 2}, "hot loop: 2 LDL, 0 STL"),
         ({"hot_local_stores": 1}, "hot loop: 0 LDL, 1 STL"),
+        (
+            {"reused_barriers": (0x400, 0x410)},
+            "the places of mbarriers in shared memory: 0x400, 0x410",
+        ),
         ({"tensor_core": {"mma": 8}}, "no wgmma instruction"),
         ({"warnings": ("(C7510) serialized",)}, "(C7510) serialized"),
     ],

@@ -42,6 +42,7 @@ def read(kernel: Any, arch: Arch) -> tuple[dict[str, Any], dict[str, str]]:
         "spill_load_bytes": _number(r"(\d+) bytes spill loads", log),
         "hot_local_loads": hot_loads,
         "hot_local_stores": hot_stores,
+        "reused_barriers": sass.reused_barriers(instructions),
         "tensor_core": sass.tensor_core_families(instructions),
         "warnings": tuple(line for line in log.splitlines() if PTXAS_WARNINGS.search(line)),
     }

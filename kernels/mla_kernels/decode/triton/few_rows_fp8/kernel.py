@@ -70,7 +70,9 @@ def few_rows_fp8_kernel(
     sums = gl.allocate_shared_memory(gl.float32, [2 * SLOTS, BM], VECTOR)  # l and k handed over
     full = barriers(TEAMS * SLOTS)
     empty = barriers(TEAMS * SLOTS)
-    handed = barriers(SLOTS)
+    handed = full
+    if TEAMS > 1:  # one team hands nothing over, and the place of a dead barrier is used again
+        handed = barriers(SLOTS)
     landed = barriers(1).index(0)
     if TEAMS == 1:
         fence_async_shared()
