@@ -13,6 +13,7 @@ from mla_kernels.layer.api import mla_layer
 from mla_kernels.sparse.api import mla_sparse_attention
 from mla_kernels.sparse.workspace import mla_sparse_workspace
 from mla_kernels.topk.api import exact_topk
+from mla_kernels.topk.merge import merge_topk
 from mla_kernels.topk.plan import exact_topk_workspace
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "indexer_scores",
     "indexer_topk",
     "indexer_topk_workspace",
+    "merge_topk",
     "mla_decode",
     "mla_layer",
     "mla_sparse_attention",

@@ -53,7 +53,7 @@ _WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
         f"compute capability {'.'.join(map(str, c['device_capability']))}; "
         f"the kernels are made for {compute_generations()}. {ELSE}"
     ),
-    "DCP not supported": lambda c: dcp_reason(c["use_sparse"]),
+    "DCP not supported": lambda c: dcp_reason(),
     "PCP not supported": lambda c: (
         "prefill context parallelism. Mend: --prefill-context-parallel-size 1"
     ),

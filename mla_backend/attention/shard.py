@@ -2,6 +2,7 @@
 """Which tokens of a request a rank of decode context parallelism has, and where."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -14,6 +15,18 @@ class Shard:
     size: int = 1
     rank: int = 0
     interleave: int = 1
+
+    @classmethod
+    def of(cls, vllm_config: Any) -> "Shard | None":
+        """That of this process; None without decode context parallelism. vLLM settles the
+        interleave between the layers and the metadata builders: not to be asked for earlier."""
+        parallel = vllm_config.parallel_config
+        if parallel.decode_context_parallel_size == 1:
+            return None
+        from vllm.distributed.parallel_state import get_dcp_group
+
+        group = get_dcp_group()
+        return cls(group.world_size, group.rank_in_group, int(parallel.cp_kv_cache_interleave_size))
 
     def lengths(
         self, total: torch.Tensor, *, out: torch.Tensor, spare: torch.Tensor

@@ -37,11 +37,8 @@ def block_size_reason(block_size: int) -> str:
     )
 
 
-def dcp_reason(sparse: bool = False) -> str:
-    what = "decode context parallelism"
-    if sparse:
-        what = f"sparse attention with {what}"
-    return f"{what}. {_NO_DCP}"
+def dcp_reason() -> str:
+    return f"decode context parallelism. {_NO_DCP}"
 
 
 def dcp_on_cpu_reason() -> str:
@@ -72,11 +69,24 @@ def lora_of_experts_on_cpu_reason(architecture: str) -> str:
     )
 
 
-def refuse_sparse_dcp(vllm_config: Any) -> None:
-    """ValueError where ranks share out the tokens of a request: each would choose among its own.
-    vLLM before 0.28 does not ask the backend."""
-    if vllm_config.parallel_config.decode_context_parallel_size > 1:
-        raise cannot_serve(dcp_reason(sparse=True))
+def refuse_sparse_dcp(vllm_config: Any, *, on_cpu: bool) -> None:
+    """ValueError unless the ranks can share out the tokens of sparse layers. vLLM before 0.30 does
+    not ask the backend.
+
+    Of drafts the lengths of the ranks would be right, as they are computed on the device, but
+    vLLM's own parts of such steps were not run.
+    """
+    if vllm_config.parallel_config.decode_context_parallel_size == 1:
+        return
+    if on_cpu:
+        raise cannot_serve(dcp_on_cpu_reason())
+    speculative = vllm_config.speculative_config
+    if speculative is not None:
+        raise cannot_serve(
+            f"{speculative.num_speculative_tokens} speculative tokens with sparse attention under "
+            "decode context parallelism, which were not run together. "
+            "Mend: --decode-context-parallel-size 1, or leave out --speculative-config"
+        )
 
 
 def refuse_hisparse(vllm_config: Any) -> None:

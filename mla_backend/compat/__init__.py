@@ -16,6 +16,8 @@ resolving.
 | ray | share_settings_with_ray | all | Ray's workers lack the server's environment |
 | kv_cache | layer_compact_layouts | 0.29 on | layouts go by name, not by stride order |
 | | block_table_width | all | backends are not told it before the first step |
+| | (sparse) | 0.26 | under context parallelism it is as without |
+| ranks | all_gather_into | all | a group's all_gather makes new memory for each result |
 | prompts | register_cpu_prefill_backend | to 0.28 | a CPU is given FLASH_ATTN's class |
 | | mla_prefill_backend | 0.29 on | an error says that there is none |
 | | expands_prompts_of_sparse_layers | 0.29 on | step metadata decide; before, versions differ |
@@ -66,6 +68,7 @@ from mla_backend.compat.prompts import (
     register_cpu_prefill_backend,
     wants_fp8_prompts,
 )
+from mla_backend.compat.ranks import all_gather_into
 from mla_backend.compat.ray import share_settings_with_ray
 from mla_backend.compat.selection import register_attention_backend, select_class_by_layer
 from mla_backend.compat.step_metadata import (
@@ -93,6 +96,7 @@ __all__ = [
     "OLDEST",
     "RANGE_TEXT",
     "VllmVersionStatus",
+    "all_gather_into",
     "block_table_width",
     "bound_lengths",
     "build_indexers_without_deepgemm",

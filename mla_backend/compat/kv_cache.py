@@ -18,16 +18,25 @@ def layer_compact_layouts() -> tuple[Any, ...] | None:
     return (KVCacheLayout.LBNHC, KVCacheLayout.LBHNC)
 
 
-def block_table_width(vllm_config: Any, block_size: int) -> int:
+def block_table_width(vllm_config: Any, block_size: int, *, sparse: bool = False) -> int:
     """Columns, of `block_size` tokens each, of vLLM's block tables: workspaces are sized for them,
     and kernels specialised.
 
     vLLM counts in its own blocks (--block-size, more for a hybrid model) and rounds up to 128
     tokens. Beside layers with larger pages it may count in still larger blocks. Under decode
-    context parallelism a block stands for so many tokens on each rank.
+    context parallelism a block stands for so many tokens on each rank; but vLLM 0.26 leaves the
+    tables of groups with pages of several sizes as wide as without, so those of sparse layers.
     """
     own = max(vllm_config.cache_config.block_size or 0, block_size)
     ranks = vllm_config.parallel_config.decode_context_parallel_size
+    if sparse and ranks > 1 and not _narrows_tables_of_mixed_groups():
+        ranks = 1
     blocks = -(-vllm_config.model_config.max_model_len // (own * ranks))
     step = _TABLE_TOKENS // math.gcd(_TABLE_TOKENS, own)
     return int(-(-blocks // step) * step * own // block_size)
+
+
+def _narrows_tables_of_mixed_groups() -> bool:
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+    return "max_num_blocks_per_req" in vars(UniformTypeKVCacheSpecs)

@@ -31,7 +31,7 @@ REFUSED = [
     ({"use_sparse": True, "kv_cache_dtype": "fp8_e5m2"}, r"fp8_e5m2; supported: auto"),
     (
         {"use_sparse": True, "use_dcp": True},
-        r"sparse attention with decode context parallelism\. "
+        r"cannot serve this: decode context parallelism on a CPU\. "
         r"Mend: --decode-context-parallel-size 1",
     ),
     ({"use_dcp": True}, r"cannot serve this: decode context parallelism on a CPU"),

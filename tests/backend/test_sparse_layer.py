@@ -146,16 +146,25 @@ def test_kernel_of_a_layer_is_that_of_its_heads(monkeypatch):
     assert few == [True, False, False]
 
 
-def test_decode_context_parallelism_is_refused(monkeypatch):
-    """By the class, in the versions that ask, and by the layer."""
+@pytest.mark.parametrize(
+    "on_cpu, config, reason",
+    [
+        (True, {"dcp": 2}, "cannot serve decode context parallelism on a CPU. Mend: --decode-cont"),
+        (False, {"dcp": 2, "drafts": 3}, "3 speculative tokens with sparse attention under decode "
+         "context parallelism, .* Mend: .*-size 1, or leave out --speculative-config$"),
+        (False, {"dcp": 33}, "132 query heads on one rank; the kernels take 128"),
+    ],
+)  # fmt: skip
+def test_context_parallelism_that_is_not_served_is_refused(monkeypatch, on_cpu, config, reason):
+    """By the layer: vLLM before 0.30 asks no class, and none about drafts."""
+    from mla_backend.attention.sparse import impl
     from mla_backend.attention.sparse.backend import SparseMlaBackend
 
-    assert SparseMlaBackend.get_impl_cls().supports_dcp is False
-    reason = (
-        "sparse attention with decode context parallelism. Mend: --decode-context-parallel-size 1$"
-    )
+    assert SparseMlaBackend.get_impl_cls().supports_dcp is True
+    platform = types.SimpleNamespace(is_cpu=lambda: on_cpu)
+    monkeypatch.setattr(impl, "current_platform", platform)
     with pytest.raises(ValueError, match=reason):
-        make_impl(monkeypatch, config=fake_config(dcp=2))
+        make_impl(monkeypatch, config=fake_config(**config))
 
 
 def test_more_heads_than_the_kernels_take_are_refused(monkeypatch):

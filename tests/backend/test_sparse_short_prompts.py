@@ -296,9 +296,12 @@ def where_prompts_expand(monkeypatch, *, on_cpu=False, invariant=False, version=
     return module
 
 
-def attention_config(**options):
+def attention_config(dcp=1, **options):
     options = {"sparse_mla_force_mqa": False, "mla_prefill_backend": None, **options}
-    return types.SimpleNamespace(attention_config=types.SimpleNamespace(**options))
+    return types.SimpleNamespace(
+        attention_config=types.SimpleNamespace(**options),
+        parallel_config=types.SimpleNamespace(decode_context_parallel_size=dcp),
+    )
 
 
 @pytest.mark.parametrize(
@@ -328,15 +331,16 @@ def test_where_prompts_are_expanded(monkeypatch, where, cache, needs):
 
 
 @pytest.mark.parametrize(
-    "backend, force_mqa, needs",
+    "backend, options, needs",
     [
-        ("FLASH_ATTN", False, None),
-        ("FLASH_ATTN", True, "sparse_mla_force_mqa unset"),
-        ("FLASHINFER", False, "another prefill backend"),
-        (ValueError("none serves it"), False, "another prefill backend"),
+        ("FLASH_ATTN", {}, None),
+        ("FLASH_ATTN", {"sparse_mla_force_mqa": True}, "sparse_mla_force_mqa unset"),
+        ("FLASH_ATTN", {"dcp": 2}, "--decode-context-parallel-size 1: a rank has a part of each"),
+        ("FLASHINFER", {}, "another prefill backend"),
+        (ValueError("none serves it"), {}, "another prefill backend"),
     ],
 )
-def test_engines_that_would_not_expand_prompts(monkeypatch, backend, force_mqa, needs):
+def test_engines_that_would_not_expand_prompts(monkeypatch, backend, options, needs):
     """FLASHINFER looks for the layers of dense attention, and fails where there are none."""
     import vllm.v1.attention.backends.mla.prefill as prefill
 
@@ -347,7 +351,7 @@ def test_engines_that_would_not_expand_prompts(monkeypatch, backend, force_mqa, 
 
     monkeypatch.setattr(prefill, "get_mla_prefill_backend", chosen)
     module = where_prompts_expand(monkeypatch)
-    arguments = "auto", torch.bfloat16, attention_config(sparse_mla_force_mqa=force_mqa)
+    arguments = "auto", torch.bfloat16, attention_config(**options)
     assert module.are_expanded(*arguments) is (needs is None)
     monkeypatch.setenv("MLA_BACKEND_EXPAND_PROMPTS", "1")
     if needs is None:

@@ -58,6 +58,7 @@ def keys(monkeypatch):
     from mla_kernels.sparse.hopper import launcher as hopper_sparse  # noqa: F401
     from mla_kernels.sparse.triton import launcher as sparse
     from mla_kernels.sparse.triton import tiles
+    from mla_kernels.topk.triton import merge_launcher  # noqa: F401
 
     found = set()
     for name, module in list(sys.modules.items()):
@@ -83,18 +84,34 @@ def keys(monkeypatch):
     return found
 
 
-def make_indexer(max_blocks):
+@pytest.fixture
+def two_ranks(monkeypatch):
+    """Rank 0 of two; its peer brings the same candidates."""
+    from mla_backend import compat
+    from mla_backend.attention.shard import Shard
+
+    monkeypatch.setattr(Shard, "of", lambda _: Shard(2, 0, 1))
+    monkeypatch.setattr(
+        compat, "all_gather_into", lambda gathered, own: torch.cat([own, own], out=gathered)
+    )
+
+
+def make_indexer(max_blocks, ranks=1):
     from mla_kernels import indexer_topk_workspace
 
     from mla_backend.attention.sparse.indexer_layer import IndexerLayer
+    from mla_backend.attention.sparse.shared_choice import SharedChoice
+
+    cpu = torch.device("cpu")
 
     return IndexerLayer(
         heads=INDEX_HEADS,
         dtype=torch.bfloat16,
         scale_format="ue8m0",
         impl="triton",
-        workspace=indexer_topk_workspace(MAX_TOKENS, max_blocks, torch.device("cpu")),
+        workspace=indexer_topk_workspace(MAX_TOKENS, max_blocks, cpu),
         topk_indices=torch.full((MAX_TOKENS, TOPK), -1, dtype=torch.int32),
+        shared=SharedChoice(None, ranks, TOPK, MAX_TOKENS, cpu) if ranks > 1 else None,
     )
 
 
@@ -126,27 +143,36 @@ def random_common(rng, max_blocks, max_tokens=MAX_TOKENS):
         query_start_loc=starts,
         query_start_loc_cpu=starts,
         seq_lens=starts.diff(),
+        dcp_local_seq_lens=starts.diff(),
         block_table_tensor=torch.zeros(len(query_lens), max_blocks, dtype=torch.int32),
     )
 
 
-@pytest.mark.parametrize("max_blocks", [64, 2048])
+@pytest.mark.parametrize("max_blocks, ranks", [(64, 1), (2048, 1), (64, 2)])
 @pytest.mark.parametrize("scores", ["hopper", "triton"])
-def test_no_step_launches_what_was_not_compiled(keys, max_blocks, scores, monkeypatch):
+def test_no_step_launches_what_was_not_compiled(
+    keys, max_blocks, ranks, scores, monkeypatch, two_ranks
+):
     from mla_kernels.indexer import api
+    from mla_kernels.topk import merge
 
+    from mla_backend.attention.shard import Shard
     from mla_backend.attention.sparse.rows import RowsBuilder
     from mla_backend.attention.sparse.warmup import warm_up_indexer
 
     monkeypatch.setattr(torch, "empty", torch.zeros)  # indices that no kernel has written
     monkeypatch.setattr(api, "_choose", lambda *_: types.SimpleNamespace(impl=scores))
-    indexer = make_indexer(max_blocks)
-    builder = RowsBuilder(MAX_TOKENS, torch.device("cpu"))
+    triton = types.SimpleNamespace(impl="triton")
+    monkeypatch.setattr(merge, "choose_impl", lambda *args, **kwargs: triton)
+    indexer = make_indexer(max_blocks, ranks)
+    shard = Shard.of(None) if ranks > 1 else None
+    builder = RowsBuilder(MAX_TOKENS, torch.device("cpu"), shard)
     warm_up_indexer(indexer, MAX_TOKENS, MAX_REQUESTS, max_blocks)
     compiled = set(keys)
     names = {key[0] for key in compiled}
     kernel = "hopper_scores_kernel" if scores == "hopper" else "scores_kernel"
     assert {kernel, "write_indexer_cache_kernel"} <= names
+    assert ({"chosen_values_kernel", "merge_topk_kernel"} <= names) is (ranks > 1)
     assert len(compiled) < 90, "each takes a second or two at start-up"
     keys.clear()
 
@@ -175,8 +201,9 @@ ATTENTION = {
 }
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("kind", ATTENTION)
-def test_no_step_attends_with_what_was_not_compiled(kind, keys, monkeypatch):
+def test_no_step_attends_with_what_was_not_compiled(kind, ranks, keys, monkeypatch):
     import sparse_parts
     from mla_kernels.sparse import api as sparse_api
     from mla_kernels.sparse.hopper import launcher as hopper
@@ -198,6 +225,9 @@ def test_no_step_attends_with_what_was_not_compiled(kind, keys, monkeypatch):
         topk_indices_buffer=buffer,
         num_heads=HEADS,
     )
+    if ranks > 1:  # of heads that two ranks gather
+        impl.num_heads = HEADS // 2
+        impl._slots = torch.empty(MAX_TOKENS, TOPK, dtype=torch.int32)
     choice = types.SimpleNamespace(impl=kernel)
     monkeypatch.setattr(sparse_api, "choose_sparse_impl", lambda *args, **kwargs: choice)
     monkeypatch.setattr(hopper, "device_arch", lambda device: ARCHS[90])
@@ -208,7 +238,8 @@ def test_no_step_attends_with_what_was_not_compiled(kind, keys, monkeypatch):
     warm_up_attention(layer, 300, MAX_REQUESTS, 64)
     compiled = set(keys)
     names = {key[0] for key in compiled}
-    assert ("join_query_kernel" in names) is (kind == "triton"), "others read q in two parts"
+    joins = kind == "triton" and ranks == 1
+    assert ("join_query_kernel" in names) is joins, "others read q in two parts, or get it joined"
     assert names >= {
         name, "mla_sparse_merge_kernel", "positions_to_slots_kernel",
         "write_kv_cache_kernel",
@@ -232,6 +263,8 @@ def test_no_step_attends_with_what_was_not_compiled(kind, keys, monkeypatch):
         )
         parts = torch.zeros(HEADS, T, 512), torch.zeros(T, HEADS, 192)[..., 128:]
         q = parts[0].bfloat16().transpose(0, 1), parts[1].bfloat16()
+        if ranks > 1:
+            q = torch.cat(q, -1)
         step = types.SimpleNamespace(rows=builder.build(common))
         impl.forward_mqa(q, cache, step, layer)
     late = [dict(key[1:]) | {"kernel": key[0]} for key in keys - compiled]

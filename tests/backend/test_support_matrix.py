@@ -37,14 +37,14 @@ def test_no_two_answers_are_the_same_by_accident():
     assert answers["sliding window"] == ("no", "no")
 
 
-def test_context_parallelism_is_for_dense_layers():
+def test_context_parallelism_is_for_gpus():
     from vllm.v1.attention.backend import AttentionBackend
 
     if "use_dcp" not in inspect.signature(AttentionBackend.validate_configuration).parameters:
         pytest.skip("an older vLLM does not ask")
     answers = features()
     assert answers["decode context parallelism"] == ("no", "yes")
-    assert answers["sparse attention, decode context parallelism"] == ("no", "no")
+    assert answers["sparse attention, decode context parallelism"] == ("no", "yes")
 
 
 def test_the_gpu_takes_only_what_its_kernels_take():

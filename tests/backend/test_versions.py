@@ -208,7 +208,8 @@ def test_block_tables_are_as_wide_as_those_of_vllm(max_model_len, block_size, ra
         assert theirs(-(-max_model_len // (own * ranks)), own) * own // 64 == expected
 
 
-def test_block_tables_of_sparse_layers_are_as_wide_as_those_of_vllm():
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_block_tables_of_sparse_layers_are_as_wide_as_those_of_vllm(ranks, monkeypatch):
     """Their group has pages of two sizes: the latent rows and the indexer's keys."""
     from vllm.v1 import kv_cache_interface as interface
 
@@ -216,7 +217,7 @@ def test_block_tables_of_sparse_layers_are_as_wide_as_those_of_vllm():
         model_config=types.SimpleNamespace(max_model_len=4000),
         cache_config=types.SimpleNamespace(block_size=64),
         parallel_config=types.SimpleNamespace(
-            decode_context_parallel_size=1, prefill_context_parallel_size=1
+            decode_context_parallel_size=ranks, prefill_context_parallel_size=1
         ),
     )
     rows = {"latent": (576, torch.bfloat16), "keys": (132, torch.uint8)}
@@ -228,8 +229,15 @@ def test_block_tables_of_sparse_layers_are_as_wide_as_those_of_vllm():
             for name, (width, dtype) in rows.items()
         }
     )
-    theirs = -(-group.max_num_blocks_per_req(config, 4000) // 2) * 2
-    assert compat.block_table_width(config, 64) == theirs == 64
+
+    def theirs():
+        return -(-group.max_num_blocks_per_req(config, 4000) // 2) * 2
+
+    assert compat.block_table_width(config, 64, sparse=True) == theirs()
+    if "max_num_blocks_per_req" in vars(interface.UniformTypeKVCacheSpecs):  # not in 0.26
+        monkeypatch.delattr(interface.UniformTypeKVCacheSpecs, "max_num_blocks_per_req")
+    assert compat.block_table_width(config, 64, sparse=True) == theirs() == 64
+    assert compat.block_table_width(config, 64) == {1: 64, 2: 32, 4: 16}[ranks]
 
 
 def test_placeholder_can_be_made_and_is_no_prefill():

@@ -276,6 +276,10 @@ def all_engines():
             add(f"{backend} v3.2 all tp 2", "v3.2 all", NO_MULTICAST, short,
                 attention_backend=backend, disable_custom_all_reduce=True,
                 **RANKS["tp 2"])  # fmt: skip
+        # "v3.2 all" reads all of `short`, "v3.2" an index_topk that is smaller than the context.
+        for name, scenarios in (("v3.2 all", short), ("v3.2", parity)):
+            add(f"CUSTOM {name} dcp 2", name, NO_MULTICAST, scenarios,
+                disable_custom_all_reduce=True, **RANKS["dcp 2"])  # fmt: skip
         add("CUSTOM tp 2 mtp", 128, NO_MULTICAST, compilation_config=MTP_GRAPHS,
             disable_custom_all_reduce=True, **MTP, **RANKS["tp 2"])  # fmt: skip
         for name, dealt in (("dcp 2 mtp", {}), ("dcp 2 pairs mtp", PAIRS)):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from mla_kernels import (
     indexer_topk,
+    merge_topk,
     mla_decode,
     mla_sparse_attention,
     write_indexer_cache,
@@ -66,6 +67,7 @@ def test_indexer(cache):
     rows = {"request_ids": request_ids, "lengths": lengths}
     chosen = indexer_topk(meta(5, 64, 128), cache, weights, ints(2, 4), ints(2), 7, **rows)
     assert chosen.shape == (5, 7)
+    assert merge_topk(ints(2, 5, 2, 7), 1).shape == (5, 7)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -232,4 +232,5 @@ def test_slots(keys):
     }
     changes = [(n, x) for n in ("positions", "block_table") for x in other_forms(call[n])]
     changes += [("request_ids", None), ("block_size", 32), ("impl", "auto")]
+    changes += [("out", torch.zeros(4, 7, dtype=torch.int32))]
     check(positions_to_slots, keys, call, changes)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mla_kernels.indexer.triton.launcher import launch_scores, tiles_of_call
-from mla_kernels.indexer.values import write_values
+from mla_kernels.indexer.triton.row_launchers import launch_chosen_values
 from mla_kernels.indexer.workspace import indexer_topk_workspace, row_words
 from mla_kernels.layouts import BLOCK_SIZE
 from mla_kernels.topk.plan import level_views, topk_tiles
@@ -99,5 +99,5 @@ def indexer_topk_fused(
             levels_ready=prepare,
         )
         if values is not None:  # now: the next turn overwrites the scores
-            write_values(scores, out[a:b], values[a:b])
+            launch_chosen_values(scores, out[a:b], values[a:b])
     return out

@@ -24,6 +24,7 @@ def positions_to_slots(
     *,
     request_ids: torch.Tensor | None = None,
     block_size: int = BLOCK_SIZE,
+    out: torch.Tensor | None = None,
     impl: str = "auto",
 ) -> torch.Tensor:
     """Physical slots of token positions, as `mla_sparse_attention` takes them.
@@ -31,19 +32,20 @@ def positions_to_slots(
     positions    [T, K] int32 within the row's request, as `indexer_topk` returns; negative = none
     block_table  [B, max_blocks] int32
     request_ids  [T] int32, -1 = padding row; default: T / B rows a request, in order
+    out          [T, K] int32, contiguous, to write into; not part of positions
 
     Returns [T, K] int32: block_table[request, p // block_size] * block_size + p % block_size, and
     -1 for none, for padding rows and for positions past the table. Slots wrap at 2^31: a cache of
     more rows, whose size is not known here, is what `mla_sparse_attention` refuses. ValueError for
     arguments that do not fit.
     """
-    key = kind(positions), kind(block_table), kind(request_ids), kind(block_size), impl
+    key = *map(kind, (positions, block_table, request_ids, block_size, out)), impl
     replay = _RECORDINGS.find(key)
     operands = [positions, block_table]
     if request_ids is not None:
         operands.append(request_ids)
     if replay is not None:
-        slots = torch.empty_like(positions, memory_format=torch.contiguous_format)
+        slots = _slots(positions, out)
         replay([*operands, slots])
         return slots
     checks.check_shape("positions", positions, ("T", "K"))
@@ -61,19 +63,24 @@ def positions_to_slots(
     elif T % B if B else T:
         raise ValueError(f"Expected a multiple of {B} rows without request_ids, got {T}")
     checks.check_range("block_size", block_size, 1, 2**31 - 1)
+    if out is not None:
+        checks.check_shape("out", out, tuple(positions.shape))
+        checks.check_dtype("out", out, (torch.int32,))
+        checks.check_device("out", out, positions.device)
+        checks.check_contiguous("out", out)
     block_size = int(block_size)  # NumPy's integers are none to Triton
     choice = choose_impl("positions_to_slots", impl, positions.device, available=AVAILABLE)
     if choice.impl == "triton":
         from mla_kernels.indexer.triton.row_launchers import launch_positions_to_slots
 
-        slots = torch.empty_like(positions, memory_format=torch.contiguous_format)
+        slots = _slots(positions, out)
         args = (positions, block_table, request_ids, block_size, slots)
         launch = functools.partial(launch_positions_to_slots, *args)
         _RECORDINGS.record(key, [*operands, slots], launch)
         return slots
     # The torch form is its own definition.
     if block_table.shape[1] == 0 or B == 0:
-        return torch.full_like(positions, -1)
+        return _slots(positions, out).fill_(-1)
     if positions.device.type == "cpu":
         check_request_ids(request_ids, B)
     if request_ids is None:
@@ -82,4 +89,11 @@ def positions_to_slots(
     inside = (positions >= 0) & (block < block_table.shape[1]) & (request_ids >= 0)[:, None]
     row = request_ids.clamp(min=0).long()[:, None]
     slot = block_table[row, torch.where(inside, block, 0).long()] * block_size
-    return torch.where(inside, slot + positions.clamp(min=0) % block_size, -1)
+    slots = torch.where(inside, slot + positions.clamp(min=0) % block_size, -1)
+    return slots if out is None else out.copy_(slots)
+
+
+def _slots(positions: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    if out is not None:
+        return out
+    return torch.empty_like(positions, memory_format=torch.contiguous_format)

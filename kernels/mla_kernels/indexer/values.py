@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scores of the keys that a top-k chose."""
+"""The scores of the keys that a top-k chose, in torch."""
 
 import torch
 

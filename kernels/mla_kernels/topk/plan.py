@@ -24,6 +24,8 @@ SPREAD_WORDS = 3 * SPREAD_DIGITS + SPREAD_PARTS
 # Scores that a program of many holds: at least 2 MAX_K. And of what a word of its bitmap tells.
 LIST_ROOM = 4096
 BITMAP_WORD = 32
+# Candidates of all ranks that one program merges.
+MAX_MERGED = 16384
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from mla_backend.attention.kernel import cache_dtype
 from mla_backend.attention.sparse.indexer import take_over
 from mla_backend.attention.sparse.indexer_backend import IndexerBackend
 from mla_backend.attention.sparse.indexer_layer import attached
-from mla_backend.attention.sparse.kernel import SparseKernel, attention_workspace
+from mla_backend.attention.sparse.kernel import SparseKernel, attention_workspace, slots_buffer
 from mla_backend.attention.sparse.metadata import SparseMetadata
 from mla_backend.attention.sparse.rows import max_tokens
 from mla_backend.attention.sparse.short_prompts import ExpandedBytes, are_expanded
@@ -46,7 +46,7 @@ class SparseMlaImpl(ExpandedPrompts):
     supports_quant_query_input = False
     _use_flashinfer_concat_mla_k = False
     can_return_lse_for_decode: bool = True
-    supports_dcp: bool = False  # asked from 0.30 on; before, `refuse_sparse_dcp` decides
+    supports_dcp: bool = True  # asked from 0.30 on; the LSE is a natural logarithm
 
     def __init__(
         self,
@@ -71,8 +71,11 @@ class SparseMlaImpl(ExpandedPrompts):
         refuse_absorbed_adapters(self, vllm_config)
         support.refuse_hisparse(vllm_config)
         self._on_cpu = current_platform.is_cpu()
-        support.refuse_sparse_dcp(vllm_config)
-        support.refuse_heads(num_heads)
+        support.refuse_sparse_dcp(vllm_config, on_cpu=self._on_cpu)
+        # Under DCP the ranks of a group gather their heads.
+        dcp = vllm_config.parallel_config.decode_context_parallel_size
+        self.query_heads = num_heads * dcp
+        support.refuse_heads(self.query_heads)
         super().__init__(
             num_heads,
             head_size,
@@ -97,13 +100,15 @@ class SparseMlaImpl(ExpandedPrompts):
         self.supports_dense_mha_prefill = are_expanded(kv_cache_dtype, self.dtype, vllm_config)
         dims = MlaDims(self.kv_lora_rank, head_size - self.kv_lora_rank)
         self.kernel = SparseKernel.choose(
-            device, dims, self.dtype, self.kv_cache_element, num_heads
+            device, dims, self.dtype, self.kv_cache_element, self.query_heads
         )
+        tokens, topk = max_tokens(vllm_config), buffer.shape[1]
+        self._slots = slots_buffer(vllm_config, tokens, topk, device)
         self._workspace = attention_workspace(
             vllm_config,
-            max_tokens(vllm_config),
-            num_heads,
-            buffer.shape[1],
+            tokens,
+            self.query_heads,
+            topk,
             self.kv_lora_rank,
             device,
             self.kernel.attention,
@@ -113,7 +118,10 @@ class SparseMlaImpl(ExpandedPrompts):
             if self.supports_dense_mha_prefill and not self._on_cpu:
                 capability = torch.cuda.get_device_capability(device)
                 expanded = ExpandedBytes.of(self, self.dtype.itemsize, capability)
-            take_over(indexer, self.kernel, IndexerBackend, vllm_config, device, expanded)
+            # vLLM has the queries of all heads and, while it adds up those of the ranks, their
+            # outputs twice, which are narrower.
+            gathered = 3 * self.query_heads * head_size * self.dtype.itemsize if dcp > 1 else 0
+            take_over(indexer, self.kernel, IndexerBackend, vllm_config, device, expanded, gathered)
 
     @property
     def topk_indices_buffer(self) -> Any:
@@ -149,7 +157,9 @@ class SparseMlaImpl(ExpandedPrompts):
         """Absorbed attention of q [T, H, Dk], or its latent and rope parts, T all tokens that
         `forward_mha` does not get.
 
-        Returns out [T, H, kv_lora_rank] and lse [T, H], fp32, natural log.
+        Returns out [T, H, kv_lora_rank] and lse [T, H], fp32, natural log. Under DCP H are the
+        heads of all ranks and the results those of this rank's tokens, 0 and -inf without any; vLLM
+        adds them up.
         """
         if self._on_cpu:
             lay_out_absorbed_weights(layer)
@@ -162,6 +172,7 @@ class SparseMlaImpl(ExpandedPrompts):
             rows.block_table,
             request_ids=rows.request_ids,
             block_size=support.BLOCK_SIZE,
+            out=None if self._slots is None else self._slots[:T],
             impl=self.kernel.indexer,
         )
         return mla_sparse_attention(

@@ -17,7 +17,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from mla_backend import compat
 from mla_backend.attention import support
 from mla_backend.attention.sparse.indexer_layer import IndexerLayer, attach, attached, is_attached
-from mla_backend.attention.sparse.kernel import SparseKernel, topk_workspace
+from mla_backend.attention.sparse.kernel import SparseKernel, shared_choice, topk_workspace
 from mla_backend.attention.sparse.metadata import IndexerMetadata, SparseMetadata
 from mla_backend.attention.sparse.rows import max_tokens
 from mla_backend.attention.sparse.short_prompts import ExpandedBytes
@@ -34,10 +34,12 @@ def take_over(
     vllm_config: Any,
     device: Any,
     expanded_bytes: ExpandedBytes | None = None,
+    gathered_bytes: int = 0,
 ) -> None:
     """Make the `Indexer` of one of vLLM's layers compute with our kernels, and nothing else.
 
-    `expanded_bytes`: see `IndexerLayer`. ValueError for an indexer that the kernels do not take.
+    expanded_bytes, gathered_bytes: see `IndexerLayer`. ValueError for an indexer that the kernels
+    do not take.
     """
     limits = {
         "index_head_dim": (indexer.head_dim, HEAD_DIM, HEAD_DIM),
@@ -52,7 +54,7 @@ def take_over(
                 f"{name} is {value}; the indexer's kernels take {allowed}. {support.ELSE}"
             )
     name = indexer.k_cache.prefix
-    max_blocks = compat.block_table_width(vllm_config, support.BLOCK_SIZE)
+    max_blocks = compat.block_table_width(vllm_config, support.BLOCK_SIZE, sparse=True)
     impl = kernel.indexer
     by_kernel = device.type != "cpu" and impl not in support.SLOW_IMPLS
     if by_kernel and max_blocks * support.BLOCK_SIZE > MAX_WIDTH:
@@ -61,14 +63,17 @@ def take_over(
             f"indexer's kernels choose among {MAX_WIDTH} tokens of a request at most. Mend: lower "
             "--max-model-len"
         )
+    tokens = max_tokens(vllm_config)
     layer = IndexerLayer(
         heads=indexer.n_head,
         dtype=torch.get_default_dtype(),  # the model's, while vLLM builds it
         scale_format="fp32" if indexer.scale_fmt is None else indexer.scale_fmt,
         impl=impl,
-        workspace=topk_workspace(vllm_config, max_tokens(vllm_config), max_blocks, device, impl),
+        workspace=topk_workspace(vllm_config, tokens, max_blocks, device, impl),
         topk_indices=indexer.topk_indices_buffer,
         fp8_products=kernel.fp8_products,
+        shared=shared_choice(vllm_config, tokens, indexer.topk_tokens, device),
+        gathered_bytes=gathered_bytes,
         expanded_bytes=expanded_bytes,
     )
     attach(indexer.k_cache, layer)
@@ -97,7 +102,8 @@ def run_indexer(
     topk_indices: torch.Tensor,
     layer_name: str,
 ) -> None:
-    """Write `topk_indices` [>= T, index_topk] int32: ascending positions, -1 after the last.
+    """Write `topk_indices` [>= T, index_topk] int32: ascending positions, -1 after the last; under
+    decode context parallelism positions among this rank's own tokens.
 
     q           [>= T, heads, 128] float8_e4m3fn; the rows past T are padding
     k           [>= T, 128], RoPE applied; None: already in the cache

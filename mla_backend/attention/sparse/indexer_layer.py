@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one layer's Lightning Indexer launches: the write of new keys, the scores, the top-k."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from mla_kernels import indexer_topk, write_indexer_cache
 
 from mla_backend.attention.sparse.rows import TokenRows
+from mla_backend.attention.sparse.shared_choice import SharedChoice
 from mla_backend.attention.sparse.short_prompts import ExpandedBytes
 
 
@@ -17,6 +18,8 @@ class IndexerLayer:
 
     dtype          of the keys before they are quantised
     topk_indices   [>= max tokens, index_topk] int32, which the attention of the layer reads
+    shared         under decode context parallelism: topk_indices then get this rank's share
+    gathered_bytes of a token, while the attention of all ranks' heads is added up there
     expanded_bytes on a GPU, while prompts attend in expanded form; None where none does
     attention      name of the layer whose metadata says which rows do, so that nothing is chosen
                    for them; None: for all rows, as in a draft, which may read the choice again
@@ -29,14 +32,19 @@ class IndexerLayer:
     workspace: torch.Tensor | None
     topk_indices: torch.Tensor
     fp8_products: bool = False
+    shared: SharedChoice | None = None
+    gathered_bytes: int = 0
     expanded_bytes: ExpandedBytes | None = None
     attention: str | None = None
 
     def profile(self, T: int) -> None:
-        """Take what a step of T tokens takes on a GPU for prompts in expanded form, and free it, so
-        that vLLM counts it when it sizes the KV cache: no layer attends while it measures."""
+        """Take what a step of T tokens takes on a GPU for prompts in expanded form, or for the
+        heads of all ranks, and free it, so that vLLM counts it when it sizes the KV cache: no layer
+        attends while it measures."""
+        size = T * self.gathered_bytes
         if self.expanded_bytes is not None:
-            size = self.expanded_bytes.at_most(T)
+            size += self.expanded_bytes.at_most(T)
+        if size:
             torch.empty(size, dtype=torch.uint8, device=self.topk_indices.device)
 
     def run(
@@ -58,7 +66,9 @@ class IndexerLayer:
         if not T:  # all of them prompts that read all they see
             return
         own = topk_indices[:T]
-        if own.device.type == "cpu" and self.impl in ("auto", "torch"):
+        if self.shared is not None:
+            self._choose_together(self.shared, q, k_cache, weights, rows, own)
+        elif own.device.type == "cpu" and self.impl in ("auto", "torch"):
             self._choose_on_cpu(q, k_cache, weights, rows, own)
         else:
             self._choose(q, k_cache, weights, rows, own)
@@ -70,8 +80,9 @@ class IndexerLayer:
         weights: torch.Tensor,
         rows: TokenRows,
         chosen: torch.Tensor,
+        scores: torch.Tensor | None = None,
     ) -> None:
-        """Write chosen [T, k] int32."""
+        """Write chosen [T, k] int32 and, if given, their scores [T, k] fp32."""
         T = chosen.shape[0]
         indexer_topk(
             q[:T],
@@ -84,9 +95,31 @@ class IndexerLayer:
             lengths=rows.lengths,
             fp8_products=self.fp8_products,
             out=chosen,
+            values=scores,
             workspace=self.workspace,
             impl=self.impl,
         )
+
+    def _choose_together(
+        self,
+        shared: SharedChoice,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        weights: torch.Tensor,
+        rows: TokenRows,
+        chosen: torch.Tensor,
+    ) -> None:
+        """As `_choose`, of the tokens that all ranks hold; chosen are those that this one has."""
+        T = chosen.shape[0]
+        turns = list(shared.turns(T))
+        if len(turns) > 1 and rows.request_ids is None:  # a turn may end within a request
+            ids = torch.arange(T, dtype=torch.int32, device=chosen.device)
+            rows = replace(rows, request_ids=ids // (T // rows.block_table.shape[0]))
+        for part in turns:
+            positions, scores = shared.candidates(part.stop - part.start)
+            some = rows if len(turns) == 1 else rows.some(part)
+            self._choose(q[part], k_cache, weights[part], some, positions, scores)
+            shared.keep_best(chosen[part], self.impl)
 
     def _choose_on_cpu(
         self,

@@ -3,7 +3,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -17,6 +17,7 @@ from mla_backend import envs
 from mla_backend.attention.choice import choose
 from mla_backend.attention.kernel import rescale_on
 from mla_backend.attention.sparse import fp8_indexer
+from mla_backend.attention.sparse.shared_choice import SharedChoice
 from mla_backend.refusals import cannot_serve
 from mla_backend.stats import STATS
 
@@ -82,15 +83,15 @@ class SparseKernel:
 # it sizes the KV cache; all layers of an engine, a draft's too, share them. The layers alone keep
 # them: they go with their engine, and no other engine of the process gets memory that this one's
 # sleep may take away.
-_WORKSPACES: WeakValueDictionary[tuple[Any, ...], torch.Tensor] = WeakValueDictionary()
+_WORKSPACES: WeakValueDictionary[tuple[Any, ...], Any] = WeakValueDictionary()
+
+_Made = TypeVar("_Made")
 
 
-def _shared(
-    vllm_config: Any, asked: tuple[Any, ...], make: Callable[[], torch.Tensor]
-) -> torch.Tensor:
+def _shared(vllm_config: Any, asked: tuple[Any, ...], make: Callable[[], _Made]) -> _Made:
     """What `make` makes, once for all layers of an engine that ask for the same."""
     key = (id(vllm_config.compilation_config.static_forward_context), *asked)
-    workspace = _WORKSPACES.get(key)
+    workspace: _Made | None = _WORKSPACES.get(key)
     if workspace is None:
         workspace = _WORKSPACES[key] = make()
     return workspace
@@ -124,3 +125,31 @@ def topk_workspace(
         return None
     asked = ("topk", rows, max_blocks, device)
     return _shared(vllm_config, asked, lambda: indexer_topk_workspace(rows, max_blocks, device))
+
+
+def slots_buffer(
+    vllm_config: Any, tokens: int, topk: int, device: torch.device
+) -> torch.Tensor | None:
+    """[tokens, topk] int32 for the slots that a layer attends to under decode context parallelism;
+    None without. A kernel that sees slots change can wait for ever: they lie where no collective
+    and no other tensor of a CUDA graph ever writes."""
+    if vllm_config.parallel_config.decode_context_parallel_size == 1:
+        return None
+
+    def make() -> torch.Tensor:
+        return torch.empty(tokens, topk, dtype=torch.int32, device=device)
+
+    return _shared(vllm_config, ("slots", tokens, topk, device), make)
+
+
+def shared_choice(
+    vllm_config: Any, tokens: int, topk: int, device: torch.device
+) -> SharedChoice | None:
+    """How the ranks choose together under decode context parallelism; None without."""
+    ranks = vllm_config.parallel_config.decode_context_parallel_size
+    if ranks == 1:
+        return None
+    asked = ("choice", ranks, tokens, topk, device)
+    return _shared(
+        vllm_config, asked, lambda: SharedChoice(vllm_config, ranks, topk, tokens, device)
+    )

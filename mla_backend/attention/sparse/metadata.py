@@ -12,6 +12,7 @@ from mla_backend import compat
 from mla_backend.attention import support
 from mla_backend.attention.builder import StepBuilder, drafts_of, most_requests
 from mla_backend.attention.prefill import PrefillTile
+from mla_backend.attention.shard import Shard
 from mla_backend.attention.sparse.indexer_layer import attached
 from mla_backend.attention.sparse.rows import RowsBuilder, TokenRows, max_tokens
 from mla_backend.attention.sparse.short_prompts import ShortPrompts
@@ -39,6 +40,10 @@ class SparseMetadata(AttentionMetadata):
     # Compared by vLLM where it quantises the output of a layer: no longer than is read.
     prefill_max_seq_len: int = 0
     topk_tokens: int = 0
+    # [B] and [B + 1] int32, of all requests, which vLLM 0.28 and later read under decode context
+    # parallelism: rows of no request, or of one without a token, count for nothing.
+    seq_lens: torch.Tensor | None = None
+    query_start_loc: torch.Tensor | None = None
 
 
 @dataclass
@@ -55,8 +60,8 @@ class _TokensBuilder(StepBuilder):
     def _make_rows_builder(self, vllm_config: Any, device: torch.device) -> tuple[int, int, int]:
         """Returns the most tokens, requests and blocks of a request in a step."""
         tokens = max_tokens(vllm_config)
-        self._rows = RowsBuilder(tokens, device)
-        width = compat.block_table_width(vllm_config, support.BLOCK_SIZE)
+        self._rows = RowsBuilder(tokens, device, Shard.of(vllm_config))
+        width = compat.block_table_width(vllm_config, support.BLOCK_SIZE, sparse=True)
         return tokens, most_requests(vllm_config), width
 
 
@@ -75,7 +80,7 @@ class SparseMetadataBuilder(_TokensBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         limits = self._make_rows_builder(vllm_config, device)
         layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
-        self._check_steps_of(layer, vllm_config)
+        self._check_steps_of(layer, vllm_config, Shard.of(vllm_config))
         if layer.impl.kernel.attention in support.GPU_IMPLS:
             warm_up_attention(layer, *limits)
         if layer.impl.supports_dense_mha_prefill:
@@ -106,7 +111,8 @@ class SparseMetadataBuilder(_TokensBuilder):
         T, B, rows = common.num_actual_tokens, common.num_reqs, self._rows.build(common)
         first = None if self._short_prompts is None else self._short_prompts.find(common)
         if self._short_prompts is None or first is None:
-            return SparseMetadata(T, B, T, rows)
+            lengths, starts = common.seq_lens[:B], common.query_start_loc[: B + 1]
+            return SparseMetadata(T, B, T, rows, seq_lens=lengths, query_start_loc=starts)
         STATS.prefill_steps += 1
         tokens = int(common.query_start_loc_cpu[first])
         rows = rows.first(first, tokens)

@@ -13,6 +13,7 @@ import torch
 from mla_kernels.indexer.rows import token_rows
 
 from mla_backend.attention.builder import drafts_of
+from mla_backend.attention.shard import Shard
 
 
 @dataclass
@@ -22,6 +23,8 @@ class TokenRows:
     block_table  [B, max_blocks] int32      seq_lens  [B] int32, the new tokens included
     request_ids  [T] int32, -1 = padding; None: T / B rows a request, in order
     lengths      [T] int32: the row sees the first `lengths` tokens of its request
+
+    Under decode context parallelism the table and both lengths are those of this rank's tokens.
     """
 
     block_table: torch.Tensor
@@ -38,13 +41,22 @@ class TokenRows:
             self.lengths[:tokens],
         )
 
+    def some(self, tokens: slice) -> "TokenRows":
+        """Some of the tokens, with `request_ids`, of the same requests."""
+        assert self.request_ids is not None
+        ids, lengths = self.request_ids[tokens], self.lengths[tokens]
+        return TokenRows(self.block_table, self.seq_lens, ids, lengths)
+
 
 class RowsBuilder:
     """Builds `TokenRows` into buffers that stay where they are, as a captured graph needs."""
 
-    def __init__(self, max_tokens: int, device: torch.device) -> None:
+    def __init__(self, max_tokens: int, device: torch.device, shard: Shard | None = None) -> None:
         self._request_ids = torch.full((max_tokens,), -1, dtype=torch.int32, device=device)
         self._lengths = torch.zeros_like(self._request_ids)
+        self._shard = shard
+        if shard is not None:
+            self._scratch = torch.zeros_like(self._lengths)
         nothing = torch.zeros(2, dtype=torch.int32, device=device)
         self._fill(nothing, nothing[:1], 1)  # compiles the kernel now, not in the first step
 
@@ -62,6 +74,9 @@ class RowsBuilder:
             raise ValueError(f"Expected at most {len(self._lengths)} tokens in a step, got {T}")
         seq_lens = common.seq_lens[:B]
         request_ids, lengths = self._fill(common.query_start_loc[: B + 1], seq_lens, T)
+        if self._shard is not None:
+            self._shard.lengths(lengths, out=lengths, spare=self._scratch[:T])
+            seq_lens = common.dcp_local_seq_lens[:B]  # no kernel that is given lengths reads them
         return TokenRows(
             common.block_table_tensor[:B],
             seq_lens,

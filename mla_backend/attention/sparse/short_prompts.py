@@ -51,6 +51,8 @@ def _obstacle(kv_cache_dtype: str, dtype: torch.dtype, vllm_config: Any) -> str:
         return "vLLM 0.29 or later"
     if vllm_envs.VLLM_BATCH_INVARIANT:
         return "VLLM_BATCH_INVARIANT unset: the form depends on what else is in a step"
+    if vllm_config.parallel_config.decode_context_parallel_size > 1:
+        return "--decode-context-parallel-size 1: a rank has a part of each context alone"
     if vllm_config.attention_config.sparse_mla_force_mqa:
         return "sparse_mla_force_mqa unset"
     if not current_platform.is_cpu() and (kv_cache_dtype, dtype) == ("fp8_ds_mla", torch.float16):

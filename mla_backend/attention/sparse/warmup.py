@@ -98,11 +98,11 @@ def warm_up_attention(layer: Any, max_tokens: int, max_requests: int, max_blocks
         new(1, latent), new(1, 1, rope), cache, nowhere, impl.kv_cache_dtype, layer._k_scale
     )
     impl.topk_indices_buffer.fill_(-1)
-    most = max(1, min(max_tokens, MOST_ROWS // impl.num_heads))
-    query: Query = (
-        new(impl.num_heads, most, latent).transpose(0, 1),
-        new(most, impl.num_heads, rope),
-    )
+    heads = impl.query_heads
+    most = max(1, min(max_tokens, MOST_ROWS // heads))
+    query: Query = (new(heads, most, latent).transpose(0, 1), new(most, heads, rope))
+    if heads != impl.num_heads:  # gathered from the ranks of a group, the two parts come as one
+        query = new(most, heads, impl.head_size)
     for shape in step_shapes(most, max_requests):
         step = SimpleNamespace(rows=_rows(shape, max_blocks, device))
         T = shape.tokens

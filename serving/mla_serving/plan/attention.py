@@ -67,12 +67,12 @@ def time(
 ) -> AttentionTime:
     """One new token of each of `batch` requests (of all replicas) that have `context` tokens.
 
-    With dcp (dense models), a rank computes the heads of dcp ranks over 1 / dcp of the tokens.
+    With dcp a rank computes the heads of dcp ranks over 1 / dcp of the tokens.
     """
     requests = -(-batch // layout.dp)
     heads = layout.query_heads(model)
     tokens = context / layout.dcp
-    seen = min(context, model.index_topk) if model.sparse else tokens
+    seen = min(context, model.index_topk) / layout.dcp if model.sparse else tokens
 
     def floor(flop: int, size: int) -> Floor:
         """By what a head computes of a token, and the bytes of a token."""

@@ -4,6 +4,7 @@
 from mla_kernels.indexer.api import HEAD_DIM as INDEX_DIM
 from mla_kernels.indexer.api import MAX_HEADS as MAX_INDEX_HEADS
 from mla_kernels.topk.api import MAX_K
+from mla_kernels.topk.plan import MAX_MERGED, next_power_of_2
 
 from mla_backend.attention import support
 from mla_serving.plan.layout import Layout
@@ -68,10 +69,11 @@ def _check_heads(model: MlaModel, layout: Layout) -> None:
 
 
 def _check_ranks(model: MlaModel, layout: Layout) -> None:
-    if layout.dcp > 1:
+    most = MAX_MERGED // next_power_of_2(model.index_topk)
+    if layout.dcp > most:
         raise ValueError(
-            f"Expected --dcp 1 for the sparse attention of {model.name}, which decode context "
-            f"parallelism does not serve, got {layout.dcp}"
+            f"Expected --dcp up to {most} for the sparse attention of {model.name}, whose ranks "
+            f"bring {model.index_topk} candidates each, got {layout.dcp}"
         )
 
 

@@ -131,6 +131,11 @@ def test_positions_to_slots(impl, device):
     assert small.tolist() == [[700, 763], [91, 28]]
     least = positions_to_slots(positions[:1], table[:1, :1], block_size=1, impl=impl)
     assert least.tolist() == [[7, -1, -1, -1]]
+    out = torch.full((5, 4), 9, dtype=torch.int32, device=device)
+    assert positions_to_slots(positions, table, out=out[:4], impl=impl).data_ptr() == out.data_ptr()
+    assert out.tolist() == [*uniform, [9] * 4]
+    assert (positions_to_slots(positions, table[:, :0], out=out[:4], impl=impl) == -1).all()
+    assert (out[:4] == -1).all()
 
 
 def test_positions_to_slots_refusals():
@@ -146,6 +151,13 @@ def test_positions_to_slots_refusals():
         positions_to_slots(positions, table, request_ids=positions[0, :1])
     with pytest.raises(ValueError, match=r"block_size in 1\.\..*got 0"):
         positions_to_slots(positions, table, block_size=0)
+    for out, message in (
+        (positions[:1], r"out of shape \[2, 4\], got \[1, 4\]"),
+        (positions.float(), r"out\.dtype"),
+        (torch.zeros(2, 8, dtype=torch.int32)[:, ::2], "out"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            positions_to_slots(positions, table, out=out)
 
 
 def test_nothing_is_recorded_for_gradients():

@@ -34,6 +34,10 @@ def test_attention_floor_by_hand(v3, v32):
     short = cost.make(question(v32, Layout(tp=8), **sparse | {"context": 1024}))
     read = 64 * 1024 * (656 + 132)
     assert short.attention.floor_us == pytest.approx(61 * read / 4000e3, rel=1e-4)
+    # dcp 8: all 128 heads over an eighth of those tokens, 2 * 64 * 128 * 256 * 1088 = 4.56 GFLOP,
+    # and 64 index heads of 128 over an eighth of the keys, 2 * 64 * 64 * 2048 * 128 = 2.15 GFLOP
+    plan = cost.make(question(v32, Layout(tp=8, dcp=8), **sparse))
+    assert plan.attention.floor_us == pytest.approx(61 * 13.4218, rel=1e-4)
 
 
 def test_an_indexer_multiplies_every_key_with_every_head(v32):

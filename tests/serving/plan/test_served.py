@@ -15,8 +15,8 @@ from tests.serving.plan.plan_models import V3, V32, config, question
 @pytest.mark.parametrize(
     "folder, changes, layout, said",
     [
-        (V32, {}, {"tp": 8, "dcp": 8}, "Expected --dcp 1 for the sparse attention of m, "
-         "which decode context parallelism does not serve, got 8"),
+        (V32, {}, {"tp": 16, "dcp": 16}, "Expected --dcp up to 8 for the sparse attention of m, "
+         "whose ranks bring 2048 candidates each, got 16"),
         (V32, {"num_attention_heads": 256}, {"tp": 8, "dcp": 8}, "256 attention heads / --tp 8 x "
          "--dcp 8 are 256 on a GPU; our kernels take 128. Mend: --tp of 16 or more, or a lower"),
         (V3, {"num_attention_heads": 256}, {"tp": 1}, "256 attention heads / --tp 1 are 256 on a "

@@ -9,6 +9,7 @@ import triton
 from mla_kernels.arch import device_arch
 from mla_kernels.indexer.triton.cache import write_indexer_cache_kernel
 from mla_kernels.indexer.triton.rows import (
+    chosen_values_kernel,
     fill_tail_kernel,
     lengths_kernel,
     positions_to_slots_kernel,
@@ -150,4 +151,22 @@ def launch_positions_to_slots(
             block_table.stride(0),
             BLOCK=SLOTS_BLOCK,
             RAGGED=request_ids is not None,
+        )
+
+
+def launch_chosen_values(scores: torch.Tensor, chosen: torch.Tensor, values: torch.Tensor) -> None:
+    """`write_values` in one launch, which allocates nothing."""
+    T, K = chosen.shape
+    if chosen.numel():
+        launch(
+            chosen_values_kernel,
+            (T, triton.cdiv(K, SLOTS_BLOCK)),
+            scores,
+            chosen,
+            values,
+            K,
+            scores.stride(0),
+            chosen.stride(0),
+            values.stride(0),
+            BLOCK=SLOTS_BLOCK,
         )

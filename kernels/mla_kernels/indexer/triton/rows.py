@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small kernels over rows: visible lengths, -inf past them, positions to slots."""
+"""Small kernels over rows: visible lengths, -inf past them, scores of what was chosen, positions to
+slots."""
 
 import triton
 import triton.language as tl
@@ -112,3 +113,23 @@ def positions_to_slots_kernel(
     page = tl.load(table_ptr + request * stride_table + block, mask=found, other=0)
     slot = tl.where(found, page * block_size + position % block_size, -1)
     tl.store(out_ptr + row * num_selected + i, slot, mask=inside)
+
+
+@triton.jit
+def chosen_values_kernel(
+    scores_ptr,  # [T, width] fp32
+    chosen_ptr,  # [T, K] int32
+    values_ptr,  # [T, K] fp32, written
+    num_chosen,
+    stride_scores,
+    stride_chosen,
+    stride_values,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < num_chosen
+    column = tl.load(chosen_ptr + row * stride_chosen + i, mask=inside, other=-1)
+    found = column >= 0
+    score = tl.load(scores_ptr + row * stride_scores + column, mask=found, other=float("-inf"))
+    tl.store(values_ptr + row * stride_values + i, score, mask=inside)

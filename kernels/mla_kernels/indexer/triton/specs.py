@@ -13,6 +13,7 @@ from mla_kernels.indexer.triton.row_launchers import (
     write_constants,
 )
 from mla_kernels.indexer.triton.rows import (
+    chosen_values_kernel,
     fill_tail_kernel,
     lengths_kernel,
     positions_to_slots_kernel,
@@ -71,6 +72,7 @@ def specialisations(arch: Arch) -> list[KernelSpec]:
         _token_rows(),
         _fill_tail(),
         _slots(),
+        _values(),
     ]
 
 
@@ -196,5 +198,18 @@ def _slots() -> KernelSpec:
         signature={**dict.fromkeys(pointers, "*i32"), **dict.fromkeys(scalars, "i32")},
         constexprs={"rows_per_request": 1, "BLOCK": SLOTS_BLOCK, "RAGGED": True},
         aligned=(*pointers, "num_selected", "block_size", "stride_positions"),
+        quick=True,
+    )
+
+
+def _values() -> KernelSpec:
+    pointers = {"scores_ptr": "*fp32", "chosen_ptr": "*i32", "values_ptr": "*fp32"}
+    scalars = ("num_chosen", "stride_scores", "stride_chosen", "stride_values")
+    return KernelSpec(
+        name="indexer_topk/values",
+        fn=chosen_values_kernel,
+        signature={**pointers, **dict.fromkeys(scalars, "i32")},
+        constexprs={"BLOCK": SLOTS_BLOCK},
+        aligned=(*pointers, *scalars),
         quick=True,
     )

@@ -12,6 +12,8 @@ from mla_kernels.topk.triton.launcher import (
 )
 from mla_kernels.topk.triton.many import many_rows_kernel
 from mla_kernels.topk.triton.many_launcher import many_constants, many_options
+from mla_kernels.topk.triton.merge import merge_topk_kernel
+from mla_kernels.topk.triton.merge_launcher import merge_constants, merge_warps
 from mla_kernels.topk.triton.select import group_max_kernel, select_kernel
 from mla_kernels.topk.triton.spread import OUTPUT, clear_state_kernel, spread_topk_kernel
 from mla_kernels.topk.triton.spread_launcher import (
@@ -23,6 +25,8 @@ from mla_kernels.topk.triton.spread_launcher import (
 
 STRIDES = {"stride_scores": "i32", "stride_level1": "i32", "stride_level2": "i32"}
 LEVELS = {"level1_ptr": "*i32", "level2_ptr": "*i32"}
+# Ranks and k of a merge.
+RANKS = ((2, 512), (2, 2048), (4, 2048), (8, 2048))
 # One width for each number of levels and each number of warps.
 SHAPES = ((2048, 64), (8192, 2048), (16384, 2048), (32768, 2048), (131072, 2048), (2**20, 2048))
 
@@ -30,6 +34,7 @@ SHAPES = ((2048, 64), (8192, 2048), (16384, 2048), (32768, 2048), (131072, 2048)
 def specialisations(arch: Arch) -> list[KernelSpec]:
     group_max = [_group_max(arch, width) for width in (131072, 2**20)]
     specs = [_select(arch, width, k) for width, k in SHAPES] + group_max
+    specs += [_merge(ranks, k) for ranks, k in RANKS]
     if arch.sm == 0:  # AMD: a program a row, held (spread_launcher.resident_programs)
         return specs
     shared = [_spread(arch, chunk) for chunk in SPREAD_CHUNKS]
@@ -138,4 +143,23 @@ def _clear(arch: Arch) -> KernelSpec:
         aligned=("state_ptr",),
         options={"num_warps": CLEAR_WARPS, "launch_pdl": pdl},
         quick=True,
+    )
+
+
+def _merge(ranks: int, k: int) -> KernelSpec:
+    pointers = {"candidates_ptr": "*i32", "out_ptr": "*i32"}
+    return KernelSpec(
+        name=f"merge_topk/{ranks}/{k}",
+        fn=merge_topk_kernel,
+        signature={
+            **pointers,
+            "num_rows": "i32",
+            "rank": "i32",
+            "interleave": "i32",
+            "stride_out": "i32",
+        },
+        constexprs=merge_constants(ranks, k),
+        aligned=(*pointers, "stride_out"),
+        options={"num_warps": merge_warps(ranks, k)},
+        quick=(ranks, k) == (2, 2048),
     )
