@@ -5,6 +5,7 @@ from mla_serving.demo_model import FAMILIES, make_demo_model
 
 LAYERS = 4
 LONG = 160_000
+EXPERTS = 8
 
 
 def make_checkpoint(folder, heads):
@@ -15,7 +16,8 @@ def make_checkpoint(folder, heads):
     of 8 tensor-parallel GPUs; or "long", one of 16 heads whose context is twice LONG; or "v3.2
     long", "v3.2 all" with such a context and one layer: what its indexer sees is the same in every
     engine, so that they choose the same 2048 tokens but for ties; or "v2", DeepSeek-V2-Lite's
-    attention, without an MTP layer: vLLM takes no DeepSeek-V3 for a draft model.
+    attention, without an MTP layer: vLLM takes no DeepSeek-V3 for a draft model; or "experts", a
+    dense model of 128 heads with experts in all layers but the first, each token to all of them.
     """
     family, others = "v3", {}
     rope = FAMILIES[family]["rope_scaling"]
@@ -33,6 +35,9 @@ def make_checkpoint(folder, heads):
         heads, others = 16, long
     elif heads == "v2":
         family, heads = "v2-lite", 16
+    elif heads == "experts":
+        every = {"n_routed_experts": EXPERTS, "num_experts_per_tok": EXPERTS, "n_group": 1}
+        heads, others = 128, {"first_k_dense_replace": 1, "num_nextn_predict_layers": 0, **every}
     overrides = {
         "num_attention_heads": heads,
         "num_key_value_heads": heads,

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engines that the GPU tests start: keywords of vllm.LLM, environment and scenarios of each."""
 
+import os
 import random
 
 import torch
@@ -65,11 +66,17 @@ RANKS = {
 }
 # The ranks take turns with two tokens each, not with one.
 PAIRS = {"cp_kv_cache_interleave_size": 2}
-RANKS_STOCK = "FLASH_ATTN_MLA"
+RANKS_STOCK = PROFILES_STOCK = "FLASH_ATTN_MLA"
 # Heads of one of four and of sixteen tensor-parallel ranks of DeepSeek-V3.
 FEWER_HEADS, FEWER_STOCK = (32, 8), "FLASH_ATTN_MLA"
 SPARSE_STOCK = "FLASHMLA_SPARSE"
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
+
+
+def each_gpu():
+    """What CUDA_VISIBLE_DEVICES must say for each GPU alone."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
 
 
 def tokens(rng, count):
@@ -195,6 +202,8 @@ def all_engines():
     for heads in FEWER_HEADS:
         for backend in ("CUSTOM", FEWER_STOCK):
             add(f"{backend} {heads}", heads, attention_backend=backend)
+    for backend in ("CUSTOM", PROFILES_STOCK):
+        add(f"{backend} experts", "experts", attention_backend=backend)
     wide = wide_scenarios()
     for backend in ("CUSTOM", "FLASHMLA", "TRITON_MLA"):
         add(f"{backend} fp8", scenarios=wide, attention_backend=backend, kv_cache_dtype="fp8")
