@@ -49,8 +49,9 @@ def _conditions(report: Report, loads: list[Row]) -> str:
         "time, so while one is measured the others do nothing; "
     )
     open_loops = f"Open loops: {settings['open_requests']} requests, Poisson arrivals. "
+    which = "All loads" if all("spread" in row for row in loads) else "Those loads with brackets"
     repeated = (
-        f"All loads were repeated{', another server first each time' * settings['together']}: "
+        f"{which} were repeated{', another server first each time' * settings['together']}: "
         "shown is the run with the median of output tokens a second, in brackets the least and "
         "the most of all runs. "
     )

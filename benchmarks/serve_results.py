@@ -4,6 +4,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+from ending import lacking
 from outputs import write
 from partial import PARTIAL
 from serve_gate import withhold
@@ -58,10 +59,12 @@ def markdown(report: Report) -> str:
 
 def left_out(rows: list[Row]) -> list[str]:
     """What was not measured, or not to its end, and why: one line for all cases of an engine that
-    have the same reason, as an engine that has failed fails in each that follows."""
+    have the same reason, as an engine that has failed fails in each that follows. Not repetitions
+    that were left out."""
     cases: dict[tuple[str, str], list[str]] = {}
+    lack = {id(row) for row in lacking(rows)}
     for row in rows:
-        if reason := row.get("error") or row.get("not_run"):
+        if reason := row.get("error") or (id(row) in lack and row["not_run"]):
             engine = " ".join(f"{key} {row[key]}" for key in ENGINE if key in row)
             case = " ".join(f"{key} {row[key]}" for key in CASE if key in row)
             cases.setdefault((engine, reason.strip().splitlines()[0]), []).append(case)

@@ -94,7 +94,7 @@ def test_some_cases_do_not_replace_the_results_of_all(words, tmp_path, monkeypat
     assert found == [f"{name}_partial.json", f"{name}_partial.md"]
     assert "Not whole" not in (tmp_path / found[1]).read_text()
     whole = ["--contexts", "4096", "2048", "512", "--repeats", "1"]  # all, in any order
-    late, row = row, row | {"ms": {"absorbed": 1.0, "expanded": 2.0}}
+    late, row = row | {"new": 16}, row | {"ms": {"absorbed": 1.0, "expanded": 2.0}}
     del row["not_run"]
     monkeypatch.setattr(extends, "measure", lambda *_: [row, late])
     assert extends.main([*whole, "--results", str(tmp_path / "late")]) == 0

@@ -186,3 +186,19 @@ def test_of_repetitions_the_median_is_shown(tmp_path):
     assert (tmp_path / "serving.png").exists()
     single = serve_page(ours[0], theirs[0])
     assert "| mla-backend | 300 |" in single and "repeated" not in single
+
+
+def test_a_repetition_without_time_is_nothing_that_lacks():
+    """Of two loads one was repeated: the other one is whole all the same."""
+    from ending import NO_TIME, shortage
+
+    once, twice = serve_row("CUSTOM", 100.0), [serve_row("CUSTOM", 7.0, concurrency=8)] * 2
+    case = {k: once[k] for k in ("backend", "shape", "loop", "concurrency")}
+    rows = [once, *twice, case | {"not_run": NO_TIME}]
+    page = serve_page(*rows)
+    assert "Those loads with brackets were repeated: shown is" in page
+    assert "Not measured" not in page and shortage(rows) == ""
+    other = case | {"backend": "FLASHMLA", "not_run": NO_TIME}
+    page = serve_page(*rows, other)
+    assert "* backend FLASHMLA (shape 8/8 loop closed concurrency 4): no time" in page
+    assert shortage([*rows, other]) == "Not whole: no time was left for 1 rows."
