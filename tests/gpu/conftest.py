@@ -68,6 +68,12 @@ def take_engines_along(signum, _):
     os._exit(128 + signum)
 
 
+def each_gpu():
+    """What CUDA_VISIBLE_DEVICES must say for each GPU alone."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+
+
 def run_engine(folder, spec, env):
     """The result of engine_run_gpu.py as a dict; AssertionError with the log's end if it failed."""
     folder.mkdir(exist_ok=True)  # --logs may name the folder of an earlier run
@@ -126,6 +132,11 @@ def behind_capture(config):
 
 
 @pytest.fixture(scope="session")
+def gpus():
+    return each_gpu()
+
+
+@pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
     """`checkpoint(heads)`: directory of the model with so many heads."""
     from checkpoint import make_checkpoint
@@ -140,7 +151,7 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture(scope="session")
 def engines(request, tmp_path_factory, checkpoint):
     """`engines(name)`: the result of an engine of engines.py. All start with the first call."""
-    from engines import all_engines, each_gpu
+    from engines import all_engines
 
     signal.signal(signal.SIGTERM, take_engines_along)
     kept = request.config.getoption("--logs", default=None)

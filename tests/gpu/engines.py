@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engines that the GPU tests start: keywords of vllm.LLM, environment and scenarios of each."""
 
-import os
 import random
 
 import torch
@@ -71,12 +70,6 @@ RANKS_STOCK = PROFILES_STOCK = "FLASH_ATTN_MLA"
 FEWER_HEADS, FEWER_STOCK = (32, 8), "FLASH_ATTN_MLA"
 SPARSE_STOCK = "FLASHMLA_SPARSE"
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
-
-
-def each_gpu():
-    """What CUDA_VISIBLE_DEVICES must say for each GPU alone."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
 
 
 def tokens(rng, count):
@@ -202,9 +195,9 @@ def all_engines():
     for heads in FEWER_HEADS:
         for backend in ("CUSTOM", FEWER_STOCK):
             add(f"{backend} {heads}", heads, attention_backend=backend)
-    for backend in ("CUSTOM", PROFILES_STOCK):
-        add(f"{backend} experts", "experts", attention_backend=backend)
     wide = wide_scenarios()
+    for backend in ("CUSTOM", PROFILES_STOCK):
+        add(f"{backend} experts", "experts", scenarios=wide, attention_backend=backend)
     for backend in ("CUSTOM", "FLASHMLA", "TRITON_MLA"):
         add(f"{backend} fp8", scenarios=wide, attention_backend=backend, kv_cache_dtype="fp8")
     add("CUSTOM fp8_ds_mla", scenarios=wide, kv_cache_dtype="fp8_ds_mla")

@@ -5,8 +5,7 @@ for two machines. Judged as engines on several ranks are, in test_ranks."""
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
-from engines import PROFILES_STOCK, each_gpu, parity_scenarios
+from engines import PROFILES_STOCK, wide_scenarios
 from oracle import NOISE, distance, divergences
 from profile_server import CONFIGS, ProfileServer, workers
 from test_parity import outputs_of
@@ -19,14 +18,14 @@ def run(profile, model, gpus, folder):
     """(answers to all scenarios, what /mla/info says of the workers behind them)"""
     with ProfileServer(profile, model, gpus, folder) as server:
         name = server.get("/v1/models")["data"][0]["id"]
-        outputs = [o for part in parity_scenarios().values() for o in server.answer(name, part)]
+        outputs = [o for part in wide_scenarios().values() for o in server.answer(name, part)]
         return outputs, server.get("/mla/info")["attention"]["workers"]
 
 
 @pytest.fixture(scope="module")
-def served(checkpoint, tmp_path_factory):
+def served(gpus, checkpoint, tmp_path_factory):
     """`served(profile)`: what `run` gives. All start at once."""
-    gpus, model = each_gpu(), checkpoint(EXPERTS)
+    model = checkpoint(EXPERTS)
     places = {profile: gpus[: workers(profile, len(gpus))] for profile in PROFILES}
     folder = tmp_path_factory.mktemp("profiles")
     with ThreadPoolExecutor(len(PROFILES)) as pool:
@@ -39,8 +38,8 @@ def served(checkpoint, tmp_path_factory):
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_a_profile_answers_as_one_gpu(profile, served, engines, checkpoint, ranks_table):
-    ranks = workers(profile, torch.cuda.device_count())
+def test_a_profile_answers_as_one_gpu(profile, served, gpus, engines, checkpoint, ranks_table):
+    ranks = workers(profile, len(gpus))
     if not ranks:
         pytest.skip("needs two GPUs")
     path = checkpoint(EXPERTS)
