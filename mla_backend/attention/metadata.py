@@ -174,6 +174,7 @@ class MlaMetadataBuilder(StepBuilder, MLACommonMetadataBuilder[MlaMetadata]):
         if self.dcp_world_size == 1:
             return
         interleave = vllm_config.parallel_config.cp_kv_cache_interleave_size
+        support.refuse_interleave(interleave, compat.deals_within_64(vllm_config))
         self._shard = Shard(self.dcp_world_size, layer.impl.dcp_rank, interleave)
         self._deals_drafts = self._drafts > 0
         if self._deals_drafts:

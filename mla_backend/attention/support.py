@@ -74,18 +74,41 @@ def refuse_sparse_dcp(vllm_config: Any, *, on_cpu: bool) -> None:
     not ask the backend.
 
     Of drafts the lengths of the ranks would be right, as they are computed on the device, but
-    vLLM's own parts of such steps were not run.
+    vLLM's own parts of such steps were not run. Microbatches come without the ranks' lengths, and
+    two at a time would exchange their choices in the same memory.
     """
-    if vllm_config.parallel_config.decode_context_parallel_size == 1:
+    parallel = vllm_config.parallel_config
+    if parallel.decode_context_parallel_size == 1:
         return
     if on_cpu:
         raise cannot_serve(dcp_on_cpu_reason())
+    if parallel.num_ubatches > 1:
+        raise cannot_serve(
+            f"{parallel.num_ubatches} microbatches (--enable-dbo) with sparse attention under "
+            "decode context parallelism. Mend: leave out --enable-dbo, or "
+            "--decode-context-parallel-size 1"
+        )
     speculative = vllm_config.speculative_config
     if speculative is not None:
         raise cannot_serve(
             f"{speculative.num_speculative_tokens} speculative tokens with sparse attention under "
             "decode context parallelism, which were not run together. "
             "Mend: --decode-context-parallel-size 1, or leave out --speculative-config"
+        )
+
+
+def refuse_interleave(run: int, within_64: bool) -> None:
+    """ValueError for runs of tokens that vLLM would deal to ranks of decode context parallelism in
+    another way than it says. To be asked by metadata builders: vLLM settles them after the layers.
+
+    within_64: `compat.deals_within_64`
+    """
+    if within_64 and BLOCK_SIZE % run:
+        raise cannot_serve(
+            f"--cp-kv-cache-interleave-size {run}: the second model runner of vLLM before 0.29 "
+            f"deals tokens within blocks of {BLOCK_SIZE}, so that some would lie on other ranks "
+            f"than their places say. Mend: one that divides {BLOCK_SIZE}, or "
+            "VLLM_USE_V2_MODEL_RUNNER=0"
         )
 
 

@@ -16,7 +16,8 @@ resolving.
 | ray | share_settings_with_ray | all | Ray's workers lack the server's environment |
 | kv_cache | layer_compact_layouts | 0.29 on | layouts go by name, not by stride order |
 | | block_table_width | all | backends are not told it before the first step |
-| | (sparse) | 0.26 | under context parallelism it is as without |
+| | (sparse) | 0.26 | under context parallelism the first runner's is as without |
+| | deals_within_64 | to 0.28 | the second model runner deals tokens within kernel blocks |
 | ranks | all_gather_into | all | a group's all_gather makes new memory for each result |
 | prompts | register_cpu_prefill_backend | to 0.28 | a CPU is given FLASH_ATTN's class |
 | | mla_prefill_backend | 0.29 on | an error says that there is none |
@@ -61,7 +62,11 @@ from mla_backend.compat.indexer import (
     route_fused_indexer,
     split_graph_at,
 )
-from mla_backend.compat.kv_cache import block_table_width, layer_compact_layouts
+from mla_backend.compat.kv_cache import (
+    block_table_width,
+    deals_within_64,
+    layer_compact_layouts,
+)
 from mla_backend.compat.prompts import (
     expands_prompts_of_sparse_layers,
     mla_prefill_backend,
@@ -102,6 +107,7 @@ __all__ = [
     "build_indexers_without_deepgemm",
     "check_adapters",
     "deal_draft_slots",
+    "deals_within_64",
     "expands_prompts_of_sparse_layers",
     "indexer_needs_fp8_type",
     "installed_vllm_version",

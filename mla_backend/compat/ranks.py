@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collectives of vLLM's groups of ranks."""
 
-import torch
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
 def all_gather_into(gathered: torch.Tensor, own: torch.Tensor) -> None:
@@ -12,6 +17,7 @@ def all_gather_into(gathered: torch.Tensor, own: torch.Tensor) -> None:
     that other tensors had before and have later. With the communicator that its other collectives
     of this group use, so that all of them are in one order.
     """
+    import torch
     from vllm.distributed.parallel_state import get_dcp_group
 
     group = get_dcp_group()

@@ -246,6 +246,14 @@ def test_drafters_with_longer_steps_are_refused(builder, how, said):
         builder(Shard(2), **how)
 
 
+def test_runs_that_vllm_deals_otherwise_are_refused(builder, monkeypatch):
+    builder(Shard(2, 1, 128), drafts=0, threshold=1)
+    monkeypatch.setattr(compat, "deals_within_64", lambda _: True)
+    builder(Shard(2, 1, 64), drafts=0, threshold=1)
+    with pytest.raises(ValueError, match=r"--cp-kv-cache-interleave-size 128: .* divides 64, or "):
+        builder(Shard(2, 1, 128), drafts=0, threshold=1)
+
+
 @pytest.mark.parametrize("method", ["mtp", "eagle", "ngram"])
 def test_drafters_whose_steps_are_the_models_are_served(method):
     support.refuse_drafter(method, False)

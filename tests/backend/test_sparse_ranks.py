@@ -116,6 +116,41 @@ def test_rows_of_a_rank_keep_their_addresses(monkeypatch):
     assert rows[1].lengths.tolist() == [32, 3, 3] and rows[1].seq_lens.tolist() == [32, 3]
 
 
+def test_dummy_steps_without_lengths_of_ranks(monkeypatch):
+    """As vLLM's second model runner makes them before 0.30."""
+    rank = Cluster(monkeypatch, 2, 1).ranks[1]
+    common, _ = rank.common(Requests([1, 2], [64, 7], 8))
+    common.dcp_local_seq_lens = None
+    for builder in rank.builders:
+        assert builder.build(0, common).rows.seq_lens.tolist() == [32, 3]
+    assert common.seq_lens.tolist() == [64, 7]
+
+
+def test_runs_that_vllm_deals_otherwise_are_refused(monkeypatch):
+    from mla_backend import compat
+
+    monkeypatch.setattr(compat, "deals_within_64", lambda _: True)
+    Cluster(monkeypatch, 2, 64)
+    with pytest.raises(ValueError, match=r"--cp-kv-cache-interleave-size 128: .* divides 64, or "):
+        Cluster(monkeypatch, 2, 128)
+
+
+def test_what_a_rank_has_is_what_the_last_builder_was_told(monkeypatch):
+    """A KV connector may settle it when the first builders are there."""
+    from mla_backend.attention.sparse.metadata import IndexerMetadataBuilder
+
+    rank = Cluster(monkeypatch, 2, 64).ranks[1]
+    shared = attached(rank.indexer.k_cache).shared
+    assert (shared.shard.rank, shared.shard.interleave) == (1, 64)
+    config = fake_config(dcp=2)
+    config.parallel_config.cp_kv_cache_interleave_size = 2
+    config.compilation_config.max_cudagraph_capture_size = 8
+    config.compilation_config.static_forward_context[rank.name] = rank.indexer.k_cache
+    spec = types.SimpleNamespace(block_size=64)
+    IndexerMetadataBuilder(spec, [rank.name], config, torch.device("cpu"))
+    assert shared.shard.interleave == 2
+
+
 def test_vllm_is_told_which_rows_are_padding(monkeypatch):
     """Before it adds up the ranks' outputs, 0.28 and later read lengths of whole requests."""
     rank = Cluster(monkeypatch, 2, 1).ranks[1]

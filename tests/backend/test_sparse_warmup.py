@@ -111,7 +111,7 @@ def make_indexer(max_blocks, ranks=1):
         impl="triton",
         workspace=indexer_topk_workspace(MAX_TOKENS, max_blocks, cpu),
         topk_indices=torch.full((MAX_TOKENS, TOPK), -1, dtype=torch.int32),
-        shared=SharedChoice(None, ranks, TOPK, MAX_TOKENS, cpu) if ranks > 1 else None,
+        shared=SharedChoice(ranks, TOPK, MAX_TOKENS, cpu) if ranks > 1 else None,
     )
 
 
@@ -164,8 +164,9 @@ def test_no_step_launches_what_was_not_compiled(
     monkeypatch.setattr(api, "_choose", lambda *_: types.SimpleNamespace(impl=scores))
     triton = types.SimpleNamespace(impl="triton")
     monkeypatch.setattr(merge, "choose_impl", lambda *args, **kwargs: triton)
-    indexer = make_indexer(max_blocks, ranks)
-    shard = Shard.of(None) if ranks > 1 else None
+    indexer, shard = make_indexer(max_blocks, ranks), None
+    if ranks > 1:
+        indexer.shared.shard = shard = Shard.of(None)
     builder = RowsBuilder(MAX_TOKENS, torch.device("cpu"), shard)
     warm_up_indexer(indexer, MAX_TOKENS, MAX_REQUESTS, max_blocks)
     compiled = set(keys)

@@ -219,6 +219,7 @@ def test_block_tables_of_sparse_layers_are_as_wide_as_those_of_vllm(ranks, monke
         parallel_config=types.SimpleNamespace(
             decode_context_parallel_size=ranks, prefill_context_parallel_size=1
         ),
+        use_v2_model_runner=False,
     )
     rows = {"latent": (576, torch.bfloat16), "keys": (132, torch.uint8)}
     group = interface.UniformTypeKVCacheSpecs.from_specs(
@@ -238,6 +239,23 @@ def test_block_tables_of_sparse_layers_are_as_wide_as_those_of_vllm(ranks, monke
         monkeypatch.delattr(interface.UniformTypeKVCacheSpecs, "max_num_blocks_per_req")
     assert compat.block_table_width(config, 64, sparse=True) == theirs() == 64
     assert compat.block_table_width(config, 64) == {1: 64, 2: 32, 4: 16}[ranks]
+    config.use_v2_model_runner = True  # which narrows them in 0.26, too
+    assert compat.block_table_width(config, 64, sparse=True) == {1: 64, 2: 32, 4: 16}[ranks]
+
+
+@pytest.mark.parametrize(
+    "version, second, within",
+    [
+        ("0.26.0", True, True),
+        ("0.28.1", True, True),
+        ("0.28.1", False, False),
+        ("0.29.0", True, False),
+    ],
+)
+def test_how_ranks_are_dealt_tokens(vllm_version, version, second, within):
+    vllm_version(version)
+    config = types.SimpleNamespace(use_v2_model_runner=second)
+    assert compat.deals_within_64(config) is within
 
 
 def test_placeholder_can_be_made_and_is_no_prefill():

@@ -57,11 +57,12 @@ def test_every_kind_of_case_passes_its_gates_and_is_timed(i):
     assert shape.name == NAMES[i]
     rows = sparse_indexer.bench(Timer(), shape)
     assert not [row for row in rows if "failed" in row]
-    ops = ["scores", "topk", "scores+topk", "scores+topk"]
-    assert [row["op"] for row in rows] == [op for op in ops if op != "topk" or i in (0, 1, 2, 4)]
+    merge = "merge of 2 ranks"
+    chosen = ["topk", merge] * (i in (0, 1, 2, 4))
+    assert [row["op"] for row in rows] == ["scores", *chosen, "scores+topk", "scores+topk"]
     seen = sum(range(shape.keys - shape.s_q + 1, shape.keys + 1)) * shape.batch
     for row in rows:
-        moved = 4 * seen if row["op"] == "topk" else shape.bytes
+        moved = {"topk": 4 * seen, merge: shape.rows * 5 * 4 * K}.get(row["op"], shape.bytes)
         assert row["gbps"] == round(moved / 50e3, 1)
     assert rows[0]["tflops"] == round(shape.flops / 50e6, 1)
 
@@ -95,10 +96,11 @@ def test_a_wrong_result_is_not_timed(monkeypatch):
 
     for name, failing in (
         ("indexer_scores", {"scores"}),
-        ("exact_topk", {"topk", "scores+topk"}),
+        ("exact_topk", {"topk", "merge of 2 ranks", "scores+topk"}),
+        ("merge_topk", {"merge of 2 ranks"}),
         ("indexer_topk", {"scores+topk"}),
     ):
-        two_steps_are_sound = name == "indexer_topk"
+        two_steps_are_sound = name in ("indexer_topk", "merge_topk")
         with monkeypatch.context() as patch:
             patch.setattr(sparse_indexer, name, shifted(getattr(sparse_indexer, name)))
             rows = sparse_indexer.bench(Timer(), shapes()[1])

@@ -150,6 +150,4 @@ def shared_choice(
     if ranks == 1:
         return None
     asked = ("choice", ranks, tokens, topk, device)
-    return _shared(
-        vllm_config, asked, lambda: SharedChoice(vllm_config, ranks, topk, tokens, device)
-    )
+    return _shared(vllm_config, asked, lambda: SharedChoice(ranks, topk, tokens, device))

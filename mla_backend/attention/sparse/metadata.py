@@ -59,8 +59,10 @@ class _TokensBuilder(StepBuilder):
 
     def _make_rows_builder(self, vllm_config: Any, device: torch.device) -> tuple[int, int, int]:
         """Returns the most tokens, requests and blocks of a request in a step."""
-        tokens = max_tokens(vllm_config)
-        self._rows = RowsBuilder(tokens, device, Shard.of(vllm_config))
+        tokens, shard = max_tokens(vllm_config), Shard.of(vllm_config)
+        if shard is not None:
+            support.refuse_interleave(shard.interleave, compat.deals_within_64(vllm_config))
+        self._rows = RowsBuilder(tokens, device, shard)
         width = compat.block_table_width(vllm_config, support.BLOCK_SIZE, sparse=True)
         return tokens, most_requests(vllm_config), width
 
@@ -134,6 +136,8 @@ class IndexerMetadataBuilder(_TokensBuilder):
         limits = self._make_rows_builder(vllm_config, device)
         layers = vllm_config.compilation_config.static_forward_context
         indexer = attached(layers[layer_names[0]])
+        if indexer.shared is not None:
+            indexer.shared.shard = Shard.of(vllm_config)
         if device.type != "cpu" and indexer.impl not in support.SLOW_IMPLS:
             warm_up_indexer(indexer, *limits)
 

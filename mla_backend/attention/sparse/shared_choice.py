@@ -11,7 +11,6 @@ exchanges of a rank there is its merge, which reads the first before the second 
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from mla_kernels import merge_topk
@@ -30,11 +29,12 @@ class SharedChoice:
 
     ranks   of the group      topk    tokens that are chosen for a row
     tokens  most rows of a step
+
+    Metadata builders say what this rank has (`shard`), the last of them for good: a KV connector
+    may settle it behind the first ones (vLLM 0.29 to 0.32).
     """
 
-    def __init__(
-        self, vllm_config: Any, ranks: int, topk: int, tokens: int, device: torch.device
-    ) -> None:
+    def __init__(self, ranks: int, topk: int, tokens: int, device: torch.device) -> None:
         if ranks * next_power_of_2(topk) > MAX_MERGED:
             most = MAX_MERGED // next_power_of_2(topk)
             raise RefusalError(
@@ -42,8 +42,7 @@ class SharedChoice:
                 f"merges the choices of ranks takes {most} of them. "
                 f"Mend: --decode-context-parallel-size {most}"
             )
-        self._vllm_config = vllm_config
-        self._shard: Shard | None = None
+        self.shard: Shard | None = None
         self._rows = max(1, min(tokens, MOST_CANDIDATES // (ranks * topk)))
         rows, row = self._rows, 2 * topk
         self._own = torch.empty(rows * row, dtype=torch.int32, device=device)
@@ -64,17 +63,15 @@ class SharedChoice:
     def keep_best(self, chosen: torch.Tensor, impl: str) -> None:
         """chosen [T, topk] int32 = those of the candidates of this turn that are among the best of
         all ranks, in their order, then -1. Every rank calls it with the same T."""
-        if self._shard is None:
-            self._shard = Shard.of(self._vllm_config)
-        assert self._shard is not None
+        assert self.shard is not None
         T = chosen.shape[0]
         numbers = T * 2 * self._topk
         gathered = self._gathered[: self._ranks * numbers]
         compat.all_gather_into(gathered, self._own[:numbers])
         merge_topk(
             gathered.view(self._ranks, T, 2, self._topk),
-            self._shard.rank,
-            interleave=self._shard.interleave,
+            self.shard.rank,
+            interleave=self.shard.interleave,
             out=chosen,
             impl=impl,
         )
