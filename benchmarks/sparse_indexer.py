@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lightning Indexer: scores, exact top-k and both in one, beside their peers, in one run.
+"""Lightning Indexer: scores, exact top-k and both in one, beside their peers, in one run; and the
+merge of what ranks chose that share out the tokens.
 
     python benchmarks/sparse_indexer.py [--cases REGEX] [--results DIR]
 
@@ -31,7 +32,7 @@ from indexer_cases import (
     sorted_topk,
 )
 from indexer_peers import Run, deepgemm_logits, topk_peers
-from mla_kernels import exact_topk, indexer_scores, indexer_topk
+from mla_kernels import exact_topk, indexer_scores, indexer_topk, merge_topk
 from mla_kernels.dispatch import choose_impl
 from mla_kernels.indexer.hopper.launcher import refusal
 from outputs import claim, command
@@ -39,6 +40,7 @@ from partial import gather
 from sparse_report import write_indexer_report
 
 K = 2048
+RANKS = 2  # that share out the tokens in `bench_merge`
 # Relative error of scores: of exact products, and of those in fp8, which Hopper adds with 14 bits.
 BAR, FP8_BAR = 1e-5, 2e-4
 FP8 = "hopper/fp8_products"
@@ -112,13 +114,35 @@ def bench_topk(timer: Timer, batch: Batch, scores: torch.Tensor) -> list[dict[st
     return rows + rows_of(timer, name, "topk", runs, 4 * int(lengths.sum()))
 
 
+def bench_merge(timer: Timer, batch: Batch, scores: torch.Tensor) -> list[dict[str, Any]]:
+    """What RANKS ranks chose of every so many of the tokens, merged, as one of them does it."""
+    name, op, lengths = batch.shape.name, f"merge of {RANKS} ranks", batch.lengths
+    candidates = torch.empty(RANKS, len(scores), 2, K, dtype=torch.int32, device=DEVICE)
+    for rank in range(RANKS):
+        own = scores[:, rank::RANKS].contiguous()
+        seen = (lengths + (RANKS - 1 - rank)) // RANKS
+        chosen = exact_topk(own, K, lengths=seen)
+        values = own.gather(1, chosen.clamp(0, own.shape[1] - 1).long())
+        candidates[rank] = torch.stack([chosen, values.view(torch.int32)], 1)
+    shares = [merge_topk(candidates, rank) for rank in range(RANKS)]
+    places = [torch.where(s < 0, scores.shape[1], s * RANKS + r) for r, s in enumerate(shares)]
+    together = torch.cat(places, 1).sort(1).values[:, :K]
+    if not torch.equal(
+        torch.where(together == scores.shape[1], -1, together), sorted_topk(scores, lengths, K)
+    ):
+        return [wrong(name, op, "mla_kernels/triton", "not the tokens of a stable sort")]
+    out = torch.empty_like(shares[0])
+    runs: dict[str, Run] = {"mla_kernels/triton": lambda: merge_topk(candidates, 0, out=out)}
+    return rows_of(timer, name, op, runs, candidates.nbytes + out.nbytes)
+
+
 def bench(timer: Timer, shape: Shape) -> list[dict[str, Any]]:
     batch = make_batch(shape)
     right = golden(batch)
     scores = torch.full((shape.rows, shape.keys), -torch.inf, device=DEVICE)
     rows = bench_scores(timer, batch, right, scores)
     if shape.cache == "fp8":  # the top-k is the same behind any cache
-        rows += bench_topk(timer, batch, scores)
+        rows += bench_topk(timer, batch, scores) + bench_merge(timer, batch, scores)
     return rows + bench_both(timer, batch, right, scores)
 
 
