@@ -73,8 +73,9 @@ def refuse_sparse_dcp(vllm_config: Any, *, on_cpu: bool) -> None:
     """ValueError unless the ranks can share out the tokens of sparse layers. vLLM before 0.30 does
     not ask the backend.
 
-    Microbatches come without the ranks' lengths, and two at a time would exchange their choices in
-    the same memory.
+    Of drafts the lengths of the ranks would be right, as they are computed on the device, but
+    vLLM's own parts of such steps were not run. Microbatches come without the ranks' lengths, and
+    two at a time would exchange their choices in the same memory.
     """
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size == 1:
@@ -87,8 +88,13 @@ def refuse_sparse_dcp(vllm_config: Any, *, on_cpu: bool) -> None:
             "decode context parallelism. Mend: leave out --enable-dbo, or "
             "--decode-context-parallel-size 1"
         )
-    if (speculative := vllm_config.speculative_config) is not None:
-        refuse_drafter(speculative.method, speculative.parallel_drafting)
+    speculative = vllm_config.speculative_config
+    if speculative is not None:
+        raise cannot_serve(
+            f"{speculative.num_speculative_tokens} speculative tokens with sparse attention under "
+            "decode context parallelism, which were not run together. "
+            "Mend: --decode-context-parallel-size 1, or leave out --speculative-config"
+        )
 
 
 def refuse_interleave(run: int, within_64: bool) -> None:

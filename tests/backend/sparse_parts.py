@@ -30,17 +30,15 @@ def build_rows(*args, **kwargs):
     return RowsBuilder(64, torch.device("cpu")).build(common_metadata(*args, **kwargs))
 
 
-def fake_config(topk_rows=64, dcp=1, drafts=0, ubatches=1, method="mtp"):
-    speculative = types.SimpleNamespace(
-        num_speculative_tokens=drafts, method=method, parallel_drafting=False
-    )
+def fake_config(topk_rows=64, dcp=1, drafts=0, ubatches=1):
+    speculative = types.SimpleNamespace(num_speculative_tokens=drafts) if drafts else None
     return types.SimpleNamespace(
         parallel_config=types.SimpleNamespace(
             decode_context_parallel_size=dcp, num_ubatches=ubatches
         ),
         use_v2_model_runner=False,
         scheduler_config=types.SimpleNamespace(max_num_batched_tokens=topk_rows, max_num_seqs=4),
-        speculative_config=speculative if drafts else None,
+        speculative_config=speculative,
         model_config=types.SimpleNamespace(max_model_len=384),
         cache_config=types.SimpleNamespace(block_size=64),
         attention_config=types.SimpleNamespace(sparse_mla_force_mqa=False),
