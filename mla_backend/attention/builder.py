@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
 
-from mla_backend import envs
+from mla_backend import compat, envs
 from mla_backend.attention import support
 from mla_backend.attention.shard import Shard
 from mla_backend.attention.step_check import StepCheck
@@ -34,8 +34,8 @@ class StepBuilder(AttentionMetadataBuilder[Any]):
             self._step_check = StepCheck(layer, self.kv_cache_spec.block_size, shard, drafts)
 
     def _check(self, common: Any) -> None:
-        """ValueError for a fault in a step, vLLM's CommonAttentionMetadata."""
-        if self._step_check is not None:
+        """ValueError for a fault in a step of requests, vLLM's CommonAttentionMetadata."""
+        if self._step_check is not None and not compat.is_dummy_step():
             self._step_check(common)
             STATS.checked_steps += 1
 

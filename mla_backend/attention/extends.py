@@ -143,7 +143,7 @@ class ExtendRows:
         self._request_ids = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._visible = torch.zeros_like(self._request_ids)
         if self._shard.size > 1:
-            self._shares, self._spare = (torch.zeros_like(self._visible) for _ in range(2))
+            self._spare = torch.zeros_like(self._visible)
         # Between launches there are gaps: on a GPU one of each length, on a CPU one a piece.
         launches = max_rows if device.type == "cpu" else MAX_S_Q
         room = max_rows + (ALIGNED - 1) * launches
@@ -152,11 +152,6 @@ class ExtendRows:
         starts = torch.tensor([0, 1], dtype=torch.int32, device=device)
         # Compiles the kernel now, not in the first step.
         self.fill(starts, starts[:1], self._tables[1:2], 0, [(1, 1)])
-
-    def shares(self, seq_lens: torch.Tensor) -> torch.Tensor:
-        """The rank's part of seq_lens [B] int32, in a buffer. No sync, no allocation."""
-        B = seq_lens.shape[0]
-        return self._shard.lengths(seq_lens, out=self._shares[:B], spare=self._spare[:B])
 
     def fill(
         self,

@@ -38,7 +38,7 @@ from mla_backend.attention import extends, fp8_query, support
 from mla_backend.attention.builder import StepBuilder, drafts_of, most_requests
 from mla_backend.attention.kernel import DecodeKernel
 from mla_backend.attention.prefill import PrefillTile, plan_prefill
-from mla_backend.attention.shard import Shard
+from mla_backend.attention.shard import Shard, Shares
 from mla_backend.attention.step_plans import StepPlans
 from mla_backend.attention.warmup import warm_up
 from mla_backend.refusals import cannot_serve
@@ -88,9 +88,11 @@ class MlaMetadataBuilder(StepBuilder, MLACommonMetadataBuilder[MlaMetadata]):
     _drafts = 0
     # New tokens more of each request than vLLM's host lengths say, in steps of several.
     _added = 0
-    # This rank's part of the cache, and whether drafts are verified over it.
+    # This rank's part of the cache, whether drafts are verified over it, and of lengths, where vLLM
+    # gives wrong ones or none.
     _shard = Shard()
     _deals_drafts = False
+    _shares: Shares | None = None
     # Of the step at hand, whose query lengths then need not be looked at.
     _one_token_each = False
 
@@ -154,6 +156,8 @@ class MlaMetadataBuilder(StepBuilder, MLACommonMetadataBuilder[MlaMetadata]):
         if drafts and self.dcp_world_size > 1:
             speculative = vllm_config.speculative_config
             support.refuse_drafter(speculative.method, speculative.parallel_drafting)
+        if self.dcp_world_size > 1:
+            support.refuse_shared_microbatches(parallel.num_ubatches)
         support.refuse_step_shape(heads, self._most_s_q, drafts=drafts)
         support.refuse_microbatches(
             1 + drafts,  # of a graph; parallel drafting raises the threshold further
@@ -179,6 +183,8 @@ class MlaMetadataBuilder(StepBuilder, MLACommonMetadataBuilder[MlaMetadata]):
         self._deals_drafts = self._drafts > 0
         if self._deals_drafts:
             compat.deal_draft_slots(self._shard.slots)
+        if self._deals_drafts or compat.forgets_lengths_of_ranks(vllm_config):
+            self._shares = Shares(self._shard, most_requests(vllm_config), self.device)
 
     def _make_extend_rows(
         self, kernel: DecodeKernel, heads: int, requests: int, max_blocks: int
@@ -246,7 +252,7 @@ class MlaMetadataBuilder(StepBuilder, MLACommonMetadataBuilder[MlaMetadata]):
                 tokens=tokens,
             )
 
-        if self._one_token_each:
+        if self._one_token_each and T >= B:
             return launch(block_table_tensor, seq_lens_device, T)
         if self._deals_drafts:
             # Each token sees its own number of this rank's, which are every so many of a request's.
@@ -257,7 +263,13 @@ class MlaMetadataBuilder(StepBuilder, MLACommonMetadataBuilder[MlaMetadata]):
             return launch(*rows, seq_lens_device)
         query_lens = np.diff(query_start_loc_cpu.numpy())
         new = query_lens[query_lens > 0]  # none is a padded request of a graph
-        if len(new) == 0 or (new.min() == new.max() and T <= B * self._most_s_q):
+        if T < B and new.max(initial=1) == 1:
+            # A microbatch: it may begin or end with a request of which it has no token, and may
+            # have none at all, when nobody attends.
+            first = int(np.flatnonzero(query_lens)[0]) if T else 0
+            some = slice(first, first + max(T, 1))
+            return launch(block_table_tensor[some], seq_lens_device[some], max(T, 1))
+        if len(new) == 0 or (new.min() == new.max() and B <= T <= B * self._most_s_q):
             return launch(block_table_tensor, seq_lens_device, T)
         STATS.extend_steps += 1
         requests = extends.equal_run(query_lens, self._most_s_q)
@@ -288,11 +300,11 @@ class MlaMetadataBuilder(StepBuilder, MLACommonMetadataBuilder[MlaMetadata]):
         self._one_token_each = common.max_query_len == 1
         if self._drafts and common.max_query_len > self._most_s_q:
             common = compat.bound_lengths(common, self._added)
-        if self._deals_drafts:
+        if self._shares is not None:
             # vLLM's first model runner computes its own on the host, before it knows which drafts
-            # were rejected, and its drafters' steps have those of the model's, or none.
-            shares = self._rows.shares(common.seq_lens)
-            common = common.replace(dcp_local_seq_lens=shares)
+            # were rejected, and its drafters' steps have those of the model's, or none. The second
+            # one's dummy steps have none: graphs must find those of any step in one place.
+            common = common.replace(dcp_local_seq_lens=self._shares.of(common.seq_lens))
         # Between steps it is what vLLM orders its batches by, and judges whether microbatches may
         # read what is only being written: a prompt's end is not a decode request to either.
         between_steps = self.reorder_batch_threshold

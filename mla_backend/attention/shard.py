@@ -62,3 +62,16 @@ class Shard:
         column = (before // block_size).clamp(max=block_table.shape[1] - 1)
         slots = block_table[requests, column].long() * block_size + before % block_size
         return slots.masked_fill_(through == before, -1)
+
+
+class Shares:
+    """A rank's part of up to `most` lengths at a time, int32, in a buffer that stays in place."""
+
+    def __init__(self, shard: Shard, most: int, device: torch.device) -> None:
+        self._shard = shard
+        self._shares, self._spare = torch.zeros(2, most, dtype=torch.int32, device=device)
+
+    def of(self, total: torch.Tensor) -> torch.Tensor:
+        """See `Shard.lengths`; overwritten by the next call."""
+        n = len(total)
+        return self._shard.lengths(total, out=self._shares[:n], spare=self._spare[:n])

@@ -74,26 +74,47 @@ def refuse_sparse_dcp(vllm_config: Any, *, on_cpu: bool) -> None:
     not ask the backend.
 
     Of drafts the lengths of the ranks would be right, as they are computed on the device, but
-    vLLM's own parts of such steps were not run. Microbatches come without the ranks' lengths, and
-    two at a time would exchange their choices in the same memory.
+    vLLM's own parts of such steps were not run.
     """
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size == 1:
         return
     if on_cpu:
         raise cannot_serve(dcp_on_cpu_reason())
-    if parallel.num_ubatches > 1:
-        raise cannot_serve(
-            f"{parallel.num_ubatches} microbatches (--enable-dbo) with sparse attention under "
-            "decode context parallelism. Mend: leave out --enable-dbo, or "
-            "--decode-context-parallel-size 1"
-        )
+    refuse_shared_microbatches(parallel.num_ubatches)
     speculative = vllm_config.speculative_config
     if speculative is not None:
         raise cannot_serve(
             f"{speculative.num_speculative_tokens} speculative tokens with sparse attention under "
             "decode context parallelism, which were not run together. "
             "Mend: --decode-context-parallel-size 1, or leave out --speculative-config"
+        )
+
+
+def refuse_shared_microbatches(microbatches: int) -> None:
+    """ValueError for --enable-dbo under decode context parallelism. vLLM gives its parts of a step
+    no lengths of the ranks; two of a sparse layer would exchange their choices in the same memory.
+    """
+    if microbatches > 1:
+        raise cannot_serve(
+            f"{microbatches} microbatches (--enable-dbo) under decode context parallelism. "
+            "Mend: leave out --enable-dbo, or --decode-context-parallel-size 1"
+        )
+
+
+def refuse_borrowed_choice(stages: int, microbatches: int, *, chosen: bool) -> None:
+    """ValueError for a sparse layer that reads what an earlier one chose (GLM-5) where vLLM brings
+    it something else. chosen: an earlier layer of this pipeline stage chooses."""
+    if stages > 1 and not chosen:
+        raise cannot_serve(
+            f"a layer that reads the choice of an earlier one, which is on another of {stages} "
+            "pipeline stages: vLLM does not pass the choice on. Mend: --pipeline-parallel-size 1, "
+            "or VLLM_PP_LAYER_PARTITION, so that each stage begins with a layer that has an indexer"
+        )
+    if microbatches > 1:
+        raise cannot_serve(
+            f"{microbatches} microbatches (--enable-dbo) with layers that read the choice of an "
+            "earlier one, which the other microbatch overwrites. Mend: leave out --enable-dbo"
         )
 
 

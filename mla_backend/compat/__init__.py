@@ -17,6 +17,7 @@ resolving.
 | kv_cache | layer_compact_layouts | 0.29 on | layouts go by name, not by stride order |
 | | block_table_width | all | backends are not told it before the first step |
 | | (sparse) | 0.26 | under context parallelism the first runner's is as without |
+| | forgets_lengths_of_ranks | to 0.29 | dummy steps of the second model runner have none |
 | | deals_within_64 | to 0.28 | the second model runner deals tokens within kernel blocks |
 | ranks | all_gather_into | all | a group's all_gather makes new memory for each result |
 | prompts | register_cpu_prefill_backend | to 0.28 | a CPU is given FLASH_ATTN's class |
@@ -29,6 +30,7 @@ resolving.
 | | bound_lengths | all | a drafter's new token is missing in the host's lengths |
 | | deal_draft_slots | all | the first model runner's drafters know of no shared cache |
 | | request_ids | all | metadata builders are told no names |
+| | is_dummy_step | all | nor whether a step is made up |
 | weights | keep_kv_b_weight | to 0.28 | on CPU `kv_b_proj.weight` is freed after packing |
 | | (int8) | all | and None without AMX tiles |
 | | split_kv_b_exactly | all | ones are rounded to a scale of activations |
@@ -65,6 +67,7 @@ from mla_backend.compat.indexer import (
 from mla_backend.compat.kv_cache import (
     block_table_width,
     deals_within_64,
+    forgets_lengths_of_ranks,
     layer_compact_layouts,
 )
 from mla_backend.compat.prompts import (
@@ -79,6 +82,7 @@ from mla_backend.compat.selection import register_attention_backend, select_clas
 from mla_backend.compat.step_metadata import (
     bound_lengths,
     deal_draft_slots,
+    is_dummy_step,
     merge_every_context,
     request_ids,
     skip_chunked_context_metadata,
@@ -109,8 +113,10 @@ __all__ = [
     "deal_draft_slots",
     "deals_within_64",
     "expands_prompts_of_sparse_layers",
+    "forgets_lengths_of_ranks",
     "indexer_needs_fp8_type",
     "installed_vllm_version",
+    "is_dummy_step",
     "keep_kv_b_weight",
     "layer_compact_layouts",
     "merge_every_context",

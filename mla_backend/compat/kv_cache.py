@@ -47,6 +47,12 @@ def _narrows_tables_of_mixed_groups(vllm_config: Any) -> bool:
     return "max_num_blocks_per_req" in vars(UniformTypeKVCacheSpecs)
 
 
+def forgets_lengths_of_ranks(vllm_config: Any) -> bool:
+    """Whether dummy steps come without lengths of the ranks of decode context parallelism: those
+    of idle data-parallel ranks, too."""
+    return versions.before((0, 30)) and bool(vllm_config.use_v2_model_runner)
+
+
 def deals_within_64(vllm_config: Any) -> bool:
     """Whether ranks of decode context parallelism are dealt the tokens of each 64, the backend's
     blocks, and not of vLLM's own blocks, which may have more."""

@@ -10,6 +10,8 @@ from typing import Any
 from mla_backend.compat import versions
 
 # Of a layer's name, which may have another number behind it: LongCat has two attentions a layer.
+# Of both model runners: who makes up a step.
+_DUMMY_RUN = "_dummy_run"
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
@@ -124,6 +126,16 @@ def deal_draft_slots(slots: Callable[[Any, Any, Any, int], Any]) -> None:
     llm_base_proposer.eagle_step_update_slot_mapping_and_metadata = step
 
 
+def is_dummy_step() -> bool:
+    """Whether the step whose metadata is being built was made up by a model runner, for a start-up
+    or for a data-parallel rank without requests. Its second one's drafters write their rows of such
+    steps to places of requests that are gone (to 0.30)."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name != _DUMMY_RUN:
+        frame = frame.f_back
+    return frame is not None
+
+
 def request_ids() -> Sequence[str]:
     """Ids of the requests of the step whose metadata is being built, in its order; () if unknown.
 
@@ -132,7 +144,7 @@ def request_ids() -> Sequence[str]:
     variable. A dummy step has no requests, whatever its runner holds.
     """
     frame = inspect.currentframe()
-    while frame is not None and frame.f_code.co_name != "_dummy_run":
+    while frame is not None and frame.f_code.co_name != _DUMMY_RUN:
         names = frame.f_locals
         for holder in (names, getattr(names.get("self"), "__dict__", {})):
             ids = getattr(holder.get("input_batch"), "req_ids", None)

@@ -30,11 +30,11 @@ def build_rows(*args, **kwargs):
     return RowsBuilder(64, torch.device("cpu")).build(common_metadata(*args, **kwargs))
 
 
-def fake_config(topk_rows=64, dcp=1, drafts=0, ubatches=1):
+def fake_config(topk_rows=64, dcp=1, drafts=0, ubatches=1, stages=1):
     speculative = types.SimpleNamespace(num_speculative_tokens=drafts) if drafts else None
     return types.SimpleNamespace(
         parallel_config=types.SimpleNamespace(
-            decode_context_parallel_size=dcp, num_ubatches=ubatches
+            decode_context_parallel_size=dcp, num_ubatches=ubatches, pipeline_parallel_size=stages
         ),
         use_v2_model_runner=False,
         scheduler_config=types.SimpleNamespace(max_num_batched_tokens=topk_rows, max_num_seqs=4),

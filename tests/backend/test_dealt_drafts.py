@@ -203,7 +203,7 @@ def test_prompts_beside_drafts_are_prompts(builder):
 def test_plans_are_of_rows_of_one_token(builder):
     made = builder(Shard(2, 1))
     assert list(made._plans._largest) == [1]
-    assert made._plans.most_requests(1) == 4 * (1 + DRAFTS)  # of max_num_seqs 4
+    assert made._plans.most_requests(1) == 6 * (1 + DRAFTS)  # of max_num_seqs 6
     assert made._plans.for_step(torch.zeros(2, dtype=torch.int32), 1).num_heads == 2 * HEADS
 
 
@@ -212,6 +212,26 @@ def test_without_drafts_lengths_are_vllms(builder):
     local = torch.tensor([150, 3], dtype=torch.int32)
     decode = made.build(0, make_step([300, 6], [1, 1], TABLE[:2], local=local)).decode
     assert decode.lengths.data_ptr() == decode.seq_lens.data_ptr() == local.data_ptr()
+
+
+def test_lengths_where_vllm_may_forget_them(builder, monkeypatch):
+    """In one place for all steps, as graphs must find them there."""
+    monkeypatch.setattr(compat, "forgets_lengths_of_ranks", lambda _: True)
+    made = builder(Shard(2, 1), drafts=0, threshold=1)
+    local = torch.tensor([150, 3], dtype=torch.int32)
+    places = set()
+    for given in (local, None):
+        decode = made.build(0, make_step([300, 6], [1, 1], TABLE[:2], local=given)).decode
+        assert decode.lengths.tolist() == [150, 3] and decode.lengths is decode.seq_lens
+        places.add(decode.lengths.data_ptr())
+    assert len(places) == 1
+
+
+def test_microbatches_are_refused(builder, monkeypatch):
+    monkeypatch.setattr(support, "refuse_microbatches", lambda *_: None)
+    with pytest.raises(ValueError, match=r"2 microbatches .* context parallelism\. Mend: leave"):
+        builder(Shard(2, 1), drafts=0, threshold=1, microbatches=2)
+    builder(Shard(), drafts=0, threshold=1, microbatches=2)
 
 
 def test_the_check_of_a_rank_knows_its_tokens(builder, monkeypatch):

@@ -79,6 +79,7 @@ def make_builder(
     layer="layer",
     shard=ALONE,
     drafts=DRAFTS,
+    microbatches=1,
     **how,
 ):
     """shard: what the builder's rank has of the cache."""
@@ -88,6 +89,8 @@ def make_builder(
     layers[layer] = layers["layer"]
     layers[layer].impl.dcp_rank = shard.rank
     config.parallel_config.decode_context_parallel_size = shard.size
+    config.parallel_config.num_ubatches = microbatches
+    config.scheduler_config.max_num_seqs = 6
     config.parallel_config.cp_kv_cache_interleave_size = shard.interleave
     config.model_config.max_model_len = 40 * 64
     config.model_config.hf_text_config = SimpleNamespace(num_hidden_layers=4)

@@ -314,3 +314,27 @@ def test_the_builder_of_sparse_layers_checks_every_step():
     assert builder.build_for_cudagraph_capture(common).num_actual_tokens == T
     with pytest.raises(ValueError, match="request 0 "):
         builder.build(0, common)
+
+
+def test_steps_that_a_runner_makes_up_are_not_checked():
+    """On an idle data-parallel rank drafts are written to places of requests that are gone."""
+    from mla_backend.attention.builder import StepBuilder
+    from mla_backend.stats import STATS
+
+    class Builder(StepBuilder):
+        def __init__(self):
+            pass
+
+        def build(self, *_):
+            pass
+
+    builder, checked, before = Builder(), [], STATS.checked_steps
+    builder._step_check = checked.append
+
+    def _dummy_run():
+        builder._check("made up")
+
+    _dummy_run()
+    assert checked == [] and STATS.checked_steps == before
+    builder._check("a step")
+    assert checked == ["a step"] and STATS.checked_steps == before + 1

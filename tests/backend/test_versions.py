@@ -250,12 +250,16 @@ def test_block_tables_of_sparse_layers_are_as_wide_as_those_of_vllm(ranks, monke
         ("0.28.1", True, True),
         ("0.28.1", False, False),
         ("0.29.0", True, False),
+        ("0.29.0", False, False),
     ],
 )
 def test_how_ranks_are_dealt_tokens(vllm_version, version, second, within):
     vllm_version(version)
     config = types.SimpleNamespace(use_v2_model_runner=second)
     assert compat.deals_within_64(config) is within
+    assert compat.forgets_lengths_of_ranks(config) is second
+    vllm_version("0.30.0")
+    assert not compat.forgets_lengths_of_ranks(config)
 
 
 def test_placeholder_can_be_made_and_is_no_prefill():

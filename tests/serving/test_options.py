@@ -215,3 +215,25 @@ def test_a_launcher_of_several_servers_is_refused(parser):
         pytest.skip("this vLLM has no such option")
     with pytest.raises(ValueError, match=f"{option} is not served here; use `vllm serve {option}"):
         _refuse_other_launchers(_parse(parser, ["m", option]))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rank", "follower"),
+    [
+        ("--nnodes 2 -tp 8 -pp 2", 0, False),
+        ("--nnodes 2 -tp 8 -pp 2", 1, True),
+        ("--nnodes 2 -tp 8 -dp 2", 1, False),  # an engine each
+        ("--nnodes 4 -tp 16 -dp 2", 2, False),
+        ("--nnodes 4 -tp 16 -dp 2", 3, True),
+    ],
+)
+def test_a_node_without_an_engine_of_its_own_is_refused(parser, sizes, rank, follower):
+    from mla_serving.server.args import _parse, _refuse_follower
+
+    args = _parse(parser, ["m", *sizes.split(), "--node-rank", str(rank)])
+    if not follower:
+        _refuse_follower(args)
+        return
+    said = f"computes for node {rank - 1}; start it with `vllm serve --headless --node-rank {rank}`"
+    with pytest.raises(ValueError, match=said):
+        _refuse_follower(args)

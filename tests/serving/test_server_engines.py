@@ -47,6 +47,7 @@ def becomes(client, status):
 def test_every_engine_is_told_of_and_computes(server):
     with server.client() as client:
         was = workers(client)
+        assert all(worker["forward_mqa_calls"] for worker in was)  # the first answers
         body = {"model": "demo", "prompt": [1, 2, 3], "max_tokens": 3, "ignore_eos": True}
         for _ in range(4):
             assert client.post("/v1/completions", json=body).status_code == 200

@@ -11,7 +11,7 @@ from types import ModuleType, SimpleNamespace
 
 import pydantic
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from mla_serving.server import run, warmup
 from mla_serving.server.progress import Progress
@@ -108,6 +108,7 @@ def test_an_engine_that_dies_in_the_first_answer(monkeypatch):
     vllm_api.init_app_state = nothing
     vllm_api.api_keys = lambda args: []
     vllm_api.engine_gauges, vllm_api.ask_workers = dict, nothing
+    vllm_api.count_engines = lambda engine: 1
     http = ModuleType("http")
     http.make_server = lambda *args: SimpleNamespace(should_exit=False)
     stand_in(monkeypatch, vllm_api=vllm_api, http=http)
@@ -128,10 +129,28 @@ def test_the_first_answer_uses_what_a_user_may_be_the_first_to_use():
     async def completions(body: dict):
         asked.append(body)
 
-    asyncio.run(warmup.first_answer(app, "demo", 64, []))
+    asyncio.run(warmup.first_answers(app, "demo", 64, [], 1))
     (body,) = asked
     assert body["logprobs"] == 0  # several seconds of vLLM's the first time
     assert len(body["prompt"]) == 8 and body["max_tokens"] == 4
+
+
+def test_every_engine_answers_first():
+    """At once: data-parallel ones wait for each other."""
+    app, asked, all_there = FastAPI(), [], asyncio.Event()
+
+    @app.post("/v1/completions")
+    async def completions(request: Request):
+        asked.append(request.headers.get("X-data-parallel-rank"))
+        if len(asked) == 3:
+            all_there.set()
+        await asyncio.wait_for(all_there.wait(), 10)
+
+    asyncio.run(warmup.first_answers(app, "demo", 64, [], 3))
+    assert sorted(asked) == ["0", "1", "2"]
+    asked.append("another")
+    asyncio.run(warmup.first_answers(app, "demo", 64, [], 1))
+    assert asked[4:] == [None]
 
 
 class Config(pydantic.BaseModel):

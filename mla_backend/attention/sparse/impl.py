@@ -18,7 +18,7 @@ from mla_backend.attention.impl import lay_out_absorbed_weights
 from mla_backend.attention.kernel import cache_dtype
 from mla_backend.attention.sparse.indexer import take_over
 from mla_backend.attention.sparse.indexer_backend import IndexerBackend
-from mla_backend.attention.sparse.indexer_layer import attached
+from mla_backend.attention.sparse.indexer_layer import attached, is_attached
 from mla_backend.attention.sparse.kernel import SparseKernel, attention_workspace, slots_buffer
 from mla_backend.attention.sparse.metadata import SparseMetadata
 from mla_backend.attention.sparse.rows import max_tokens
@@ -87,6 +87,14 @@ class SparseMlaImpl(ExpandedPrompts):
         compat.split_kv_b_exactly()
         if self._on_cpu:
             compat.keep_kv_b_weight(self.kv_b_proj)
+        if indexer is None:
+            layers = vllm_config.compilation_config.static_forward_context.values()
+            parallel = vllm_config.parallel_config
+            support.refuse_borrowed_choice(
+                parallel.pipeline_parallel_size,
+                parallel.num_ubatches,
+                chosen=any(is_attached(layer) for layer in layers),
+            )
         self._indexer, self._shared_buffer = indexer, topk_indices_buffer
         buffer = self.topk_indices_buffer
         if buffer is None:

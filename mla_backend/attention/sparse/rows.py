@@ -13,7 +13,7 @@ import torch
 from mla_kernels.indexer.rows import token_rows
 
 from mla_backend.attention.builder import drafts_of
-from mla_backend.attention.shard import Shard
+from mla_backend.attention.shard import Shard, Shares
 
 
 @dataclass
@@ -56,7 +56,8 @@ class RowsBuilder:
         self._lengths = torch.zeros_like(self._request_ids)
         self._shard = shard
         if shard is not None:
-            self._scratch, self._seq_lens = torch.zeros_like(self._lengths), self._lengths.clone()
+            self._scratch = torch.zeros_like(self._lengths)
+            self._shares = Shares(shard, max_tokens, device)
         nothing = torch.zeros(2, dtype=torch.int32, device=device)
         self._fill(nothing, nothing[:1], 1)  # compiles the kernel now, not in the first step
 
@@ -76,23 +77,16 @@ class RowsBuilder:
         request_ids, lengths = self._fill(common.query_start_loc[: B + 1], seq_lens, T)
         if self._shard is not None:
             self._shard.lengths(lengths, out=lengths, spare=self._scratch[:T])
-            seq_lens = self._lengths_of_rank(common, seq_lens)
+            # Which no kernel reads that is given `lengths`; dummy steps of vLLM's second model
+            # runner before 0.30 come without.
+            local = common.dcp_local_seq_lens
+            seq_lens = self._shares.of(seq_lens) if local is None else local[:B]
         return TokenRows(
             common.block_table_tensor[:B],
             seq_lens,
             None if _in_equal_runs(common) else request_ids,
             lengths,
         )
-
-    def _lengths_of_rank(self, common: Any, seq_lens: torch.Tensor) -> torch.Tensor:
-        """This rank's [B], which no kernel reads that is given the lengths of tokens. Dummy steps
-        of vLLM's second model runner before 0.30 come without."""
-        assert self._shard is not None
-        B, known = len(seq_lens), getattr(common, "dcp_local_seq_lens", None)
-        if known is not None:
-            return known[:B]
-        own, spare = self._seq_lens[:B], self._scratch[:B]
-        return self._shard.lengths(seq_lens, out=own, spare=spare)
 
 
 def max_tokens(vllm_config: Any) -> int:

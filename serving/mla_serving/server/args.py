@@ -118,6 +118,7 @@ def parse(settings: Settings) -> Namespace:
     given = settings.arguments(parser._option_string_actions)
     args = _parse(parser, given)
     _refuse_other_launchers(args)
+    _refuse_follower(args)
     _refuse_empty(args)
     _refuse_odd_keys(args)
     _refuse_missing_path(args.model)
@@ -221,6 +222,18 @@ def _refuse_missing_certificate(args: Namespace) -> None:
         if path and not Path(path).exists():
             option = name.replace("_", "-")
             raise ValueError(f"--{option} {path}: no such file or directory")
+
+
+def _refuse_follower(args: Namespace) -> None:
+    """A node whose GPUs are the rest of another node's engine answers nobody: vLLM would start an
+    engine, which joins that one and ends, and the other waits."""
+    nodes = args.nnodes // max(args.data_parallel_size, 1)  # of an engine
+    if nodes > 1 and args.node_rank % nodes:
+        raise ValueError(
+            f"--node-rank {args.node_rank} has no engine of its own, it computes for node "
+            f"{args.node_rank // nodes * nodes}; start it with `vllm serve --headless --node-rank "
+            f"{args.node_rank}` and the other options of that node"
+        )
 
 
 def _refuse_other_launchers(args: Namespace) -> None:

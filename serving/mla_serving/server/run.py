@@ -101,7 +101,8 @@ async def _serve(args: Namespace, sock: socket.socket, progress: Progress) -> in
         if "generate" in tasks and not args.mla_no_warmup:
             with progress.waiting("computing a first answer"):
                 max_len = engine.model_config.max_model_len
-                await warmup.first_answer(vllm_app, names[0], max_len, keys)
+                count = vllm_api.count_engines(engine)
+                await warmup.first_answers(vllm_app, names[0], max_len, keys, count)
         return await lifecycle.run_until_stopped(
             server, sock, engine, gate, args.mla_drain_timeout, progress
         )

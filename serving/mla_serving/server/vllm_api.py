@@ -149,6 +149,11 @@ def engine_gauges() -> dict[str, list[float]]:
     return gauges
 
 
+def count_engines(engine: Any) -> int:
+    """Data-parallel engines that this server hands requests to."""
+    return len(engine.engine_core.core_engines)
+
+
 async def ask_workers(engine: Any, method: str) -> list[dict[str, Any]]:
     """What `method` of each worker says, with the number of its engine (data-parallel rank).
 

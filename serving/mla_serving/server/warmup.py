@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A first answer, computed before the server says that it is ready."""
+"""First answers, computed before the server says that it is ready."""
+
+import asyncio
 
 import httpx
 from starlette.types import ASGIApp
@@ -8,8 +10,11 @@ _PROMPT_TOKENS = 8
 _NEW_TOKENS = 4
 
 
-async def first_answer(app: ASGIApp, model: str, max_model_len: int, keys: list[str]) -> None:
-    """Ask `app` for a completion, so that no user pays for the first use of anything.
+async def first_answers(
+    app: ASGIApp, model: str, max_model_len: int, keys: list[str], engines: int
+) -> None:
+    """Ask each of `engines` behind `app` for a completion, so that no user pays for the first use
+    of anything. All at once: data-parallel engines take their steps together.
 
     Raises RuntimeError when the server fails to answer.
     """
@@ -29,6 +34,13 @@ async def first_answer(app: ASGIApp, model: str, max_model_len: int, keys: list[
     async with httpx.AsyncClient(
         transport=transport, base_url="http://warm-up", timeout=None
     ) as client:
-        answer = await client.post("/v1/completions", json=body, headers=headers)
-    if answer.is_server_error:
-        raise RuntimeError(f"the first answer failed: {answer.text}")
+        places = [{"X-data-parallel-rank": str(i)} if engines > 1 else {} for i in range(engines)]
+        answers = await asyncio.gather(
+            *(
+                client.post("/v1/completions", json=body, headers=headers | place)
+                for place in places
+            )
+        )
+    for answer in answers:
+        if answer.is_server_error:
+            raise RuntimeError(f"the first answer failed: {answer.text}")
