@@ -9,9 +9,9 @@ from typing import Any
 
 from mla_backend.compat import versions
 
-# Of a layer's name, which may have another number behind it: LongCat has two attentions a layer.
 # Of both model runners: who makes up a step.
 _DUMMY_RUN = "_dummy_run"
+# Of a layer's name, which may have another number behind it: LongCat has two attentions a layer.
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
