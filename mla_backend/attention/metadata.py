@@ -295,7 +295,7 @@ class MlaMetadataBuilder(StepBuilder, MLACommonMetadataBuilder[MlaMetadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> MlaMetadata:
-        common = common_attn_metadata
+        common = compat.without_padding(common_attn_metadata)
         self._check(common)
         self._one_token_each = common.max_query_len == 1
         if self._drafts and common.max_query_len > self._most_s_q:

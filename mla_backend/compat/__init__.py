@@ -28,6 +28,7 @@ resolving.
 | | merge_every_context | to 0.27 | leading prompts alone are merged with their context |
 | | tokens_added_to_drafts | all | first steps of draft models and of P-EAGLE are longer |
 | | bound_lengths | all | a drafter's new token is missing in the host's lengths |
+| | without_padding | 0.28, 0.29 | steps of several MTP modules are padded without a request |
 | | deal_draft_slots | all | the first model runner's drafters know of no shared cache |
 | | request_ids | all | metadata builders are told no names |
 | | is_dummy_step | all | nor whether a step is made up |
@@ -87,6 +88,7 @@ from mla_backend.compat.step_metadata import (
     request_ids,
     skip_chunked_context_metadata,
     tokens_added_to_drafts,
+    without_padding,
 )
 from mla_backend.compat.versions import (
     NEWEST,
@@ -136,4 +138,5 @@ __all__ = [
     "tokens_added_to_drafts",
     "vllm_version_status",
     "wants_fp8_prompts",
+    "without_padding",
 ]

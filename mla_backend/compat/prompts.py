@@ -47,5 +47,5 @@ def expands_prompts_of_sparse_layers() -> bool:
 def wants_fp8_prompts(layer: Any) -> bool:
     """Whether `layer` takes prompts in fp8 alone if its cache is fp8, and none so if it is
     fp8_ds_mla: vLLM's own of Kimi-Linear and Kimi-K3 on CUDA does, which is no MLAAttention. Seen
-    in 0.32 and 0.33; 0.26 has none."""
+    in 0.27 to 0.33; 0.26 has none."""
     return type(layer).__module__.startswith("vllm.models.kimi_k3.")

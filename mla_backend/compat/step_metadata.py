@@ -85,6 +85,20 @@ def bound_lengths(common: Any, added: int) -> Any:
     return common.replace(seq_lens_cpu_upper_bound=longer)
 
 
+def without_padding(common: Any) -> Any:
+    """vLLM's CommonAttentionMetadata without tokens behind those of all requests, where no request
+    without a token stands for them as in a CUDA graph.
+
+    Its second model runner pads so the drafts of several MTP modules (0.28 and 0.29). Our builder
+    counts tokens a request.
+    """
+    starts = common.query_start_loc_cpu
+    T = int(starts[-1])
+    if T < common.num_actual_tokens and bool((starts.diff() > 0).all()):
+        return common.replace(num_actual_tokens=T)
+    return common
+
+
 def deal_draft_slots(slots: Callable[[Any, Any, Any, int], Any]) -> None:
     """Under decode context parallelism, have the drafts after the first written where this rank has
     them: slots(positions [B], block_table, rows of it [B], block_size) -> [B].

@@ -280,3 +280,17 @@ def test_vllm_still_sees_who_reads_what_is_being_written(builder):
     assert not GPUModelRunner._allow_microbatching(runner, 2, np.array([60, 700]))
     runner.reorder_batch_threshold = 128
     assert GPUModelRunner._allow_microbatching(runner, 2, np.array([60, 700]))
+
+
+@pytest.mark.parametrize(
+    "new, padded", [([4, 4, 4], 16), ([2, 2, 2], 8), ([1, 1, 1, 1, 1], 8), ([3], 4), ([3, 4], 16)]
+)
+def test_tokens_behind_the_last_request_are_nobodys(builder, new, padded):
+    """As vLLM 0.28 and 0.29 pad steps of several MTP modules: without a request for them."""
+    made = builder(0)
+    common = Batch(*((str(i), 70, 40, n, 0) for i, n in enumerate(new))).step()
+    alone = list(launches(made.build(0, common).decode))
+    found = list(launches(made.build(0, common.replace(num_actual_tokens=padded)).decode))
+    assert [one.tokens for one in found] == [one.tokens for one in alone]
+    for one, other in zip(found, alone, strict=True):
+        assert one.lengths.equal(other.lengths) and one.plan.s_q == other.plan.s_q
