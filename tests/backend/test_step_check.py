@@ -266,7 +266,13 @@ def test_the_builder_checks_every_step(monkeypatch):
     step = make_step(LENS, NEW)
     step["slot_mapping"][0] += 1
     table = step.pop("block_table")
-    common = SimpleNamespace(block_table_tensor=table, max_query_len=max(NEW), **step)
+    common = SimpleNamespace(
+        block_table_tensor=table,
+        num_actual_tokens=sum(NEW),
+        max_query_len=max(NEW),
+        query_start_loc_cpu=step["query_start_loc"],
+        **step,
+    )
     builder = object.__new__(metadata.MlaMetadataBuilder)
     layer = SimpleNamespace(kv_cache=torch.zeros(BLOCKS, BLOCK, 576))
     builder._step_check = StepCheck(layer, BLOCK)
