@@ -294,3 +294,18 @@ def test_tokens_behind_the_last_request_are_nobodys(builder, new, padded):
     assert [one.tokens for one in found] == [one.tokens for one in alone]
     for one, other in zip(found, alone, strict=True):
         assert one.lengths.equal(other.lengths) and one.plan.s_q == other.plan.s_q
+
+
+@pytest.mark.parametrize(
+    "new, attended",
+    [([1, 1, 0], [0, 1]), ([0, 1, 1], [1, 2]), ([0, 1], [1]), ([0, 0], [0])],  # by nobody
+)
+def test_requests_without_a_token(builder, new, attended):
+    """Microbatches of the second runner of vLLM 0.30 and later, which it cuts where other ranks'
+    tokens end."""
+    made = builder(0, drafts=0, threshold=1)
+    common = Batch(*((str(i), 70 + i, 40, n, 0) for i, n in enumerate(new))).step()
+    decode = made.build(0, common).decode
+    assert decode.rest is None and decode.plan.s_q == 1
+    assert decode.lengths.equal(common.seq_lens[attended])
+    assert decode.block_table.equal(common.block_table_tensor[attended])

@@ -1,29 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps that vLLM cut into microbatches (--enable-dbo), as it hands them to builders."""
+"""Sparse layers that read what an earlier one chose (GLM-5), where that would be another choice."""
 
 import pytest
 
 from mla_backend.attention import support
-from mla_backend.attention.shard import Shard
-from tests.backend.test_dealt_drafts import TABLE, builder, make_step  # noqa: F401
-
-
-@pytest.mark.parametrize(
-    "lengths, new, attended",
-    [
-        ([5, 65, 7], [1, 1, 0], [0, 1]),
-        ([5, 65, 7], [0, 1, 1], [1, 2]),
-        ([5, 65], [0, 1], [1]),
-        ([5, 65], [0, 0], [0]),  # by nobody
-    ],
-)
-def test_requests_without_a_token(builder, lengths, new, attended):  # noqa: F811
-    """The second runner of vLLM 0.30 and later cuts where other ranks' tokens end."""
-    made = builder(Shard(), drafts=0, threshold=1)
-    decode = made.build(0, make_step(lengths, new, TABLE[: len(new)])).decode
-    assert decode.rest is None and decode.plan.s_q == 1
-    assert decode.lengths.tolist() == [lengths[i] for i in attended]
-    assert decode.block_table[:, :10].equal(TABLE[attended])
 
 
 @pytest.mark.parametrize(
