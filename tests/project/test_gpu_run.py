@@ -3,6 +3,7 @@
 GPU."""
 
 import json
+import math
 import re
 import signal
 import subprocess
@@ -12,8 +13,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 
 GPU_TESTS = Path(__file__).parents[1] / "gpu"
+# Of configs/serve, and for how many GPUs each is.
+PROFILES = {"gpu": 1, "gpu-tp8": 8, "gpu-dp8-ep": 8, "multi-node": 16, "multi-node-dp-ep": 16}
 # An engine that writes its process id and stays.
 ENGINE = "import os, pathlib, sys, time\npathlib.Path({pid!r}).write_text(str(os.getpid()))\n" + (
     "time.sleep(300)\n"
@@ -234,3 +238,27 @@ def test_what_fails_is_said_at_once_with_the_end_of_its_log(tmp_path):
     told = run.stderr[graphs.end() :].splitlines()[1:16]
     assert told == [*(f"    line {i}." for i in range(26, 40)), "    no memory \ufffd"]
     assert "in <module>" in run.stderr[eager.end() :]  # where it stood
+
+
+@pytest.mark.parametrize("profile", sorted(PROFILES))
+def test_profiles_are_started_as_their_files_say(profile, monkeypatch):
+    """With as many GPUs as it is for its sizes are the file's; of two or four all are used."""
+    monkeypatch.setattr(sys, "path", [str(GPU_TESTS), *sys.path])
+    from profile_server import CONFIGS, sizes, workers
+
+    file = yaml.safe_load((CONFIGS / f"{profile}.yaml").read_text())
+    every, nodes = sizes(profile, PROFILES[profile])
+    sizes_of_both = {key for key in every.keys() & file if "port" not in key}
+    assert [every[key] for key in sizes_of_both] == [file[key] for key in sizes_of_both]
+    if "data-parallel-start-rank" in nodes[-1]:
+        assert nodes[-1]["data-parallel-start-rank"] == file["data-parallel-size-local"]
+    for gpus in (2, 4):
+        options = file | sizes(profile, gpus)[0]
+        kinds = ("tensor", "pipeline", "data")
+        ranks = math.prod(options.get(f"{kind}-parallel-size", 1) for kind in kinds)
+        assert ranks == workers(profile, gpus)
+
+
+def test_every_profile_of_gpus_has_a_way_to_be_started():
+    files = {path.stem for path in (GPU_TESTS.parents[1] / "configs" / "serve").glob("*.yaml")}
+    assert {name for name in files if "cpu" not in name} == set(PROFILES)
