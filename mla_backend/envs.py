@@ -124,9 +124,9 @@ ENV_VARS: dict[str, EnvVar] = {
             "MLA_BACKEND_CHECK",
             "0",
             _parse_bool,
-            "Check the lengths, block tables and write slots of every step before it runs, and "
-            "name the request at fault by its id and its place in the step. Slow: it copies them "
-            "off the device.",
+            "Check the lengths, block tables and write slots of every step of requests before it "
+            "runs, and name the request at fault by its id and its place in the step; not of "
+            "steps that vLLM makes up. Slow: it copies them off the device.",
         ),
         EnvVar(
             "MLA_BACKEND_CPU_PLATFORM",

@@ -2,6 +2,8 @@
 """MLA_BACKEND_CHECK: a sound step passes, every single fault is found and named."""
 
 import contextlib
+import importlib.util
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -344,3 +346,12 @@ def test_steps_that_a_runner_makes_up_are_not_checked():
     assert checked == [] and STATS.checked_steps == before
     builder._check("a step")
     assert checked == ["a step"] and STATS.checked_steps == before + 1
+
+
+@pytest.mark.parametrize("name", ["gpu_model_runner", "gpu.model_runner"])
+def test_who_makes_up_steps_has_the_name_that_is_looked_for(name):
+    """Of both model runners; else made-up steps would be checked, and named by requests."""
+    from mla_backend.compat import step_metadata
+
+    source = Path(importlib.util.find_spec(f"vllm.v1.worker.{name}").origin).read_text()
+    assert f"def {step_metadata._DUMMY_RUN}(" in source
