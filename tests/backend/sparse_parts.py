@@ -30,6 +30,10 @@ def build_rows(*args, **kwargs):
     return RowsBuilder(64, torch.device("cpu")).build(common_metadata(*args, **kwargs))
 
 
+class CompilationConfig(types.SimpleNamespace):
+    """Other than its base it takes weak references, as vLLM's does."""
+
+
 def fake_config(topk_rows=64, dcp=1, drafts=0, ubatches=1, stages=1):
     speculative = types.SimpleNamespace(num_speculative_tokens=drafts) if drafts else None
     return types.SimpleNamespace(
@@ -42,7 +46,7 @@ def fake_config(topk_rows=64, dcp=1, drafts=0, ubatches=1, stages=1):
         model_config=types.SimpleNamespace(max_model_len=384),
         cache_config=types.SimpleNamespace(block_size=64),
         attention_config=types.SimpleNamespace(sparse_mla_force_mqa=False),
-        compilation_config=types.SimpleNamespace(
+        compilation_config=CompilationConfig(
             splitting_ops=["vllm::sparse_attn_indexer"], static_forward_context={}
         ),
     )

@@ -270,6 +270,19 @@ def test_layers_of_an_engine_share_their_memory(monkeypatch):
     assert slots_buffer(fake_config(), 64, 96, device) is None
 
 
+def test_an_engine_gets_no_memory_of_one_that_is_gone():
+    """Whose dict of layers lay where its own lies now, while something still keeps that memory."""
+    from mla_backend.attention.sparse.kernel import slots_buffer
+
+    config, draft, device = fake_config(dcp=2), fake_config(dcp=2), torch.device("cpu")
+    layers = config.compilation_config.static_forward_context
+    draft.compilation_config.static_forward_context = layers
+    kept = slots_buffer(config, 64, 96, device)
+    assert slots_buffer(draft, 64, 96, device) is kept
+    del config
+    assert slots_buffer(draft, 64, 96, device) is not kept
+
+
 def test_more_ranks_than_the_kernel_merges_are_refused():
     from mla_backend.attention.sparse.kernel import shared_choice
 

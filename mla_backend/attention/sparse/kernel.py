@@ -4,7 +4,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import torch
 from mla_kernels import indexer_topk_workspace, mla_sparse_workspace
@@ -85,12 +85,26 @@ class SparseKernel:
 # sleep may take away.
 _WORKSPACES: WeakValueDictionary[tuple[Any, ...], Any] = WeakValueDictionary()
 
+# What says that an engine, the id() of its layers' dict, is still the same one. Drafts have configs
+# of their own with that dict; a dict that is gone may leave its id to another engine's.
+_ENGINES: dict[int, ref[Any]] = {}
+
 _Made = TypeVar("_Made")
+
+
+def _engine(compilation_config: Any) -> int:
+    """A number of the engine that no other one with workspaces has."""
+    engine = id(compilation_config.static_forward_context)
+    if engine not in _ENGINES or _ENGINES[engine]() is None:
+        for key in [key for key in _WORKSPACES if key[0] == engine]:
+            del _WORKSPACES[key]
+        _ENGINES[engine] = ref(compilation_config)
+    return engine
 
 
 def _shared(vllm_config: Any, asked: tuple[Any, ...], make: Callable[[], _Made]) -> _Made:
     """What `make` makes, once for all layers of an engine that ask for the same."""
-    key = (id(vllm_config.compilation_config.static_forward_context), *asked)
+    key = (_engine(vllm_config.compilation_config), *asked)
     workspace: _Made | None = _WORKSPACES.get(key)
     if workspace is None:
         workspace = _WORKSPACES[key] = make()
