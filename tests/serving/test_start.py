@@ -13,7 +13,7 @@ import pydantic
 import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
-from mla_serving.server import run, warmup
+from mla_serving.server import lifecycle, run, warmup
 from mla_serving.server.progress import Progress
 
 from mla_backend.refusals import RefusalError
@@ -80,15 +80,10 @@ def test_no_directory_for_temporary_files_is_a_sentence():
     assert "Traceback" not in done.stderr
 
 
-def test_an_engine_that_dies_in_the_first_answer(monkeypatch):
-    app = FastAPI()
+def serve_with(monkeypatch, app):
+    """The exit code of a server whose vLLM is `app`."""
     engine = FakeEngine()
     engine.model_config = SimpleNamespace(max_model_len=64)
-
-    @app.post("/v1/completions")
-    async def completions():
-        app.state.server.should_exit = True  # as vLLM's handler for a dead engine does
-        return JSONResponse({"error": {"message": "EngineDeadError", "code": 500}}, 500)
 
     @asynccontextmanager
     async def client(args):
@@ -118,8 +113,29 @@ def test_an_engine_that_dies_in_the_first_answer(monkeypatch):
         allowed_origins=["*"], allow_credentials=False, allowed_methods=["*"],
         allowed_headers=["*"],
     )  # fmt: skip
+    return asyncio.run(run._serve(args, None, Progress()))
+
+
+def test_an_engine_that_dies_in_the_first_answer(monkeypatch):
+    app = FastAPI()
+
+    @app.post("/v1/completions")
+    async def completions():
+        app.state.server.should_exit = True  # as vLLM's handler for a dead engine does
+        return JSONResponse({"error": {"message": "EngineDeadError", "code": 500}}, 500)
+
     with pytest.raises(RuntimeError, match=r"first answer failed: .*EngineDeadError"):
-        asyncio.run(run._serve(args, None, Progress()))
+        serve_with(monkeypatch, app)
+
+
+def test_a_refused_first_answer_is_said(monkeypatch, capsys):
+    async def stopped(*args):
+        return 0
+
+    monkeypatch.setattr(lifecycle, "run_until_stopped", stopped)
+    assert serve_with(monkeypatch, FastAPI()) == 0  # without a route for completions
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said.endswith('no first answer, so a user\'s may be slow: {"detail":"Not Found"}')
 
 
 def test_the_first_answer_uses_what_a_user_may_be_the_first_to_use():

@@ -102,7 +102,9 @@ async def _serve(args: Namespace, sock: socket.socket, progress: Progress) -> in
             with progress.waiting("computing a first answer"):
                 max_len = engine.model_config.max_model_len
                 count = vllm_api.count_engines(engine)
-                await warmup.first_answers(vllm_app, names[0], max_len, keys, count)
+                refusal = await warmup.first_answers(vllm_app, names[0], max_len, keys, count)
+            if refusal is not None:
+                progress.line(f"no first answer, so a user's may be slow: {refusal}")
         return await lifecycle.run_until_stopped(
             server, sock, engine, gate, args.mla_drain_timeout, progress
         )

@@ -12,11 +12,12 @@ _NEW_TOKENS = 4
 
 async def first_answers(
     app: ASGIApp, model: str, max_model_len: int, keys: list[str], engines: int
-) -> None:
+) -> str | None:
     """Ask each of `engines` behind `app` for a completion, so that no user pays for the first use
     of anything. All at once: data-parallel engines take their steps together.
 
-    Raises RuntimeError when the server fails to answer.
+    Returns what a refusal said, if there was one: what a user asks for may be answered all the
+    same. Raises RuntimeError when the server fails to answer.
     """
     new_tokens = min(_NEW_TOKENS, max_model_len - 1)
     prompt = list(range(min(_PROMPT_TOKENS, max_model_len - new_tokens)))
@@ -44,3 +45,4 @@ async def first_answers(
     for answer in answers:
         if answer.is_server_error:
             raise RuntimeError(f"the first answer failed: {answer.text}")
+    return next((answer.text for answer in answers if answer.is_error), None)
