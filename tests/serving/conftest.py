@@ -58,7 +58,7 @@ class FakeEngine:
         return [{"rank": 0, "method": method}]
 
     def shutdown(self, timeout):
-        self.stopped = True
+        self.stopped, self.stop_seconds = True, timeout
 
     async def generate(self, prompt, sampling_params, request_id):
         """Ends as `prompt` says."""
@@ -173,7 +173,15 @@ class Stand:
     """One root application and all that it was made of."""
 
     def __init__(
-        self, *, keys=(), limit=0, body_mib=8.0, root_path="", hang_timeout=0.1, kv_transfer=None
+        self,
+        *,
+        keys=(),
+        limit=0,
+        body_mib=8.0,
+        root_path="",
+        hang_timeout=0.1,
+        kv_transfer=None,
+        open_metrics=False,
     ):
         self.engine = FakeEngine(kv_transfer)
         self.events = []
@@ -182,7 +190,12 @@ class Stand:
         self.gate = Gate(limit)
         ask = self.engine.collective_rpc
         self.info = Info(self.engine, self.gate, ["demo"], lambda: self.gauges, ask, "0.32.0")
-        args = Namespace(root_path=root_path, mla_max_body_mib=body_mib, **CORS)
+        args = Namespace(
+            root_path=root_path,
+            mla_max_body_mib=body_mib,
+            mla_open_metrics=open_metrics,
+            **CORS,
+        )
         self.watchdog = Watchdog(self.engine, hang_timeout)
         self.app = build_root_app(
             self.vllm_app, self.engine, self.gate, self.info, self.watchdog, args, list(keys)

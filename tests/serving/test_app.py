@@ -5,6 +5,7 @@ import asyncio
 import json
 
 import pytest
+from prometheus_client import REGISTRY
 
 # Of vLLM's 400 for chat, and for embeddings and scores of a model that is served for these.
 NAN = (
@@ -39,6 +40,14 @@ def test_health_follows_the_engine_and_the_drain(stand, openai_error):
     s.engine.errored = False
     s.gate.draining = True
     assert openai_error(s.request("GET", "/health"))["code"] == 503
+
+
+def test_a_rank_that_was_scaled_away_is_well(stand):
+    """Its engine has ended as it should, and whoever scales removes the server."""
+    s = stand()
+    s.engine.errored = s.engine.should_keep_api_server_alive = True
+    s.watchdog._failure = "EngineDeadError"
+    assert s.request("GET", "/health").status_code == 200
 
 
 def test_vllms_lifespan_runs(stand):
@@ -145,6 +154,32 @@ def test_the_key_covers_every_route(stand, openai_error, path):
 
 def test_the_key_does_not_cover_health(stand):
     assert stand(keys=["secret"]).request("GET", "/health").status_code == 200
+
+
+def test_metrics_may_be_open(stand):
+    """To what collects them and should not hold a key that computes."""
+    s = stand(keys=["secret"], open_metrics=True)
+    assert s.request("GET", "/metrics").status_code == 200
+    assert s.request("GET", "/mla/info").status_code == 401
+
+
+def test_what_is_refused_before_vllm_is_counted(stand):
+    def counts():
+        names = [{"status": status} for status in ("200", "401", "429")]
+        values = [REGISTRY.get_sample_value("mla_http_answers_total", name) for name in names]
+        return [value or 0 for value in values]
+
+    s = stand(keys=["secret"], limit=1)
+    before = counts()
+    s.request("POST", "/v1/echo", content=b"x")
+    s.request("POST", "/v1/echo", content=b"x", headers=KEY)
+    s.gate.enter()
+    s.request("POST", "/v1/echo", content=b"x", headers=KEY)
+    assert counts() == [count + 1 for count in before]
+    assert REGISTRY.get_sample_value("mla_http_requests_running") == 1
+    assert REGISTRY.get_sample_value("mla_draining") == 0
+    s.gate.draining = True
+    assert REGISTRY.get_sample_value("mla_draining") == 1
 
 
 @pytest.mark.parametrize(

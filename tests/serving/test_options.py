@@ -37,7 +37,7 @@ def test_refused(parser, option, value, said, capsys):
 
 def test_help_says_where_our_options_are(parser):
     (group,) = [g for g in parser._action_groups if g.title == "mla-backend"]
-    assert len(group._group_actions) == 6
+    assert len(group._group_actions) == 7
     assert f"--help={group.title} shows" in parser.description
 
 

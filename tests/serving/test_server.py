@@ -206,7 +206,9 @@ def test_the_key_covers_every_route_but_health(server, client, openai_error):
 
 
 def test_metrics(client):
-    assert "vllm:kv_cache_usage_perc" in client.get("/metrics").text
+    text = client.get("/metrics").text
+    for name in ("vllm:kv_cache_usage_perc", "mla_http_answers_total", "mla_draining 0.0"):
+        assert name in text
 
 
 def test_a_client_that_leaves_frees_its_blocks(server, client):
@@ -250,8 +252,9 @@ def test_health_fails_while_the_engine_hangs(server, client, openai_error):
     try:
         start = time.monotonic()
         wait_for(lambda: client.get("/health").status_code == 503)
-        # Asked every half of that time, so found within one and a half, and not before it.
-        assert HANG_SECONDS / 2 < time.monotonic() - start < 2 * HANG_SECONDS
+        # Asked every half of that time, so found within one and a half, and not before it; a
+        # machine that computes other things, too, may be late to ask.
+        assert HANG_SECONDS / 2 < time.monotonic() - start < 4 * HANG_SECONDS
         assert "has not answered for" in openai_error(client.get("/health"))["message"]
     finally:
         engine.resume()
@@ -261,12 +264,13 @@ def test_health_fails_while_the_engine_hangs(server, client, openai_error):
 
 def test_sigterm_finishes_a_running_stream_and_exits_with_0(server, client, openai_error):
     body = {**COMPLETION, "max_tokens": 400, "ignore_eos": True}
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
     started = threading.Event()
 
     def read():
         with (
             server.client() as reader,
-            reader.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer,
+            reader.stream("POST", "/v1/completions", json=body) as answer,
         ):
             lines = []
             for line in answer.iter_lines():
@@ -285,6 +289,6 @@ def test_sigterm_finishes_a_running_stream_and_exits_with_0(server, client, open
         assert info(client)["server"]["draining"]
         lines = stream.result(60)
     assert lines[-1] == "data: [DONE]"
-    assert len(lines) > 390
+    assert json.loads(lines[-2].removeprefix("data: "))["usage"]["completion_tokens"] == 400
     assert server.wait_exit() == 0
     assert "Traceback" not in server.log.read_text()

@@ -48,7 +48,8 @@ for number, seconds in SENT:
         for pid in (os.getpid(), child.pid, resource_tracker._resource_tracker._pid):
             if number == signal.SIGHUP or pid == os.getpid():
                 os.kill(pid, number)
-        time.sleep(seconds)
+        for _ in range(int(10 * seconds)):  # a signal just before one sleep ends it at the next
+            time.sleep(0.1)
         print("goes on")
     except lifecycle.StopRequested:
         print("told to stop")
@@ -84,7 +85,8 @@ async def run():
     server = lifecycle.Server(
         uvicorn.Config(None, lifespan="off"), lambda: os.kill(os.getpid(), signal.SIGTERM)
     )
-    engine = SimpleNamespace(errored=False, shutdown=lambda timeout: None)
+    config = SimpleNamespace(kv_transfer_config=None)
+    engine = SimpleNamespace(errored=False, shutdown=lambda timeout: None, vllm_config=config)
     sock = socket.create_server(("127.0.0.1", 0))
     serving = lifecycle.run_until_stopped(server, sock, engine, gate, 60, Progress())
     serving = asyncio.create_task(serving)

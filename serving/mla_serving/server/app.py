@@ -10,6 +10,7 @@ from fastapi import FastAPI, Request
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 
+from mla_serving.server import metrics
 from mla_serving.server.admission import Admission, Gate
 from mla_serving.server.auth import ApiKey
 from mla_serving.server.body_limit import BodyLimit
@@ -19,7 +20,7 @@ from mla_serving.server.grammar import Grammar, note_given_up
 from mla_serving.server.info import Info
 from mla_serving.server.json_object import JsonObject
 from mla_serving.server.json_values import JsonValues
-from mla_serving.server.watchdog import Watchdog
+from mla_serving.server.watchdog import Watchdog, is_retired
 
 MIB = 1024 * 1024
 _READ = ["GET", "HEAD"]
@@ -44,7 +45,7 @@ def build_root_app(
         gate: counts and admits requests; the drain closes it.
         info: answers /mla/info.
         watchdog: knows whether the engine hangs.
-        args: root_path, mla_max_body_mib and vLLM's options of CORS.
+        args: root_path, mla_max_body_mib, mla_open_metrics and vLLM's options of CORS.
         keys: API keys; empty leaves the server open.
     """
     app = FastAPI(
@@ -52,7 +53,7 @@ def build_root_app(
     )
 
     async def health() -> Response:
-        if engine.errored:
+        if engine.errored and not is_retired(engine):
             return error_response(503, "The engine has died.")
         if gate.draining:
             return error_response(503, "The server is shutting down.")
@@ -78,7 +79,8 @@ def build_root_app(
     app.add_middleware(BodyWait)
     app.add_middleware(Admission, gate=gate)
     if keys:
-        app.add_middleware(ApiKey, keys=keys)
+        open_paths = ["/health", *(["/metrics"] if args.mla_open_metrics else [])]
+        app.add_middleware(ApiKey, keys=keys, open_paths=open_paths)
     # As vLLM's own, which is behind ours: a browser then reads our refusals too, and what it asks
     # ahead, without credentials, needs no key.
     app.add_middleware(
@@ -89,6 +91,8 @@ def build_root_app(
         allow_headers=args.allowed_headers,
     )
     app.add_middleware(OpenAIErrors)
+    metrics.show(gate)
+    app.add_middleware(metrics.Counted)
     return app
 
 

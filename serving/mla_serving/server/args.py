@@ -76,6 +76,11 @@ def make_parser() -> Any:
         help="seconds without an answer of the engine until /health fails (0: never)",
     )
     ours.add_argument(
+        "--mla-open-metrics",
+        action="store_true",
+        help="answer /metrics without an API key, too",
+    )
+    ours.add_argument(
         "--mla-no-warmup",
         action="store_true",
         help="be ready without having computed a first answer",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bearer-token check on every route but /health.
+"""Bearer-token check on every route but those that are said to be open.
 
 vLLM's own check covers only /v1 and a few more; /metrics, /docs and ours would stay open.
 """
@@ -14,14 +14,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from mla_serving.server.errors import error_response
 from mla_serving.server.paths import route_path
 
-OPEN_PATHS = ("/health",)
-
 
 class ApiKey:
-    """ASGI middleware: 401 unless `Authorization: Bearer KEY` carries one of `keys`."""
+    """ASGI middleware: 401 unless `Authorization: Bearer KEY` carries one of `keys`, or the route
+    is one of `open_paths`."""
 
-    def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: Iterable[str], open_paths: Iterable[str]) -> None:
         self.app = app
+        self._open_paths = frozenset(open_paths)
         self._digests = [_digest(key) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -34,7 +34,7 @@ class ApiKey:
         await refusal(scope, receive, send)
 
     def _allowed(self, scope: Scope) -> bool:
-        if route_path(scope) in OPEN_PATHS:
+        if route_path(scope) in self._open_paths:
             return True
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -17,6 +18,7 @@ import uvicorn
 
 from mla_serving.server.admission import Gate
 from mla_serving.server.progress import Progress
+from mla_serving.server.watchdog import is_retired
 
 # What a terminal sends when it goes, unless nohup has it ignored.
 _HANG_UP = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else set()
@@ -105,7 +107,8 @@ async def run_until_stopped(
     """Serve until a signal or the end of the engine; returns the exit status.
 
     The first SIGINT, SIGTERM or SIGHUP closes the gate and gives running requests `drain_timeout`
-    seconds; a second SIGINT or SIGTERM ends this process and its children at once.
+    seconds, and what these leave of it to blocks that a KV connector is still handing over; a
+    second SIGINT or SIGTERM ends this process and its children at once.
     """
     stop = asyncio.Event()
 
@@ -123,22 +126,29 @@ async def run_until_stopped(
     stopping = asyncio.create_task(stop.wait())
     dying = asyncio.create_task(_engine_death(engine))
     await asyncio.wait({serving, stopping, dying}, return_when=asyncio.FIRST_COMPLETED)
+    engine_stop = _ENGINE_STOP_SECONDS
     if stop.is_set():
+        began = time.monotonic()
         await _drain(gate, drain_timeout, dying, progress)
-    died = engine.errored
+        if engine.vllm_config.kv_transfer_config is not None:
+            # Its engine runs on until another one has read a prompt's blocks, or none may any more.
+            engine_stop = max(engine_stop, drain_timeout - (time.monotonic() - began))
+    died = engine.errored and not is_retired(engine)
     if died:
         progress.line("the engine has died")
     stopping.cancel()
     dying.cancel()
     server.should_exit = True
     await serving
-    await loop.run_in_executor(None, partial(engine.shutdown, timeout=_ENGINE_STOP_SECONDS))
+    await loop.run_in_executor(None, partial(engine.shutdown, timeout=engine_stop))
     progress.line("stopped")
     return 0 if stop.is_set() and not died else 1
 
 
 async def _engine_death(engine: Any) -> None:
-    while not engine.errored:
+    """Until the server has to end with its engine; vLLM's servers have that variable, too."""
+    kept = os.environ.get("VLLM_KEEP_ALIVE_ON_ENGINE_DEATH", "0") != "0"
+    while kept or not engine.errored or is_retired(engine):
         await asyncio.sleep(_ENGINE_CHECK_SECONDS)
 
 

@@ -9,6 +9,12 @@ from typing import Any
 _INTERVAL_SECONDS = 10.0
 
 
+def is_retired(engine: Any) -> bool:
+    """Whether elastic expert parallelism took this server's engine away: it has ended, and the
+    server waits to be removed (vLLM 0.33)."""
+    return bool(getattr(engine, "should_keep_api_server_alive", False))
+
+
 class Watchdog:
     """Asks every worker of `engine` for a sign of life, between two steps, again and again.
 
@@ -37,6 +43,8 @@ class Watchdog:
 
     def complaint(self) -> str | None:
         """What is wrong with the engine, if anything is."""
+        if is_retired(self._engine):
+            return None
         if self._failure is not None:
             return f"A worker is not well: {self._failure}"
         if self._asked is not None and self._limit:
