@@ -21,16 +21,17 @@ def free_port():
 
 
 class ServerProcess:
-    """`mla-backend serve ARGS` on a free port; `log` collects what it prints."""
+    """`mla-backend serve ARGS` on a free port; `log` collects what it prints, `given` is added to
+    the environment."""
 
-    def __init__(self, *args, key, log):
+    def __init__(self, *args, key, log, given=()):
         self.url = f"http://127.0.0.1:{free_port()}"
         self.key = key
         self.log = log
         command = [str(Path(sys.executable).with_name("mla-backend")), "serve", *args]
         command += ["--port", self.url.rpartition(":")[2], "--api-key", key]
         dropped = ("VLLM_", "MLA_", "HF_")
-        env = {k: v for k, v in os.environ.items() if not k.startswith(dropped)}
+        env = {k: v for k, v in os.environ.items() if not k.startswith(dropped)} | dict(given)
         with log.open("w") as out:
             self.process = subprocess.Popen(
                 command, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
