@@ -14,7 +14,7 @@ from pathlib import Path
 import mla_kernels
 import pytest
 from mla_kernels.arch import AMD, ARCHS
-from mla_kernels.offline import amd, sass
+from mla_kernels.offline import amd, sass, ttgir
 from mla_kernels.offline.check import check
 from mla_kernels.offline.compiler import CompileReport
 from mla_kernels.offline.spec import KernelSpec
@@ -76,31 +76,32 @@ def test_a_loop_that_ends_with_a_wait_is_found():
     assert [loop.start for loop in sass.hot_loops(sass.parse(listing))] == [0x40]
 
 
-# Barriers of eight bytes at 0x400, 0x410 and 0x420; the last is given up.
+# Of a kernel with two warpgroups: the last barrier is made only.
 BARRIERS = """
-        /*0010*/              @!UP2 SYNCS.EXCH.64 URZ, [UR13+0x400], UR36 ;
-        /*0020*/                   SYNCS.EXCH.64 URZ, [UR13+0x410], UR38 ;
-        /*0030*/                   SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR13+0x400], RZ ;
-        /*0040*/                   LDS R4, [UR13+0x400] ;
-        /*0050*/                   LDGSTS.E.BYPASS.128 [R0+0x500], desc[UR54][R10.64+0x410], P0 ;
-        /*0060*/              @!P2 STS.64 [R10+0x408], R7 ;
-        /*0070*/                   SYNCS.EXCH.64 URZ, [UR13+0x420], UR38 ;
-        /*0080*/              @!P5 SYNCS.CCTL.IV [UR13+0x420] ;
-        /*0090*/                   STS [R10+0x420], R7 ;
+    %bars = ttg.local_alloc : () -> !ttg.memdesc<2x1xi64, #shared, #smem, mutable>
+    %0 = ttg.memdesc_index %bars[%c0_i32] : !ttg.memdesc<2x1xi64, #shared, #smem, mutable> -> !t
+    ttng.init_barrier %0, 1 : !ttg.memdesc<1xi64, #shared, #smem, mutable>
+    %bars_1 = ttg.local_alloc : () -> !ttg.memdesc<1x1xi64, #shared, #smem, mutable>
+    %1 = ttg.memdesc_index %bars_1[%c0_i32] : !ttg.memdesc<1x1xi64, #shared, #smem, mutable> -> !t
+    ttng.init_barrier %1, 128 : !ttg.memdesc<1xi64, #shared, #smem, mutable>
+    %tile = ttg.local_alloc : () -> !ttg.memdesc<64x64xbf16, #shared, #smem, mutable>
+    ttng.wait_barrier %0, %phase : !ttg.memdesc<1xi64, #shared, #smem, mutable>
 """
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "reused"),
+    ("more", "unused"),
     [
-        ("", "", ()),
-        ("STS.64 [R10+0x408]", "STS [R10+0x404]", (0x400,)),
-        ("STS.64 [R10+0x408]", "STSM.16.M88.4 [R10+0x410]", (0x410,)),
-        ("[R0+0x500]", "[R0+0x400]", (0x400,)),
+        ("", ("%bars_1",)),
+        ("ttng.arrive_barrier %1, 1 : !t", ()),
+        ("ttg.warp_specialize(%bars_1, %tile)", ()),
+        ("ttng.wait_barrier %10, %phase : !t", ("%bars_1",)),
+        ("%2 = ttg.memdesc_index %bars_1[%c0_i32] : !t\n ttng.arrive_barrier %2, 1 : !t", ()),
+        ("%2 = ttg.memdesc_index %bars_1[%c0_i32] : !t", ("%bars_1",)),
     ],
 )
-def test_a_store_to_the_place_of_a_barrier_is_found(before, after, reused):
-    assert sass.reused_barriers(sass.parse(BARRIERS.replace(before, after))) == reused
+def test_a_barrier_that_nothing_uses_is_found(more, unused):
+    assert ttgir.unused_barriers(BARRIERS + more) == unused
 
 
 def test_a_good_report_passes():
@@ -114,10 +115,7 @@ def test_a_good_report_passes():
         ({"shared_memory": 227 * 1024 + 1}, "227.0 KB of shared memory, sm_90 has 227 KB"),
         ({"hot_local_loads": 2}, "hot loop: 2 LDL, 0 STL"),
         ({"hot_local_stores": 1}, "hot loop: 0 LDL, 1 STL"),
-        (
-            {"reused_barriers": (0x400, 0x410)},
-            "the places of mbarriers in shared memory: 0x400, 0x410",
-        ),
+        ({"unused_barriers": ("%bars", "%5")}, "mbarriers that nothing uses, whose places"),
         ({"tensor_core": {"mma": 8}}, "no wgmma instruction"),
         ({"warnings": ("(C7510) serialized",)}, "(C7510) serialized"),
     ],

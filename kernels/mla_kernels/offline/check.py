@@ -17,9 +17,9 @@ def check(report: CompileReport) -> list[str]:
     if report.hot_local_loads or report.hot_local_stores:
         loads, stores = report.hot_local_loads, report.hot_local_stores
         problems.append(f"spills in the hot loop: {loads} LDL, {stores} STL")
-    if report.reused_barriers:
-        places = ", ".join(map(hex, report.reused_barriers))
-        problems.append(f"stores to the places of mbarriers in shared memory: {places}")
+    if report.unused_barriers:
+        names = ", ".join(report.unused_barriers)
+        problems.append(f"mbarriers that nothing uses, whose places others get: {names}")
     if report.spec.tensor_core == "any" and not sum(report.tensor_core.values()):
         problems.append("no tensor-core instruction")
     if report.spec.tensor_core == "native" and not report.tensor_core.get(arch.tensor_core):

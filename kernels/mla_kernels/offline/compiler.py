@@ -24,7 +24,7 @@ class CompileReport:
     spill_*_bytes   of the whole kernel, from ptxas; hot_local_*: LDL / STL instructions in the
                     loops that hold tensor-core instructions (the whole kernel if none does, or
                     on AMD)
-    reused_barriers offsets of mbarriers whose place is stored to (sass.reused_barriers)
+    unused_barriers mbarriers that are made and not used (ttgir.unused_barriers)
     shared_memory   bytes a CTA
     tensor_core     instructions by family: mma, wgmma, tcgen05, mfma
     warnings        ptxas lines about ignored register limits and serialised tensor-core code
@@ -40,7 +40,7 @@ class CompileReport:
     spill_load_bytes: int = 0
     hot_local_loads: int = 0
     hot_local_stores: int = 0
-    reused_barriers: tuple[int, ...] = ()
+    unused_barriers: tuple[str, ...] = ()
     shared_memory: int = 0
     num_warps: int = 0
     tensor_core: Mapping[str, int] = field(default_factory=dict)

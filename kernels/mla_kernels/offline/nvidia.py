@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 
 from mla_kernels.arch import Arch
-from mla_kernels.offline import sass
+from mla_kernels.offline import sass, ttgir
 
 # setmaxnreg ignored, wgmma serialised, and their kin.
 PTXAS_WARNINGS = re.compile(r"\(C75(0[7-9]|1[0-4])\)")
@@ -42,7 +42,7 @@ def read(kernel: Any, arch: Arch) -> tuple[dict[str, Any], dict[str, str]]:
         "spill_load_bytes": _number(r"(\d+) bytes spill loads", log),
         "hot_local_loads": hot_loads,
         "hot_local_stores": hot_stores,
-        "reused_barriers": sass.reused_barriers(instructions),
+        "unused_barriers": ttgir.unused_barriers(kernel.asm["ttgir"]),
         "tensor_core": sass.tensor_core_families(instructions),
         "warnings": tuple(line for line in log.splitlines() if PTXAS_WARNINGS.search(line)),
     }

@@ -11,7 +11,6 @@ FAMILIES = {
     "wgmma": ("HGMMA", "IGMMA", "QGMMA"),
     "tcgen05": ("UTCHMMA", "UTCQMMA", "UTCIMMA", "UTCOMMA"),
 }
-BARRIER_BYTES = 8
 OPCODE_FAMILY = {opcode: family for family, ops in FAMILIES.items() for opcode in ops}
 
 
@@ -81,26 +80,6 @@ def _ends_retry(instructions: list[Instruction], n: int) -> bool:
         return False
     wait, again, back = instructions[n - 2 : n + 1]
     return not _conditional(back) and wait.opcode == "SYNCS" and _target(again) == wait.address
-
-
-def reused_barriers(instructions: list[Instruction]) -> tuple[int, ...]:
-    """Offsets in shared memory at which a barrier is made and something else is stored.
-
-    A barrier that a variant makes but does not use is dead to the compiler at once, and its place
-    may become a tile's or a reduction's. PTX allows that only behind an mbarrier.inval. Only stores
-    with the offset in the instruction are seen.
-    """
-    barriers = [i for i in instructions if i.opcode == "SYNCS"]
-    made = {at for i in barriers if i.text.startswith(".EXCH") for at in _at(i)}
-    made -= {at for i in barriers if i.text.startswith(".CCTL.IV") for at in _at(i)}
-    stores = (i for i in instructions if i.opcode in ("STS", "STSM", "LDGSTS"))
-    stored = {at for i in stores for at in _at(i)[:1]}
-    return tuple(sorted(b for b in made if any(b <= at < b + BARRIER_BYTES for at in stored)))
-
-
-def _at(i: Instruction) -> list[int]:
-    """The offsets of its addresses."""
-    return [int(at, 16) for at in re.findall(r"\[[^]]*\+0x([0-9a-f]+)\]", i.text)]
 
 
 def hot_spills(instructions: list[Instruction]) -> tuple[int, int]:
