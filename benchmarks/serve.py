@@ -39,6 +39,7 @@ from serve_cases import (
     SPARSE_BACKENDS,
     SPARSE_BATCHES,
     SPARSE_CONTEXTS,
+    SPARSE_FP8_BACKENDS,
     SPARSE_MODEL,
     Shape,
     depths_of,
@@ -113,8 +114,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     serve.add_argument("--server-options", type=shlex.split, default=[], help="more, in quotes")
     args = parser.parse_args(argv)
     sparse = args.family == "v3.2"
-    dense = FP8_BACKENDS if args.kv_cache_dtype in FP8_CACHES else BACKENDS
-    args.backends = args.backends or list(SPARSE_BACKENDS if sparse else dense)
+    if sparse:
+        compared = SPARSE_BACKENDS if args.kv_cache_dtype == "auto" else SPARSE_FP8_BACKENDS
+    else:
+        compared = FP8_BACKENDS if args.kv_cache_dtype in FP8_CACHES else BACKENDS
+    args.backends = args.backends or list(compared)
     args.model = args.model or (SPARSE_MODEL if sparse else MODEL)
     args.heads = args.heads or ([128] if sparse else [128, 16])
     if args.mode == "serve":

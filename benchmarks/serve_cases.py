@@ -16,7 +16,8 @@ MODEL = Path(__file__).parents[1] / "configs" / "models" / "deepseek-v3-5-layers
 RELEASED_HEADS = 128
 # DeepSeek-V3.2: sparse attention.
 SPARSE_MODEL = MODEL.with_name("deepseek-v3.2-5-layers")
-SPARSE_BACKENDS = (OURS, "FLASHMLA_SPARSE")
+SPARSE_BACKENDS = (OURS, "FLASHMLA_SPARSE", "FLASH_ATTN_MLA_SPARSE")
+SPARSE_FP8_BACKENDS = SPARSE_BACKENDS[:2]  # the last one takes rows of 16 bits alone
 SPARSE_BATCHES, SPARSE_CONTEXTS = (1, 8, 32, 128), (8192, 32768)
 # Layers of an engine by heads, the deepest first, for caches that are too large for more of them.
 # A released model has 61, whose steps are longer than the host needs for one (5 ms for 128

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparse MLA attention, decode and prefill, beside FlashMLA's kernels, every case in one run.
+"""Sparse MLA attention, decode and prefill, beside FlashMLA and FlashAttention-3, in one run.
 
     python benchmarks/sparse.py [--cases REGEX] [--impls REGEX] [--results DIR]
 
 Every implementation is checked against the definition first; one that fails is reported and not
-timed. Times are medians of CUDA-graph replays with a cold L2. FlashMLA is left out where vLLM is
+timed. Times are medians of CUDA-graph replays with a cold L2. The peers are left out where vLLM is
 not installed. Writes sparse.json and sparse.md to results/h200 beside this file; sparse.md also
 shows the indexer and top-k rows of sparse_indexer.json if that lies there. Of --cases or --impls,
 and while it runs, sparse_partial.json and .md of its own rows.

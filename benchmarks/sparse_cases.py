@@ -89,7 +89,7 @@ SHAPES = [
     Shape(128, 64),
     *(Shape(b, h) for h in (32, 16, 8) for b in (1, 32, 128)),
     Shape(128, 16, s_q=2),
-    *(Shape(128, h, cache="bf16") for h in (128, 16)),
+    *(Shape(b, h, cache="bf16") for h in (128, 16) for b in (1, 32, 128)),
     *(Shape(b, h, cache="fp8") for b, h in ((128, 128), (128, 16), (32, 16), (1, 16))),
     *(Shape(128, h, order=order) for h in (128, 16) for order in ("ascending", "runs")),
     *(

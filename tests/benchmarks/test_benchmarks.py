@@ -227,6 +227,22 @@ def test_sparse_ratios_are_those_of_what_auto_takes():
     assert lines[-1] == "Geometric mean 1.73; at least as fast in 2 of 2."
 
 
+def test_the_faster_of_two_peers_counts():
+    from sparse_report import attention_table, by_case
+
+    def lines(fa3):
+        times = {"mla_kernels/hopper": 60.0, "peer/flashmla_prefill": 90.0, "peer/fa3": fa3}
+        rows = [
+            {"case": "b128_h128_q1_32k_bf16", "op": "decode", "impl": impl, "us": us, "floor_us": 1}
+            for impl, us in times.items()
+        ]
+        return attention_table(by_case(rows, "decode"))
+
+    assert "| FlashMLA | FA3 | best peer / auto |" in lines(30.0)[0]
+    assert "| Hopper | 90.0 | 30.0 | 0.50 |" in lines(30.0)[2]
+    assert "| Hopper | 90.0 | 120.0 | 1.50 |" in lines(120.0)[2]
+
+
 def test_empty_slots_stand_beside_the_full_case():
     from sparse_report import markdown
 
@@ -327,9 +343,26 @@ def test_every_kind_of_empty_slots_is_measured_beside_its_full_case():
         assert {base, *(f"{base}_{padding}" for padding in PADDINGS)} <= names
 
 
-def test_flashmla_is_given_lengths_one_a_request(monkeypatch):
-    """Its interface is that of `mla_kernels.flash_mla`, which stands in for it here."""
+def flash_attention(q, k, v, q_v, block_table, seqused_k, softmax_scale, **known):
+    """FlashAttention-3's absorbed form for one row of each sequence, in pages of one token."""
+    import torch
+
+    assert known.pop("max_seqlen_k") == block_table.shape[1] and known.pop("max_seqlen_q") == 1
+    assert known.pop("cu_seqlens_q").tolist() == list(range(len(q) + 1))
+    assert known == {"causal": True, "fa_version": 3} and q.is_contiguous() and q_v.is_contiguous()
+    out = torch.empty_like(q_v)
+    for t, count in enumerate(seqused_k.tolist()):
+        pages = block_table[t, :count].long()
+        rope, latent = k[pages, 0, 0].float(), v[pages, 0, 0].float()
+        scores = q[t].float() @ rope.T + q_v[t].float() @ latent.T
+        out[t] = (scores * softmax_scale).softmax(-1) @ latent
+    return out
+
+
+def test_peers_are_called_as_vllm_calls_them(monkeypatch):
+    """FlashMLA's interface is that of `mla_kernels.flash_mla`, which stands in for it here."""
     import sys
+    import types
 
     import sparse_cases
     import sparse_peers
@@ -340,13 +373,17 @@ def test_flashmla_is_given_lengths_one_a_request(monkeypatch):
     monkeypatch.setattr(sparse_cases, "DEVICE", "cpu")
     name = "vllm.third_party.flashmla.flash_mla_interface"
     monkeypatch.setitem(sys.modules, name, flash_mla)
+    fa3 = types.SimpleNamespace(flash_attn_varlen_func=flash_attention)
+    monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn.flash_attn_interface", fa3)
     for cache in ("fp8_ds_mla", "bf16"):
         for padding in PADDINGS:
             shape = sparse_cases.Shape(2, 4, context=2048, cache=cache, padding=padding)
             batch = sparse_cases.make_batch(shape)
-            runs = [make(batch) for make in sparse_peers.PEERS.values()]
-            (run,) = (run for run in runs if run)
-            out = run()
-            assert out.shape == (2, 4, 512)
-            assert not SHORT_BAR.failures(measure(out, sparse_cases.golden(batch, [0, 1])))
-            assert torch.isfinite(out).all()
+            runs = [run for make in sparse_peers.PEERS.values() if (run := make(batch))]
+            takes_holes = cache == "fp8_ds_mla" or padding == "half_scattered"
+            assert len(runs) == (1 if takes_holes else 2)
+            for run in runs:
+                out = run()
+                assert out.shape == (2, 4, 512)
+                assert not SHORT_BAR.failures(measure(out, sparse_cases.golden(batch, [0, 1])))
+                assert torch.isfinite(out).all()

@@ -91,7 +91,8 @@ def test_family_names_model_backends_and_results():
 
     sparse, dense = (parse_arguments(["--family", name]) for name in ("v3.2", "v3"))
     assert "index_topk" in json.loads((sparse.model / "config.json").read_text())
-    assert sparse.backends == ["CUSTOM", "FLASHMLA_SPARSE"] and sparse.heads == [128]
+    stock = ["FLASHMLA_SPARSE", "FLASH_ATTN_MLA_SPARSE"]
+    assert sparse.backends == ["CUSTOM", *stock] and sparse.heads == [128]
     assert len(dense.backends) == 4 and dense.heads == [128, 16] and dense.batches is None
     report = Report("steps", "", {}, vars(sparse) | {"model": "m"})
     assert report.stem == "sparse_steps" and "and the indexer" in markdown(report)
