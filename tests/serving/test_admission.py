@@ -47,7 +47,7 @@ def test_a_crash_takes_no_other_request_of_its_connection_along(stand, monkeypat
     async def run():
         async with Running(stand) as r:
             if own:  # a route of ours instead of vLLM's
-                monkeypatch.setattr(r.stand.engine, "vllm_config", None)
+                monkeypatch.setattr(r.stand.engine.vllm_config, "cache_config", None)
             path = b"GET /mla/info" if own else b"POST /v1/fail?how=crash"
             host = r.client.base_url
             reader, writer = await asyncio.open_connection(host.host, host.port)
