@@ -224,6 +224,8 @@ def all_engines():
         add(f"{backend} v3.2 all", "v3.2 all", scenarios=short, attention_backend=backend)
         add(f"{backend} v3.2 few", "v3.2 few", scenarios=short, attention_backend=backend,
             kv_cache_dtype="fp8_ds_mla")  # fmt: skip
+    add("FLASH_ATTN_MLA_SPARSE v3.2 all", "v3.2 all", scenarios=short,
+        attention_backend="FLASH_ATTN_MLA_SPARSE")  # fmt: skip
     padded = {"MLA_BACKEND_IMPL": "hopper", "MLA_BACKEND_CHECK": "1"}
     add("CUSTOM v3.2 few hopper", "v3.2 few", padded, short, kv_cache_dtype="fp8_ds_mla")
     add("CUSTOM v3.2 all mtp", "v3.2 all", scenarios=short, **mtp)
