@@ -115,7 +115,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     sparse = args.family == "v3.2"
     if sparse:
-        compared = SPARSE_BACKENDS if args.kv_cache_dtype == "auto" else SPARSE_FP8_BACKENDS
+        compared = SPARSE_FP8_BACKENDS if "fp8" in args.kv_cache_dtype else SPARSE_BACKENDS
     else:
         compared = FP8_BACKENDS if args.kv_cache_dtype in FP8_CACHES else BACKENDS
     args.backends = args.backends or list(compared)

@@ -88,6 +88,8 @@ def attention_section(report: dict[str, Any]) -> list[str]:
         "the prefill of `mla_kernels.flash_mla`, which gives the largest logits too, as FlashMLA's",
         "does.",
     ]
+    if any(row["impl"] == FLASH_ATTENTION for row in report["rows"]):
+        lines += ["`FA3`: FlashAttention-3 over pages of one row; the better peer counts."]
     for op, title in (("decode", "Decode"), ("prefill", "Prefill of 4096 tokens")):
         cases = by_case(report["rows"], op)
         cases = {case: rows for case, rows in cases.items() if not case.endswith(PADDED)}

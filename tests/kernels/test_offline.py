@@ -96,6 +96,11 @@ BARRIERS = """
         ("ttng.arrive_barrier %1, 1 : !t", ()),
         ("ttg.warp_specialize(%bars_1, %tile)", ()),
         ("ttng.wait_barrier %10, %phase : !t", ("%bars_1",)),
+        (
+            "    partition0(%arg0: !t) num_warps(4) {\n  %1 = arith.constant 1 : i32\n"
+            "      tt.store %arg0, %1 : !t\n      ttg.warp_return\n    }\n",
+            ("%bars_1",),
+        ),
         ("%2 = ttg.memdesc_index %bars_1[%c0_i32] : !t\n ttng.arrive_barrier %2, 1 : !t", ()),
         ("%2 = ttg.memdesc_index %bars_1[%c0_i32] : !t", ("%bars_1",)),
     ],

@@ -6,6 +6,9 @@ import re
 _BARRIERS = re.compile(r"(%[\w#]+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<[\dx]*xi64")
 _VIEW = re.compile(r"\s*(%[\w#]+) = ttg\.memdesc_index (%[\w#]+)")
 _NAME = re.compile(r"%[\w#]+")
+# A worker's region of a warp_specialize, which numbers its values anew; what it gets from outside
+# is named with the operation.
+_REGION = re.compile(r"^\s*partition\d+\(.*?^\s*ttg\.warp_return", re.DOTALL | re.MULTILINE)
 
 
 def unused_barriers(ttgir: str) -> tuple[str, ...]:
@@ -14,6 +17,7 @@ def unused_barriers(ttgir: str) -> tuple[str, ...]:
     They are dead to the compiler at once, and their places become a tile's or a reduction's. PTX
     allows that only behind an mbarrier.inval.
     """
+    ttgir = _REGION.sub("", ttgir)
     made = _BARRIERS.findall(ttgir)
     whole = {name: name for name in made}
     used = set()

@@ -10,7 +10,6 @@ from fastapi import FastAPI, Request
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 
-from mla_serving.server import metrics
 from mla_serving.server.admission import Admission, Gate
 from mla_serving.server.auth import ApiKey
 from mla_serving.server.body_limit import BodyLimit
@@ -20,6 +19,7 @@ from mla_serving.server.grammar import Grammar, note_given_up
 from mla_serving.server.info import Info
 from mla_serving.server.json_object import JsonObject
 from mla_serving.server.json_values import JsonValues
+from mla_serving.server.metrics import Counted
 from mla_serving.server.watchdog import Watchdog, is_retired
 
 MIB = 1024 * 1024
@@ -91,8 +91,7 @@ def build_root_app(
         allow_headers=args.allowed_headers,
     )
     app.add_middleware(OpenAIErrors)
-    metrics.show(gate)
-    app.add_middleware(metrics.Counted)
+    app.add_middleware(Counted)
     return app
 
 

@@ -34,7 +34,7 @@ class ApiKey:
         await refusal(scope, receive, send)
 
     def _allowed(self, scope: Scope) -> bool:
-        if route_path(scope) in self._open_paths:
+        if scope["type"] == "http" and route_path(scope) in self._open_paths:
             return True
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":

@@ -130,7 +130,7 @@ async def run_until_stopped(
     if stop.is_set():
         began = time.monotonic()
         await _drain(gate, drain_timeout, dying, progress)
-        if engine.vllm_config.kv_transfer_config is not None:
+        if not engine.errored and engine.vllm_config.kv_transfer_config is not None:
             # Its engine runs on until another one has read a prompt's blocks, or none may any more.
             engine_stop = max(engine_stop, drain_timeout - (time.monotonic() - began))
     died = engine.errored and not is_retired(engine)
@@ -146,9 +146,7 @@ async def run_until_stopped(
 
 
 async def _engine_death(engine: Any) -> None:
-    """Until the server has to end with its engine; vLLM's servers have that variable, too."""
-    kept = os.environ.get("VLLM_KEEP_ALIVE_ON_ENGINE_DEATH", "0") != "0"
-    while kept or not engine.errored or is_retired(engine):
+    while not engine.errored or is_retired(engine):
         await asyncio.sleep(_ENGINE_CHECK_SECONDS)
 
 
