@@ -220,13 +220,14 @@ def test_the_scheme_is_of_any_case_and_any_space_is_behind_it(stand, words):
     assert stand(keys=["secret"]).request("GET", "/mla/info", headers=headers).status_code == 200
 
 
-def test_a_websocket_without_key_is_closed(stand):
-    s, sent = stand(keys=["secret"]), []
+@pytest.mark.parametrize("path", ["/v1/realtime", "/metrics"])
+def test_a_websocket_without_key_is_closed(stand, path):
+    s, sent = stand(keys=["secret"], open_metrics=True), []
 
     async def send(message):
         sent.append(message)
 
-    scope = {"type": "websocket", "path": "/v1/realtime", "headers": []}
+    scope = {"type": "websocket", "path": path, "headers": []}
     asyncio.run(s.app(scope, None, send))
     assert sent == [{"type": "websocket.close", "code": 1008}]
 
