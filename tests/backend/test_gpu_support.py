@@ -120,6 +120,23 @@ def test_an_engine_that_fp8_queries_would_speed_up_says_so():
         assert hint(*would[:place], other, *would[place + 1 :]) == ""
 
 
+@pytest.mark.parametrize("cache, warns", [("float8_e4m3fn", True), ("bfloat16", False)])
+def test_it_is_said_where_the_server_shows_it(monkeypatch, cache, warns):
+    """Its log is of warnings."""
+    from mla_backend.attention import metadata
+
+    said = []
+    monkeypatch.setattr(metadata.logger, "warning_once", said.append)
+    builder = SimpleNamespace(
+        _most_s_q=1, _deals_drafts=False, _plans=SimpleNamespace(workspace_bytes=0)
+    )
+    kernel = SimpleNamespace(
+        impl="hopper", kv_cache_dtype=getattr(torch, cache), query_dtype=torch.bfloat16
+    )
+    metadata.MlaMetadataBuilder._say_what_decodes(builder, kernel, 128, 8, 1)
+    assert ["MLA_BACKEND_FP8_QUERY=1 decodes faster" in text for text in said] == [True] * warns
+
+
 def test_fp8_queries_of_a_sparse_layer_are_refused(fp8_query):
     from mla_backend.attention.sparse.backend import SparseMlaBackend
 
