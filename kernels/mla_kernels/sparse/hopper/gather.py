@@ -75,7 +75,7 @@ def count_tiles(rows):
             at = first + lane
             slot = gl.load(rows.slots + at, mask=at < stop, other=-1)
             found = gl.where((slot >= 0) & (slot < rows.num_slots), at + 1, found)
-        stop = gl.max(found, 0)
+        stop = gl.minimum(gl.max(found, 0), rows.stop)  # no tile too many, whatever is read
     return gl.maximum((stop - start + BLOCK - 1) // BLOCK, 1)
 
 

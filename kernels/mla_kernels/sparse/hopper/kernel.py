@@ -109,13 +109,13 @@ def hopper_sparse_kernel(
                 (values_warpgroup, (
                     out, part_acc, kv, slots, slots_stride, lengths, K, span, num_slots,
                     page_stride, num_heads, ring_a, full_a, ring_r, offsets, full_v,
-                    full_q, p_ring, full_p_a, empty_p, factors, inverse, full_out,
+                    num_tiles, full_q, p_ring, full_p_a, empty_p, factors, inverse, full_out,
                     0, SLOTS_A, SLOTS_P, PAGE, ROW, HAS_LENGTHS, SPLIT,
                 )),
                 (values_warpgroup, (
                     out, part_acc, kv, slots, slots_stride, lengths, K, span, num_slots,
                     page_stride, num_heads, ring_b, full_b, ring_r, offsets, full_v,
-                    full_q, p_ring, full_p_b, empty_p, factors, inverse, full_out,
+                    num_tiles, full_q, p_ring, full_p_b, empty_p, factors, inverse, full_out,
                     HALF, SLOTS_B, SLOTS_P, PAGE, ROW, HAS_LENGTHS, SPLIT,
                 )),
             ],

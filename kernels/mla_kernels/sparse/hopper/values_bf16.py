@@ -10,7 +10,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from mla_kernels.decode.hopper.layouts import BLOCK, HALF, OUTPUT
 from mla_kernels.decode.hopper.stream import ring_next, ring_step
 from mla_kernels.sparse.hopper.gather import (
-    count_tiles,
     gather,
     load_slots,
     program_rows,
@@ -19,6 +18,7 @@ from mla_kernels.sparse.hopper.gather import (
     store_offsets,
 )
 from mla_kernels.sparse.hopper.layouts import GATHER_BF16
+from mla_kernels.sparse.hopper.scales import load_scalar
 from mla_kernels.sparse.hopper.values import LATENT, add_values, store_output
 from mla_kernels.triton_common.gluon_compat import cta_barrier
 
@@ -42,8 +42,8 @@ def gather_tile(
 @gluon.jit
 def values_warpgroup(
     out, part_acc, kv, slots, slots_stride, lengths, K, span, num_slots, page_stride, num_heads,
-    ring, full, ring_r, offsets, full_v, full_q, p_ring, full_p, empty_p, factors, inverse,
-    full_out,
+    ring, full, ring_r, offsets, full_v, num_tiles, full_q, p_ring, full_p, empty_p, factors,
+    inverse, full_out,
     COL: gl.constexpr, SLOTS: gl.constexpr, SLOTS_P: gl.constexpr,
     PAGE: gl.constexpr, ROW: gl.constexpr, HAS_LENGTHS: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
@@ -55,8 +55,8 @@ def values_warpgroup(
         slot = load_slots(rows, i, GATHER_BF16)
         gather_tile(rows, slot, kv, ring, ring_r, offsets, full, full_v, i, COL)
     slot = load_slots(rows, SLOTS - 1, GATHER_BF16)
-    tiles = count_tiles(rows)
     mbarrier.wait(full_q, 0)
+    tiles = load_scalar(num_tiles)
     gather_tile(rows, slot, kv, ring, ring_r, offsets, full, full_v, SLOTS - 1, COL)
     iv = gl.to_tensor(0)
     ip = gl.to_tensor(0)
