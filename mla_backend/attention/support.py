@@ -71,24 +71,15 @@ def lora_of_experts_on_cpu_reason(architecture: str) -> str:
 
 def refuse_sparse_dcp(vllm_config: Any, *, on_cpu: bool) -> None:
     """ValueError unless the ranks can share out the tokens of sparse layers. vLLM before 0.30 does
-    not ask the backend.
-
-    Of drafts the lengths of the ranks would be right, as they are computed on the device, but
-    vLLM's own parts of such steps were not run.
-    """
+    not ask the backend."""
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size == 1:
         return
     if on_cpu:
         raise cannot_serve(dcp_on_cpu_reason())
     refuse_shared_microbatches(parallel.num_ubatches)
-    speculative = vllm_config.speculative_config
-    if speculative is not None:
-        raise cannot_serve(
-            f"{speculative.num_speculative_tokens} speculative tokens with sparse attention under "
-            "decode context parallelism, which were not run together. "
-            "Mend: --decode-context-parallel-size 1, or leave out --speculative-config"
-        )
+    if (speculative := vllm_config.speculative_config) is not None:
+        refuse_drafter(speculative.method, speculative.parallel_drafting)
 
 
 def refuse_shared_microbatches(microbatches: int) -> None:

@@ -34,15 +34,17 @@ class CompilationConfig(types.SimpleNamespace):
     """Other than its base it takes weak references, as vLLM's does."""
 
 
-def fake_config(topk_rows=64, dcp=1, drafts=0, ubatches=1, stages=1):
-    speculative = types.SimpleNamespace(num_speculative_tokens=drafts) if drafts else None
+def fake_config(topk_rows=64, dcp=1, drafts=0, ubatches=1, stages=1, method="mtp"):
+    speculative = types.SimpleNamespace(
+        num_speculative_tokens=drafts, method=method, parallel_drafting=False
+    )
     return types.SimpleNamespace(
         parallel_config=types.SimpleNamespace(
             decode_context_parallel_size=dcp, num_ubatches=ubatches, pipeline_parallel_size=stages
         ),
         use_v2_model_runner=False,
         scheduler_config=types.SimpleNamespace(max_num_batched_tokens=topk_rows, max_num_seqs=4),
-        speculative_config=speculative,
+        speculative_config=speculative if drafts else None,
         model_config=types.SimpleNamespace(max_model_len=384),
         cache_config=types.SimpleNamespace(block_size=64),
         attention_config=types.SimpleNamespace(sparse_mla_force_mqa=False),

@@ -150,8 +150,8 @@ def test_kernel_of_a_layer_is_that_of_its_heads(monkeypatch):
     "on_cpu, config, reason",
     [
         (True, {"dcp": 2}, "cannot serve decode context parallelism on a CPU. Mend: --decode-cont"),
-        (False, {"dcp": 2, "drafts": 3}, "3 speculative tokens with sparse attention under decode "
-         "context parallelism, .* Mend: .*-size 1, or leave out --speculative-config$"),
+        (False, {"dcp": 2, "drafts": 3, "method": "draft_model"}, "a draft model of its own .* "
+         "with decode context parallelism, .* Mend: .*-size 1, or another method in --specula"),
         (False, {"dcp": 2, "ubatches": 2}, r"2 microbatches \(--enable-dbo\) under .*Mend: leave "
          "out --enable-dbo, or --decode-context-parallel-size 1$"),
         (False, {"dcp": 33}, "132 query heads on one rank; the kernels take 128"),

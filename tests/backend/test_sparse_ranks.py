@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sparse layers under decode context parallelism beside one rank that has every token."""
 
+import functools
 import types
 
 import pytest
+import sparse_parts
 import torch
 from sparse_parts import fake_config
 from sparse_ranks import Cluster, Requests, merged, whole_choice
@@ -114,6 +116,20 @@ def test_rows_of_a_rank_keep_their_addresses(monkeypatch):
     assert rows[0].lengths.data_ptr() == rows[1].lengths.data_ptr()
     # Of the first 64, 6 and 7 tokens; 32, 2 and 3 if the request's length were shared out first.
     assert rows[1].lengths.tolist() == [32, 3, 3] and rows[1].seq_lens.tolist() == [32, 3]
+
+
+def test_drafts_are_written_where_their_rank_has_them(monkeypatch):
+    """By vLLM's drafters, which know of no ranks."""
+    from mla_backend import compat
+    from mla_backend.attention.shard import Shard
+
+    dealt = []
+    monkeypatch.setattr(compat, "deal_draft_slots", lambda slots: dealt.append(slots.__self__))
+    Cluster(monkeypatch, 2, 64)
+    assert dealt == []
+    monkeypatch.setattr(sparse_parts, "fake_config", functools.partial(fake_config, drafts=3))
+    Cluster(monkeypatch, 2, 64)
+    assert dealt == [Shard(2, 0, 64), Shard(2, 1, 64)]
 
 
 def test_dummy_steps_without_lengths_of_ranks(monkeypatch):

@@ -159,6 +159,8 @@ def add_other_runner(add, short, crowd):
         add("CUSTOM dcp 2 other runner", 128, env | NO_MULTICAST, **dcp)
         add("CUSTOM dcp 2 other runner mtp", 128, checked | NO_MULTICAST,
             compilation_config=MTP_GRAPHS, **OUR_MTP, **dcp)  # fmt: skip
+        add("CUSTOM v3.2 all dcp 2 other runner mtp", "v3.2 all", checked | NO_MULTICAST, short,
+            compilation_config=MTP_GRAPHS, **OUR_MTP, **dcp)  # fmt: skip
 
 
 def add_draft_models(add):
@@ -286,6 +288,8 @@ def all_engines():
                 disable_custom_all_reduce=True, **RANKS["dcp 2"])  # fmt: skip
         add("CUSTOM tp 2 mtp", 128, NO_MULTICAST, compilation_config=MTP_GRAPHS,
             disable_custom_all_reduce=True, **MTP, **RANKS["tp 2"])  # fmt: skip
+        add("CUSTOM v3.2 all dcp 2 mtp", "v3.2 all", checked | NO_MULTICAST, short,
+            disable_custom_all_reduce=True, **mtp, **RANKS["dcp 2"])  # fmt: skip
         for name, dealt in (("dcp 2 mtp", {}), ("dcp 2 pairs mtp", PAIRS)):
             add(f"CUSTOM {name}", 128, checked | NO_MULTICAST, disable_custom_all_reduce=True,
                 **mtp, **RANKS["dcp 2"], **dealt)  # fmt: skip

@@ -82,7 +82,10 @@ class SparseMetadataBuilder(_TokensBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         limits = self._make_rows_builder(vllm_config, device)
         layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
-        self._check_steps_of(layer, vllm_config, Shard.of(vllm_config))
+        shard = Shard.of(vllm_config)
+        self._check_steps_of(layer, vllm_config, shard)
+        if shard is not None and drafts_of(vllm_config):
+            compat.deal_draft_slots(shard.slots)
         if layer.impl.kernel.attention in support.GPU_IMPLS:
             warm_up_attention(layer, *limits)
         if layer.impl.supports_dense_mha_prefill:
