@@ -51,7 +51,8 @@ def _judged(
     except ValueError:
         return Result(name, "fail", f"{variable} has no value", "see settings above")
     if not asked:
-        return Result(name, "ok", f"not asked for ({variable})")
+        how = "where the GPU can" if asked is None else "not asked for"
+        return Result(name, "ok", f"{how} ({variable})")
     chosen = [setting(other) for other in settings]
     devices = [gpu["capability"] for gpu in facts.gpus] or [None]
     found = [what for device in devices for what in lacking(device, *chosen)]

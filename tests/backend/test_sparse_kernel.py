@@ -72,7 +72,6 @@ def test_kernel_of_an_engine(monkeypatch, h200, heads, cache, env, kernel, index
     assert chosen.rescale == "pow2"
     assert chosen.deterministic is ("VLLM_BATCH_INVARIANT" in env)
     assert stats["impl"] == kernel and why in stats["reason"]
-    assert chosen.fp8_products is False
 
 
 @pytest.mark.parametrize(
@@ -87,21 +86,31 @@ def test_fp8_is_not_the_cache_that_vllms_sparse_backend_takes_it_for(
     monkeypatch.setattr(kernel.logger, "warning_once", said.append)
     choose_kernel(h200, cache, 128)
     choose_kernel(torch.device("cpu"), cache, 128)
-    assert [text for text in said if "--kv-cache-dtype fp8_ds_mla" in text] == said[1:]
-    assert len(said) == 1 + warns
+    assert all("--kv-cache-dtype fp8_ds_mla" in text for text in said)
+    assert len(said) == warns
 
 
-@pytest.mark.parametrize("asked", [False, True])
-def test_an_indexer_multiplies_in_fp8_if_asked_to(monkeypatch, h200, asked):
-    from mla_backend.attention.sparse import indexer_layer, kernel
+@pytest.mark.parametrize(
+    "env, on",
+    [
+        ({}, True),
+        ({"MLA_BACKEND_FP8_INDEXER": "0"}, False),
+        ({"MLA_BACKEND_FP8_INDEXER": "1"}, True),
+        ({"MLA_BACKEND_IMPL": "hopper"}, True),
+        ({"MLA_BACKEND_IMPL": "triton"}, False),
+        ({"VLLM_BATCH_INVARIANT": "1"}, False),
+        ({"VLLM_BATCH_INVARIANT": "1", "MLA_BACKEND_FP8_INDEXER": "1"}, True),
+    ],
+)
+def test_an_indexer_multiplies_in_fp8_unless_told_otherwise(monkeypatch, h200, env, on):
+    from mla_backend.attention.sparse import indexer_layer
     from mla_backend.attention.sparse.rows import TokenRows
 
-    said = []
-    monkeypatch.setattr(kernel.logger, "warning_once", said.append)
-    monkeypatch.setenv("MLA_BACKEND_FP8_INDEXER", "1" if asked else "0")
-    chosen, _ = choose_kernel(h200, torch.uint8, 128)
-    assert chosen.fp8_products is asked
-    assert any("MLA_BACKEND_FP8_INDEXER=1 makes" in text for text in said) is not asked
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    chosen, stats = choose_kernel(h200, torch.uint8, 128)
+    assert chosen.fp8_products is on
+    assert stats["scores"] == ("products in fp8" if on else "exact products")
     given = {}
     monkeypatch.setattr(indexer_layer, "indexer_topk", lambda *_, **known: given.update(known))
     topk = torch.zeros(2, 4, dtype=torch.int32, device="meta")
@@ -111,4 +120,12 @@ def test_an_indexer_multiplies_in_fp8_if_asked_to(monkeypatch, h200, asked):
     ones = torch.ones(2, dtype=torch.int32)
     rows = TokenRows(torch.zeros(2, 1, dtype=torch.int32), ones, None, ones)
     layer.run(torch.zeros(2, 8, 128), None, torch.zeros(2, 8), topk, None, rows, ones)
-    assert given["fp8_products"] is asked
+    assert given["fp8_products"] is on
+
+
+@pytest.mark.parametrize("device", ["cpu", "sm_100"])
+def test_other_devices_have_exact_scores(monkeypatch, h200, device):
+    if device == "sm_100":
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    chosen, stats = choose_kernel(torch.device("cpu") if device == "cpu" else h200, torch.uint8)
+    assert chosen.fp8_products is False and stats["scores"] == "exact products"

@@ -218,7 +218,7 @@ def all_engines():
     add("CUSTOM v3.2 eager", "v3.2", **EAGER, **ANY_BLOCK_SIZE)
     add("CUSTOM v3.2 compiled", "v3.2", **COMPILED)
     add("CUSTOM v3.2 fp8_ds_mla", "v3.2", kv_cache_dtype="fp8_ds_mla")
-    add("CUSTOM v3.2 fp8 indexer", "v3.2", {"MLA_BACKEND_FP8_INDEXER": "1"})
+    add("CUSTOM v3.2 exact indexer", "v3.2", {"MLA_BACKEND_FP8_INDEXER": "0"})
     mtp = {"compilation_config": MTP_GRAPHS, **OUR_MTP}
     add("CUSTOM v3.2 mtp", "v3.2", **mtp)
     short = wide_scenarios(1900)  # all of whose tokens "v3.2 all" and "v3.2 few" read

@@ -15,7 +15,7 @@ from oracle import NOISE, distance, divergences
 from test_features import done, our_kernels, scenario
 from test_parity import outputs_of
 
-MODES = ("eager", "compiled", "mtp", "fp8_ds_mla", "fp8 indexer")
+MODES = ("eager", "compiled", "mtp", "fp8_ds_mla", "exact indexer")
 
 
 def test_all_tokens_are_read_as_well_as_stock(engines, checkpoint, parity_table):

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MLA_BACKEND_FP8_INDEXER=1: what it needs, and the words where that is not there. Imports neither
-vLLM nor torch.
+"""MLA_BACKEND_FP8_INDEXER: what it needs, and the words where that is asked for and not there.
+Imports neither vLLM nor torch.
 
 The indexer's scores are then products of the e4m3 codes themselves, as DeepGEMM's are in vLLM's own
 path. Hopper's tensor cores add those with some 14 bits, so tokens whose scores all but tie may be
-chosen otherwise: it is the operator's choice alone.
+chosen otherwise, as there.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from mla_backend import envs
@@ -14,21 +15,19 @@ from mla_backend.attention.fp8_query import lacking_hopper as lacking
 
 VARIABLE = "MLA_BACKEND_FP8_INDEXER"
 MEND = f"unset {VARIABLE}"
-HINT = (
-    f"The indexer's scores are exact. {VARIABLE}=1 makes those of prompts and drafts 1.5 to 1.7 "
-    "times as fast: it adds the products as vLLM's DeepGEMM does, with some 14 bits."
-)
 
 
-def asked() -> bool:
-    """Whether the operator set it."""
-    return bool(envs.get(VARIABLE))
+def is_on(capability: Sequence[int] | None, impl: str, *, deterministic: bool) -> bool:
+    """Whether an engine's indexer multiplies so; `auto` is where it can, but in batch-invariant
+    mode, where nothing of the sums is left to the tensor cores. capability None: a CPU."""
+    asked: bool | None = envs.get(VARIABLE)
+    return not (deterministic or lacking(capability, impl)) if asked is None else asked
 
 
 def reasons(config: dict[str, Any]) -> list[str]:
     """Why a layer cannot be served so; empty if it can, or if nobody asked. `config` is that of
     vLLM's `validate_configuration`."""
-    if not asked():
+    if not envs.get(VARIABLE):
         return []
     found = lacking(config["device_capability"], envs.get("MLA_BACKEND_IMPL"))
     if not config["use_sparse"]:

@@ -64,8 +64,7 @@ class SparseKernel:
                 f"MLA_BACKEND_RESCALE={rescale} with a sparse model, whose attention rescales by "
                 "powers of two (on a CPU also as flash). Mend: unset MLA_BACKEND_RESCALE"
             )
-        indexer = envs.get("MLA_BACKEND_IMPL")
-        deterministic, fp8 = bool(vllm_envs.VLLM_BATCH_INVARIANT), fp8_indexer.asked()
+        indexer, deterministic = envs.get("MLA_BACKEND_IMPL"), bool(vllm_envs.VLLM_BATCH_INVARIANT)
         choice = choose(
             choose_sparse_impl,
             device,
@@ -75,12 +74,21 @@ class SparseKernel:
             few=is_few(None, num_heads, kv_cache_dtype) and not deterministic,
             rescale=rescale,
         )
-        STATS.sparse = {"impl": choice.impl, "reason": choice.reason, "rescale": rescale}
-        logger.info_once("Sparse attention by %s: %s.", choice.impl, choice.reason)
-        if device.type == "cuda" and not fp8:
-            capability = torch.cuda.get_device_capability(device)
-            if not fp8_indexer.lacking(capability, indexer):
-                logger.warning_once(fp8_indexer.HINT)
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+        fp8 = fp8_indexer.is_on(capability, indexer, deterministic=deterministic)
+        scores = "products in fp8" if fp8 else "exact products"
+        STATS.sparse = {
+            "impl": choice.impl,
+            "reason": choice.reason,
+            "rescale": rescale,
+            "scores": scores,
+        }
+        logger.info_once(
+            "Sparse attention by %s: %s; scores of the indexer by %s.",
+            choice.impl,
+            choice.reason,
+            scores,
+        )
         if device.type == "cuda" and kv_cache_dtype == torch.float8_e4m3fn:
             logger.warning_once(_ONE_SCALE)
         if indexer == "hopper":  # which the write of the keys and the top-k have not

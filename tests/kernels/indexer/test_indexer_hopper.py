@@ -72,6 +72,25 @@ def test_products_in_fp8(heads, rows):
         assert torch.equal(fused, exact_topk(scores, k, lengths=visible.cuda(), impl="triton"))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="needs an sm_90 GPU")
+@pytest.mark.parametrize("fp8_products", [False, True])
+@pytest.mark.parametrize("rows", [{"s_q": 2}, {"s_q": 3}, {"chunks": [600, 0, 1, 40, 130]}])
+def test_a_row_has_the_same_bits_alone(rows, fp8_products):
+    """Tiles of two rows, and each row a request of its own."""
+    case = make_indexer_case([5000, 0, 1, 64, 700], device="cuda", **rows)
+    options = {"fp8_products": fp8_products, "impl": "hopper"}
+    together = indexer_scores(*case.args, **case.rows, **options)
+    T, B = len(case.q), len(case.seq_lens)
+    ids = case.request_ids
+    if ids is None:
+        ids = torch.arange(B, device="cuda").repeat_interleave(T // B)
+    lengths = expected(case)[1].cuda()
+    table = case.block_table[ids.clamp(min=0)].contiguous()
+    alone = indexer_scores(case.q, case.k_cache, case.weights, table, lengths, **options)
+    assert torch.equal(alone, together)
+
+
 def test_the_forms_of_both_caches_are_compiled_offline():
     """Those of `indexer_topk`, whose scores prepare the top-k or not, and of rows that name their
     request."""
