@@ -183,30 +183,34 @@ def bench_scores(
 def bench_both(
     timer: Timer, batch: Batch, right: Golden, scores: torch.Tensor
 ) -> list[dict[str, Any]]:
-    """Scores and top-k, as two steps and as one function."""
+    """Scores and top-k, as two steps and as one function; on Hopper in fp8 too, as vLLM has it."""
     name, shape = batch.shape.name, batch.shape
     rows = []
-
-    def two_steps() -> torch.Tensor:
-        indexer_scores(*batch.args, **batch.options, clean=False, out=scores)
-        return exact_topk(scores, K, lengths=batch.lengths)
-
-    def fused() -> torch.Tensor:
-        return indexer_topk(*batch.args, K, **batch.options)
-
     both: dict[str, Run] = {}
-    tokens = two_steps()
-    sound = score_error(scores, *right) < BAR
-    sound = sound and torch.equal(tokens, sorted_topk(scores, batch.lengths, K))
-    for impl, run, same in (
-        ("mla_kernels/two steps", two_steps, True),
-        ("mla_kernels/fused", fused, torch.equal(fused(), tokens)),
-    ):
-        if sound and same:
-            both[impl] = run
-        else:
-            why = "not the two steps' tokens" if sound else "the two steps are wrong"
-            rows.append(wrong(name, "scores+topk", impl, why))
+    for suffix, bar in {"": BAR, f"/{FP8.partition('/')[2]}": FP8_BAR}.items():
+        if suffix and FP8 not in scorers(batch):
+            continue
+        options = {**batch.options, "fp8_products": bool(suffix)}
+
+        def two_steps(options: dict[str, Any] = options) -> torch.Tensor:
+            indexer_scores(*batch.args, **options, clean=False, out=scores)
+            return exact_topk(scores, K, lengths=batch.lengths)
+
+        def fused(options: dict[str, Any] = options) -> torch.Tensor:
+            return indexer_topk(*batch.args, K, **options)
+
+        tokens = two_steps()
+        sound = score_error(scores, *right) < bar
+        sound = sound and torch.equal(tokens, sorted_topk(scores, batch.lengths, K))
+        for impl, run, same in (
+            (f"mla_kernels/two steps{suffix}", two_steps, True),
+            (f"mla_kernels/fused{suffix}", fused, torch.equal(fused(), tokens)),
+        ):
+            if sound and same:
+                both[impl] = run
+            else:
+                why = "not the two steps' tokens" if sound else "the two steps are wrong"
+                rows.append(wrong(name, "scores+topk", impl, why))
     return rows + rows_of(timer, name, "scores+topk", both, shape.bytes, shape.flops)
 
 

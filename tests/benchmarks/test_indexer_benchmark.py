@@ -67,6 +67,31 @@ def test_every_kind_of_case_passes_its_gates_and_is_timed(i):
     assert rows[0]["tflops"] == round(shape.flops / 50e6, 1)
 
 
+def test_on_hopper_both_are_timed_in_fp8_too(monkeypatch):
+    """With bits that their products do not have, only those in fp8 are wrong."""
+    import sparse_indexer
+
+    def on_hopper(of, error):
+        def run(*args, fp8_products=False, **options):
+            found = of(*args, **options)
+            return found.mul_(1 + error * fp8_products) if found.is_floating_point() else found
+
+        return run
+
+    ways = {"torch": {"impl": "torch"}, sparse_indexer.FP8: {"fp8_products": True}}
+    monkeypatch.setattr(sparse_indexer, "scorers", lambda batch: ways)
+    scores, topk = sparse_indexer.indexer_scores, sparse_indexer.indexer_topk
+    monkeypatch.setattr(sparse_indexer, "indexer_topk", on_hopper(topk, 0))
+    for error, failing in ((1e-4, 0), (1e-2, 2)):
+        monkeypatch.setattr(sparse_indexer, "indexer_scores", on_hopper(scores, error))
+        rows = sparse_indexer.bench(Timer(), shapes()[0])
+        both = [row for row in rows if row["op"] == "scores+topk"]
+        names = [f"mla_kernels/{form}" for form in ("two steps", "fused")]
+        assert {row["impl"] for row in both} == {*names, *(f"{n}/fp8_products" for n in names)}
+        failed = [row["impl"] for row in both if "failed" in row]
+        assert failed == [f"{name}/fp8_products" for name in names][:failing], error
+
+
 @pytest.mark.parametrize("i", range(len(NAMES)), ids=NAMES)
 def test_the_rows_are_the_last_tokens(i):
     """Bytes, products and what is right, counted key by key."""

@@ -42,7 +42,7 @@ _ROWS = {
         r"b(?P<batch>\d+)_h(?P<heads>\d+)_q1_\d+k_(?P<cache>bf16|fp8|fp8_ds_mla)"
         r"(?P<half>_half_tail)?",
     ),
-    INDEXER: (r"mla_kernels/fused", r"b(?P<batch>\d+)x(?P<context>\d+)"),
+    INDEXER: (r"mla_kernels/fused(/fp8_products)?", r"b(?P<batch>\d+)x(?P<context>\d+)"),
 }
 
 
