@@ -98,9 +98,9 @@ ENV_VARS: dict[str, EnvVar] = {
             _auto_or_bool,
             "With sparse attention on sm_90: multiply the fp8 codes of the indexer's queries and "
             "keys themselves, as vLLM's DeepGEMM does. The sums then have some 14 bits, not 24: "
-            "scores within 2e-4. Faster for long prompts and drafts. `0`: exact products. `auto`: "
-            "on sm_90, but not in batch-invariant mode. Where it cannot be had, `1` is refused at "
-            "start-up.",
+            "scores within 2e-4, in the norm. Faster for long prompts and drafts. `0`: exact "
+            "products. `auto`: on sm_90, unless MLA_BACKEND_IMPL is another than `hopper`, but not "
+            "in batch-invariant mode. Where it cannot be had, `1` is refused at start-up.",
         ),
         EnvVar(
             "MLA_BACKEND_EXTEND_TOKENS",

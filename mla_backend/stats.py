@@ -37,6 +37,7 @@ def snapshot() -> dict[str, Any]:
     """All of it as a plain dict, with the process id. `decode` is empty until a dense layer exists;
     then it names the implementation of mla_decode, the reason for it, the rescale variant and the
     dtype of the queries.
-    `sparse` is the same for layers with sparse attention.
+    `sparse` is the same for layers with sparse attention; in place of the dtype it names how the
+    indexer's scores are multiplied.
     """
     return {"pid": os.getpid(), **asdict(STATS)}

@@ -50,12 +50,13 @@ def _judged(
         asked = envs.ENV_VARS[variable].parse(setting(variable))
     except ValueError:
         return Result(name, "fail", f"{variable} has no value", "see settings above")
-    if not asked:
-        how = "where the GPU can" if asked is None else "not asked for"
-        return Result(name, "ok", f"{how} ({variable})")
+    if asked is False:
+        return Result(name, "ok", f"not asked for ({variable})")
     chosen = [setting(other) for other in settings]
     devices = [gpu["capability"] for gpu in facts.gpus] or [None]
     found = [what for device in devices for what in lacking(device, *chosen)]
+    if found and asked is None:
+        return Result(name, "ok", f"not here, which needs {'; '.join(dict.fromkeys(found))}")
     if found:
         needs = f"{variable}=1 needs {'; '.join(dict.fromkeys(found))}"
         return Result(name, "fail", needs, mend)

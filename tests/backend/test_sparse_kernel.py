@@ -98,6 +98,7 @@ def test_fp8_is_not_the_cache_that_vllms_sparse_backend_takes_it_for(
         ({"MLA_BACKEND_FP8_INDEXER": "1"}, True),
         ({"MLA_BACKEND_IMPL": "hopper"}, True),
         ({"MLA_BACKEND_IMPL": "triton"}, False),
+        ({"MLA_BACKEND_IMPL": "torch"}, False),
         ({"VLLM_BATCH_INVARIANT": "1"}, False),
         ({"VLLM_BATCH_INVARIANT": "1", "MLA_BACKEND_FP8_INDEXER": "1"}, True),
     ],

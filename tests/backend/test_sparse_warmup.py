@@ -96,7 +96,7 @@ def two_ranks(monkeypatch):
     )
 
 
-def make_indexer(max_blocks, ranks=1):
+def make_indexer(max_blocks, ranks=1, *, fp8_products):
     from mla_kernels import indexer_topk_workspace
 
     from mla_backend.attention.sparse.indexer_layer import IndexerLayer
@@ -111,6 +111,7 @@ def make_indexer(max_blocks, ranks=1):
         impl="triton",
         workspace=indexer_topk_workspace(MAX_TOKENS, max_blocks, cpu),
         topk_indices=torch.full((MAX_TOKENS, TOPK), -1, dtype=torch.int32),
+        fp8_products=fp8_products,
         shared=SharedChoice(ranks, TOPK, MAX_TOKENS, cpu) if ranks > 1 else None,
     )
 
@@ -149,9 +150,11 @@ def random_common(rng, max_blocks, max_tokens=MAX_TOKENS):
 
 
 @pytest.mark.parametrize("max_blocks, ranks", [(64, 1), (2048, 1), (64, 2)])
-@pytest.mark.parametrize("scores", ["hopper", "triton"])
+@pytest.mark.parametrize(
+    "scores, fp8_products", [("hopper", True), ("hopper", False), ("triton", False)]
+)
 def test_no_step_launches_what_was_not_compiled(
-    keys, max_blocks, ranks, scores, monkeypatch, two_ranks
+    keys, max_blocks, ranks, scores, fp8_products, monkeypatch, two_ranks
 ):
     from mla_kernels.indexer import api
     from mla_kernels.topk import merge
@@ -164,7 +167,7 @@ def test_no_step_launches_what_was_not_compiled(
     monkeypatch.setattr(api, "_choose", lambda *_: types.SimpleNamespace(impl=scores))
     triton = types.SimpleNamespace(impl="triton")
     monkeypatch.setattr(merge, "choose_impl", lambda *args, **kwargs: triton)
-    indexer, shard = make_indexer(max_blocks, ranks), None
+    indexer, shard = make_indexer(max_blocks, ranks, fp8_products=fp8_products), None
     if ranks > 1:
         indexer.shared.shard = shard = Shard.of(None)
     builder = RowsBuilder(MAX_TOKENS, torch.device("cpu"), shard)

@@ -203,7 +203,8 @@ def test_what_the_indexer_takes_beside_deepgemm_is_what_was_measured():
     ]
     gain = f"{min(gains):.2f} to {max(gains):.2f}"
     assert f"The fused form is {gain} times as fast as the two steps" in versions
-    assert f"take the time, in {span(more, fp8, exact)} of it" in plugin
+    assert f"take {span(one, fp8, exact)} of the time of exact ones with one new token" in plugin
+    assert f"and {span(more, fp8, exact)} with prompts and drafts" in plugin
 
 
 def test_how_many_first_tokens_of_v32_differ_is_what_was_measured():

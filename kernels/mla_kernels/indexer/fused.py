@@ -55,7 +55,8 @@ def indexer_topk_fused(
     if step > 16:  # later rows as aligned as the first: no other specialisation
         step -= step % 16
     rows_per_request = T // max(block_table.shape[0], 1)
-    # All turns take the tile of the whole call: another adds the heads in another order.
+    # All turns take the tile of the whole call: of the portable kernel, another adds the heads in
+    # another order.
     requests, ragged = block_table.shape[0], request_ids is not None
     launch: functools.partial[None]
     if hopper:

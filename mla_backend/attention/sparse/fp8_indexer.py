@@ -4,7 +4,10 @@ Imports neither vLLM nor torch.
 
 The indexer's scores are then products of the e4m3 codes themselves, as DeepGEMM's are in vLLM's own
 path. Hopper's tensor cores add those with some 14 bits, so tokens whose scores all but tie may be
-chosen otherwise, as there.
+chosen otherwise, as in vLLM's.
+
+No other kernel multiplies so. What the Hopper one asks of the cache (contiguous, aligned to 16
+bytes) is taken for granted here: vLLM lays out the indexer's caches of all releases like that.
 """
 
 from collections.abc import Sequence
@@ -18,8 +21,8 @@ MEND = f"unset {VARIABLE}"
 
 
 def is_on(capability: Sequence[int] | None, impl: str, *, deterministic: bool) -> bool:
-    """Whether an engine's indexer multiplies so; `auto` is where it can, but in batch-invariant
-    mode, where nothing of the sums is left to the tensor cores. capability None: a CPU."""
+    """Whether an engine's indexer multiplies so; `auto` is where it can, except in batch-invariant
+    mode, which has run with exact products alone. capability None: a CPU."""
     asked: bool | None = envs.get(VARIABLE)
     return not (deterministic or lacking(capability, impl)) if asked is None else asked
 

@@ -250,7 +250,8 @@ def test_every_check_has_a_case_here():
         (seen(gpus=[GPU, GPU]), "H200, compute capability 9.0, 130 of 140 GiB free; H200"),
         (vllm_sees(), "Without CUSTOM it changes nothing"),
         ({}, "not asked for (MLA_BACKEND_FP8_QUERY)"),
-        ({}, "where the GPU can (MLA_BACKEND_FP8_INDEXER)"),
+        ({}, "not here, which needs an sm_90 GPU, not a CPU"),
+        (seen(gpus=[GPU]), "the indexer's scores are products in fp8"),
         ({"environ": {"MLA_BACKEND_FP8_INDEXER": "0"}}, "not asked for (MLA_BACKEND_FP8_INDEXER)"),
         ({"environ": {"MLA_BACKEND_PORT": "tcp://10.0.0.1:80"}}, "all MLA_BACKEND_* at their def"),
         (

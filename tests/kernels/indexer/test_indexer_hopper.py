@@ -76,9 +76,10 @@ def test_products_in_fp8(heads, rows):
 @pytest.mark.skipif(not HOPPER, reason="needs an sm_90 GPU")
 @pytest.mark.parametrize("fp8_products", [False, True])
 @pytest.mark.parametrize("rows", [{"s_q": 2}, {"s_q": 3}, {"chunks": [600, 0, 1, 40, 130]}])
-def test_a_row_has_the_same_bits_alone(rows, fp8_products):
+@pytest.mark.parametrize("heads", [64, 24])
+def test_a_row_has_the_same_bits_alone(heads, rows, fp8_products):
     """Tiles of two rows, and each row a request of its own."""
-    case = make_indexer_case([5000, 0, 1, 64, 700], device="cuda", **rows)
+    case = make_indexer_case([5000, 0, 1, 64, 700], heads=heads, device="cuda", **rows)
     options = {"fp8_products": fp8_products, "impl": "hopper"}
     together = indexer_scores(*case.args, **case.rows, **options)
     T, B = len(case.q), len(case.seq_lens)

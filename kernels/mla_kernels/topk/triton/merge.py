@@ -26,7 +26,7 @@ def count_three(a, b, c):
     return two & 0xFFFF, two >> 16, tl.sum(c.to(tl.int32), axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "rank", "interleave"])
 def merge_topk_kernel(
     candidates_ptr,  # [RANKS, T, 2, K] int32: positions among the rank's own, bits of fp32 scores
     out_ptr,  # [T, K] int32, written; no part of the candidates
