@@ -16,6 +16,8 @@ GATHER_SCALES = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
 CODES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2))
 SCALES = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 1, [1, 0]))
 ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+SCAN_BY_WARP = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
+IN_EVERY_THREAD = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
 SCAN = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
 
 # Eight partial row sums a row, [64, 8]: adding them up needs no shuffles.
