@@ -6,8 +6,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from mla_kernels.decode.hopper.layouts import BLOCK, HALF, OUTPUT, OUTPUT_COL, OUTPUT_ROW
+from mla_kernels.decode.hopper.layouts import BLOCK, HALF, OUTPUT, OUTPUT_ROW
 from mla_kernels.decode.hopper.stream import ring_next, ring_step
+from mla_kernels.sparse.hopper.layouts import STORE
 from mla_kernels.sparse.hopper.scales import load_scalar
 from mla_kernels.sparse.hopper.stream import (
     Rings,
@@ -26,14 +27,14 @@ def store_token(
     acc, out, inverse, full_out, empty_out, phase, token, num_heads, COL: gl.constexpr
 ):  # fmt: skip
     """Write one half of a token's O."""
-    head = gl.program_id(1) * BLOCK + gl.arange(0, BLOCK, OUTPUT_ROW)
-    at = head[:, None] * LATENT + (COL + gl.arange(0, HALF, OUTPUT_COL))[None, :]
     mbarrier.wait(full_out, phase)
     inverse_row = inverse.load(OUTPUT_ROW)
     mbarrier.arrive(empty_out, count=1)
-    acc = acc * inverse_row[:, None]
+    acc = gl.convert_layout((acc * inverse_row[:, None]).to(gl.bfloat16), STORE)
+    head = gl.program_id(1) * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, STORE))
+    at = head[:, None] * LATENT + (COL + gl.arange(0, HALF, gl.SliceLayout(0, STORE)))[None, :]
     of_token = out + row_of(token, num_heads) * LATENT
-    gl.store(of_token + at, acc.to(gl.bfloat16), mask=(head < num_heads)[:, None])
+    gl.store(of_token + at, acc, mask=(head < num_heads)[:, None])
 
 
 @gluon.jit
