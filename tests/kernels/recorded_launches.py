@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls the launchers of Gluon kernels on a CPU, where these cannot run, and prints the launches
 that no specification of the offline compiler describes, and kernels that none launched. Also those
-of Triton kernels with caches whose rows do not start at multiples of 16 bytes.
+of Triton kernels with caches whose rows do not start at multiples of 16 bytes, and numbers of which
+Triton would compile a kernel anew from step to step.
 
     python recorded_launches.py 90
 
@@ -79,6 +80,19 @@ def differences(launch: Launch, spec: KernelSpec) -> list[str]:
     if launch.options != dict(spec.options):
         found.append(f"options {launch.options}, compiled {dict(spec.options)}")
     return found
+
+
+def numbers_of_steps(specs: list[KernelSpec]) -> dict[str, list[str]]:
+    """{kernel: numbers that Triton compiles it anew for when they are 1 or a multiple of 16}, less
+    those that are the same in all steps of an engine."""
+    found: dict[str, set[str]] = {}
+    for spec in specs:
+        for param in spec.fn.params:
+            number = spec.signature.get(param.name) in ("i32", "i64")
+            fixed = "stride" in param.name or param.name in {"max_blocks", *spec.aligned}
+            if number and not fixed and not param.do_not_specialize:
+                found.setdefault(spec.fn.__name__, set()).add(param.name)
+    return {kernel: sorted(names) for kernel, names in found.items()}
 
 
 class Recorder:
@@ -322,7 +336,9 @@ def main() -> int:
                 print(f"{what}: {launch.kernel.__name__}: {'; '.join(least)}")
     if unseen:
         print(f"never launched: {sorted(unseen)}")
-    return 1 if wrong or unseen else 0
+    if numbers := numbers_of_steps(specs):
+        print(f"without do_not_specialize: {numbers}")
+    return 1 if wrong or unseen or numbers else 0
 
 
 if __name__ == "__main__":

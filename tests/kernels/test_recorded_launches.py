@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What launchers of Gluon kernels hand over is what the offline compiler was told: all arguments by
-their names, types, boxes and layouts, compile-time constants, options."""
+their names, types, boxes and layouts, compile-time constants, options. And no kernel, of Triton
+either, has forms by a number that changes from step to step."""
 
 import os
 import subprocess
