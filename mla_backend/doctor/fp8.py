@@ -23,6 +23,9 @@ def indexer(facts: Facts) -> Result:
     """Likewise."""
     settings = ("MLA_BACKEND_IMPL",)
     done = "the indexer's scores are products in fp8, of engines with sparse attention"
+    by_itself = (facts.environ.get(fp8_indexer.VARIABLE) or "auto") == "auto"
+    if by_itself and facts.environ.get("VLLM_BATCH_INVARIANT", "0") != "0":
+        return Result("fp8 indexer", "ok", "not in batch-invariant mode")
     return _judged(
         facts,
         "fp8 indexer",

@@ -252,6 +252,10 @@ def test_every_check_has_a_case_here():
         ({}, "not asked for (MLA_BACKEND_FP8_QUERY)"),
         ({}, "not here, which needs an sm_90 GPU, not a CPU"),
         (seen(gpus=[GPU]), "the indexer's scores are products in fp8"),
+        (
+            {"environ": {"VLLM_BATCH_INVARIANT": "1"}, **seen(gpus=[GPU])},
+            "not in batch-invariant mode",
+        ),
         ({"environ": {"MLA_BACKEND_FP8_INDEXER": "0"}}, "not asked for (MLA_BACKEND_FP8_INDEXER)"),
         ({"environ": {"MLA_BACKEND_PORT": "tcp://10.0.0.1:80"}}, "all MLA_BACKEND_* at their def"),
         (
