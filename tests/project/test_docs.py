@@ -207,6 +207,19 @@ def test_what_the_indexer_takes_beside_deepgemm_is_what_was_measured():
     assert f"and {span(more, fp8, exact)} with prompts and drafts" in plugin
 
 
+def test_sparse_prefill_beside_flashmla_alone_is_as_measured():
+    results = json.loads((ROOT / "benchmarks/results/h200/sparse_bf16/sparse.json").read_text())
+    us = {(r["case"], r["impl"]): r.get("us") for r in results["rows"] if r["op"] == "prefill"}
+    ratios = [
+        us[case, "peer/flashmla_prefill"] / us[case, "mla_kernels/hopper"]
+        for case in sorted({case for case, _ in us})
+    ]
+    assert len(ratios) == 3
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    mean = f"{statistics.geometric_mean(ratios):.2f}"
+    assert re.search(rf"prefill beside FlashMLA alone was as fast in \S+ \S+ and {mean} in", readme)
+
+
 def test_how_many_first_tokens_of_v32_differ_is_what_was_measured():
     path = ROOT / "benchmarks/results/h200/vllm_0.32/sparse_extends.json"
     rows = json.loads(path.read_text())["rows"]
