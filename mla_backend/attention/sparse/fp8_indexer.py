@@ -6,8 +6,8 @@ The indexer's scores are then products of the e4m3 codes themselves, as DeepGEMM
 path. Hopper's tensor cores add those with some 14 bits, so tokens whose scores all but tie may be
 chosen otherwise, as in vLLM's.
 
-No other kernel multiplies so. What the Hopper one asks of the cache (contiguous, aligned to 16
-bytes) is taken for granted here: vLLM lays out the indexer's caches of all releases like that.
+No other kernel multiplies so. That the cache is as the Hopper one needs it (contiguous, aligned to
+16 bytes) is taken for granted here, as in vLLM 0.26 and 0.33, which have run; else a step raises.
 """
 
 from collections.abc import Sequence
