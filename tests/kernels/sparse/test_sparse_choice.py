@@ -175,6 +175,26 @@ def test_a_workspace_for_the_kernel_of_an_sm_90_is_enough(sms, heads, monkeypatc
         assert enough == max(*needed, alone, 0) if most else enough == 0
 
 
+@pytest.mark.parametrize(
+    ("tokens", "heads", "kv_format", "splits", "grid"),
+    [
+        (4096, 128, "bf16", 1, (66, 2)),
+        (4096, 16, "bf16", 1, (132, 1)),
+        (4096, 130, "bf16", 1, (44, 3)),
+        (60, 128, "bf16", 1, (60, 2)),
+        (1, 64 * 200, "bf16", 1, (1, 200)),
+        (4, 128, "bf16", 8, (8, 8)),
+        (4096, 128, "fp8_ds_mla", 1, (8192, 1)),
+    ],
+)
+def test_programs_of_the_hopper_kernel(tokens, heads, kv_format, splits, grid, monkeypatch):
+    """With bf16 rows and whole tokens no more than run at once, and none without a token."""
+    sms = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: sms)
+    split = tiles.Split(splits, 2048 // splits)
+    assert support.choose_grid(tokens, heads, kv_format, split, GPU) == grid
+
+
 def test_rows_that_start_between_16_bytes_are_not_aligned():
     row = torch.zeros(1, 64, 577, dtype=torch.bfloat16)
     assert checks.rows_aligned(row[..., :576].contiguous())

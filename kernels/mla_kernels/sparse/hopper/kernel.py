@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Hopper sparse kernel: one CTA is 64 heads of one token times one range of its slots.
+"""The Hopper sparse kernel: one CTA is 64 heads of one token times one range of its slots; with
+bf16 rows and tokens in one range ("the stream", stream.py) it is 64 heads of token after token.
 
     rows, by slot ─cp.async─> ring A [64 x 256] ──┬─────────────> WG1   O[:,   0:256] += P V
     rows, by slot ─cp.async─> ring B [64 x 256] ──┼──┬──────────> WG2   O[:, 256:512] += P V
@@ -7,15 +8,18 @@
     (fp8_ds_mla: codes ──> fp16, by WG1 and WG2)  └──┴─> WG0  S = Q K^T, softmax ── P ──┘
 
     barrier      arrives                        waits          means
-    landed_q     TMA                            WG0            the query tile is in the rings
+    landed_q     TMA; not in the stream         WG0            the query tile is in the rings
     full_q       WG0                            WG1, WG2       it is in registers; the number of
                                                                tiles is published
     full_a/b     bf16: the copies of WG1, WG2   WG0            a tile of the ring is there; ring B's
                  fp8_ds_mla: WG1, WG2                          stands for ring R's too
+                 the stream's queries: TMA, and                ring A's: the number of tiles too
+                 WG1, WG2 for the other 127
     full_v       bf16: WG2                      WG0            which slots of the tile name a row
     full_p_a/b   WG0                            WG1 / WG2      P(n) and its factors are published
     empty_p      WG1, WG2                       WG0            both have read P(n)
     full_out     WG0                            WG1, WG2       1 / l is published
+    empty_out    WG1, WG2; the stream only      WG0            both have read it
 
 WG1 and WG2 gather the rows whose columns they multiply, each thread 16 bytes at a time: a ring slot
 is free for its next tile when their own PV is done, and they never wait for a tile, since P(n)
@@ -23,6 +27,20 @@ exists only if WG0 saw tile n. bf16 rows land where the products read them. Code
 of their own; WG1 and WG2 turn those of tile n + 1 into fp16 before they wait for P(n).
 Scales land a tile ahead of their codes: what M the next tile has (decode/hopper/scales.py) is found
 out while P V runs.
+
+In the stream a wait by parity is right if its barrier is never two phases ahead of a waiter:
+* full_a, full_b, full_v: a slot is filled again only when its item was used, a query after full_q,
+  a tile after P; WG0 waits once for each item, a query's full_v among them.
+* full_p, empty_p: one arrival each (empty_p: two) and one wait a tile, for all tokens on end.
+* full_out, empty_out: WG0 publishes 1 / l of token t after both have read that of token t - 1.
+* full_q: WG0 reads query t + 1 after that wait, at the end of token t; WG1 and WG2 wait for query t
+  before they read 1 / l of token t - 1. Of the first token there is no such wait, but they ask for
+  no other query before they have waited for the first.
+So the number of tiles that WG0 passes on needs two places: that of token t is read before 1 / l of
+token t, and written over, at query t + 2, after that. Nobody waits in a circle: WG0 needs from the
+others only what precedes their wait for full_q(t + 1): PV of token t, and query t + 1, which is
+asked for when a tile of token t or t - 1, or query t, is done with.
+Past the last token the rings get tiles without rows, which nobody waits for.
 """
 
 from triton.experimental import gluon
@@ -33,11 +51,13 @@ from mla_kernels.decode.hopper.barriers import barriers
 from mla_kernels.decode.hopper.layouts import BLOCK, HALF, ROPE, TILE, VECTOR
 from mla_kernels.sparse.hopper.layouts import CODES, SCALES
 from mla_kernels.sparse.hopper.scores import scores_warpgroup
+from mla_kernels.sparse.hopper.scores_stream import scores_stream_warpgroup
 from mla_kernels.sparse.hopper.values_bf16 import values_warpgroup
 from mla_kernels.sparse.hopper.values_fp8 import values_fp8_warpgroup
+from mla_kernels.sparse.hopper.values_stream import values_stream_warpgroup
 
 
-@gluon.jit(do_not_specialize=["slots_stride", "num_slots", "K", "span", "num_heads"])
+@gluon.jit(do_not_specialize=["slots_stride", "num_slots", "K", "span", "num_heads", "num_tokens"])
 def hopper_sparse_kernel(
     q_desc,  # latent part [T, H, 512] bf16, boxes [1, 64, 256]
     q_rope_desc,  # rope part [T, H, 64] bf16, boxes [1, 64, 64]
@@ -59,6 +79,7 @@ def hopper_sparse_kernel(
     K,
     span,  # slots of a program, a multiple of 64
     num_heads,
+    num_tokens,  # walked by the stream alone
     SLOTS_A: gl.constexpr,
     SLOTS_B: gl.constexpr,
     SLOTS_R: gl.constexpr,
@@ -82,18 +103,53 @@ def hopper_sparse_kernel(
     p_ring = gl.allocate_shared_memory(DTYPE, [SLOTS_P, BLOCK, BLOCK], TILE)
     factors = gl.allocate_shared_memory(gl.float32, [SLOTS_P, BLOCK], VECTOR)
     inverse = gl.allocate_shared_memory(gl.float32, [BLOCK], VECTOR)
-    num_tiles = gl.allocate_shared_memory(gl.int32, [1], VECTOR)
+    STREAM: gl.constexpr = FORMAT == "bf16" and not SPLIT
+    if STREAM:
+        num_tiles = gl.allocate_shared_memory(gl.int32, [2, 1], VECTOR)
+    else:
+        num_tiles = gl.allocate_shared_memory(gl.int32, [1], VECTOR)
     full_a = barriers(SLOTS_A, COUNT)
     full_b = barriers(SLOTS_B, COUNT)
     full_p_a = barriers(SLOTS_P, 1)
     full_p_b = barriers(SLOTS_P, 1)
     empty_p = barriers(SLOTS_P, 2)
-    landed_q = barriers(1, 1).index(0)
+    if not STREAM:
+        landed_q = barriers(1, 1).index(0)
     full_q = barriers(1, 1).index(0)
     full_out = full_q
     if not SPLIT:  # with ranges nobody waits for it, and the place of a dead barrier is used again
         full_out = barriers(1, 1).index(0)
-    if FORMAT == "bf16":
+    if STREAM:
+        counts = gl.allocate_shared_memory(gl.int32, [SLOTS_A, 1], VECTOR)
+        found = gl.allocate_shared_memory(gl.int32, [2, 4], VECTOR)
+        full_v = barriers(SLOTS_R, 1)
+        empty_out = barriers(1, 2).index(0)
+        fence_async_shared()
+        gl.warp_specialize(
+            [
+                (scores_stream_warpgroup, (
+                    num_tokens, num_heads, scale_log2, sink, lse, max_logits, q_shared,
+                    ring_a, ring_b, ring_r, offsets, counts, num_tiles, full_a, full_b, full_v,
+                    full_q, p_ring, full_p_a, full_p_b, empty_p, factors, inverse,
+                    full_out, empty_out, SLOTS_A, SLOTS_B, SLOTS_R, SLOTS_P, HAS_SINK, MAX_LOGITS,
+                )),
+                (values_stream_warpgroup, (
+                    q_desc, q_rope_desc, out, kv, slots, slots_stride, lengths, K, num_tokens,
+                    num_slots, page_stride, num_heads, ring_a, full_a, ring_r, offsets, full_v,
+                    counts, found.index(0), num_tiles, full_q, p_ring, full_p_a, empty_p, factors,
+                    inverse, full_out, empty_out, 0, SLOTS_A, SLOTS_P, PAGE, ROW, HAS_LENGTHS,
+                )),
+                (values_stream_warpgroup, (
+                    q_desc, q_rope_desc, out, kv, slots, slots_stride, lengths, K, num_tokens,
+                    num_slots, page_stride, num_heads, ring_b, full_b, ring_r, offsets, full_v,
+                    counts, found.index(1), num_tiles, full_q, p_ring, full_p_b, empty_p, factors,
+                    inverse, full_out, empty_out, HALF, SLOTS_B, SLOTS_P, PAGE, ROW, HAS_LENGTHS,
+                )),
+            ],
+            [4, 4],
+            [WORKER_REGS, WORKER_REGS],
+        )  # fmt: skip
+    elif FORMAT == "bf16":
         full_v = barriers(SLOTS_R, 1)
         fence_async_shared()
         gl.warp_specialize(

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launching the Hopper sparse kernel. Arguments are checked by `mla_kernels.sparse.api`."""
 
-import triton
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mla_kernels.arch import device_arch
@@ -10,14 +9,15 @@ from mla_kernels.decode.query import token_parts
 from mla_kernels.decode.rescale import scale_to_log2
 from mla_kernels.sparse.call import SparseCall
 from mla_kernels.sparse.hopper.kernel import hopper_sparse_kernel
-from mla_kernels.sparse.hopper.support import FORMATS, choose_split
+from mla_kernels.sparse.hopper.support import FORMATS, choose_grid, choose_split
 from mla_kernels.sparse.triton.results import launch_merge
 from mla_kernels.sparse.triton.tiles import Split, fixed_split
 from mla_kernels.triton_common.formats import cache_views
 from mla_kernels.triton_common.launch import launch
 
 # Tiles of each ring: 210 KB of shared memory, 220 with codes. The query tile comes in the last slot
-# of each. 160 registers as in decode/hopper/bf16/launcher.py.
+# of each, with bf16 and one range as an item like others. 160 registers as in
+# decode/hopper/bf16/launcher.py.
 CONFIGS = {
     "bf16": {"SLOTS_A": 3, "SLOTS_B": 2, "SLOTS_R": 2, "SLOTS_P": 2, "WORKER_REGS": 160},
     "fp8_ds_mla": {"SLOTS_A": 2, "SLOTS_B": 2, "SLOTS_R": 3, "SLOTS_P": 2, "WORKER_REGS": 160},
@@ -39,7 +39,7 @@ def mla_sparse_attention_hopper(call: SparseCall, *, deterministic: bool = False
 
 
 def launch_sparse(call: SparseCall, split: Split) -> None:
-    """One CTA a token, tile of 64 heads and range of its slots, and their merge."""
+    """The kernel, and the merge of several ranges."""
     T, H, K = call.shape
     kv_cache, out, lse = call.kv_cache, call.out, call.lse
     kv_format, block = FORMATS[kv_cache.dtype], BLOCK.value
@@ -47,7 +47,7 @@ def launch_sparse(call: SparseCall, split: Split) -> None:
     acc, sums = call.partials(split)
     launch(
         hopper_sparse_kernel,
-        (T * triton.cdiv(H, block), split.splits),
+        choose_grid(T, H, kv_format, split, lse.device),
         TensorDescriptor.from_tensor(latent, [1, block, HALF.value], QUERY_TILE.value),
         TensorDescriptor.from_tensor(rope, [1, block, ROPE.value], QUERY_TILE.value),
         *cache_views(kv_cache),
@@ -64,6 +64,7 @@ def launch_sparse(call: SparseCall, split: Split) -> None:
         K,
         split.span,
         H,
+        T,
         **CONFIGS[kv_format],
         **call.modes(split),
         MAX_LOGITS=call.max_logits is not None,

@@ -23,7 +23,7 @@ CACHE = {
     "fp8_ds_mla": ("*u8", "*fp32", "*bf16"),
 }
 ROW = {"bf16": MlaDims().head_dim, "fp8_ds_mla": Fp8DsMlaLayout().row_bytes}
-SCALARS = ("page_stride", "slots_stride", "num_slots", "K", "span", "num_heads")
+SCALARS = ("page_stride", "slots_stride", "num_slots", "K", "span", "num_heads", "num_tokens")
 
 
 def specialisations(arch: Arch) -> list[KernelSpec]:
@@ -32,7 +32,7 @@ def specialisations(arch: Arch) -> list[KernelSpec]:
     return [
         KernelSpec(
             name=f"sparse/hopper/{kv_format}{'_split' if split else ''}"
-            f"{'_max_logits' if max_logits else ''}",
+            f"{'_lengths' if lengths and not split else ''}{'_max_logits' if max_logits else ''}",
             fn=hopper_sparse_kernel,
             signature={
                 **{n: t for n, t in descriptors().items() if n.startswith("q_")},
@@ -46,7 +46,7 @@ def specialisations(arch: Arch) -> list[KernelSpec]:
                 "FORMAT": kv_format,
                 "PAGE": BLOCK_SIZE,
                 "ROW": ROW[kv_format],
-                "HAS_LENGTHS": split,
+                "HAS_LENGTHS": lengths,
                 "HAS_SINK": not split,
                 "SPLIT": split,
                 "MAX_LOGITS": max_logits,
@@ -54,9 +54,11 @@ def specialisations(arch: Arch) -> list[KernelSpec]:
             aligned=("kv", "kv_scale", "kv_rope", *POINTERS, "page_stride"),
             options={"num_warps": 4},
             tensor_core="native",
-            quick=not split and not max_logits,
+            quick=not split and not lengths and not max_logits,
         )
         for kv_format in CACHE
         for split in (False, True)
+        # With them the stream (stream.py) has other code in its loop.
+        for lengths in ((split,) if split or kv_format != "bf16" else (False, True))
         for max_logits in (False, True)
     ]

@@ -18,6 +18,19 @@ def choose_split(T: int, H: int, K: int, device: torch.device) -> Split:
     return even_split(T, -(-H // BLOCK.value), K, BLOCK.value, sms)
 
 
+def choose_grid(
+    T: int, H: int, kv_format: str, split: Split, device: torch.device
+) -> tuple[int, int]:
+    """A program a token, tile of heads and range of its slots. With bf16 rows and one range as many
+    as run at once, which go from token to token (stream.py); the second number is the heads' tile.
+    """
+    row_tiles = -(-H // BLOCK.value)
+    if kv_format != "bf16" or split.splits > 1:
+        return T * row_tiles, split.splits
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return min(T, max(1, sms // row_tiles)), row_tiles
+
+
 def largest_workspace(T: int, H: int, K: int, device: torch.device) -> int:
     """Bytes that up to T tokens need; deterministic calls a token at least."""
     most = partial_bytes(min(T, 1), H, fixed_split(K).splits, MlaDims().kv_lora_rank)
