@@ -35,6 +35,7 @@ KIND = re.compile(r"\b[A-Z]+\d+")  # the H200 of "NVIDIA H200", the H100 of "NVI
 # Process groups of engines; the lock is held while one starts.
 RUNNING: set[int] = set()
 STARTING = threading.Lock()
+NO_MORE = threading.Event()
 # Rows of the tables, by their name.
 ROWS = {}
 
@@ -68,6 +69,16 @@ def take_engines_along(signum, _):
     os._exit(128 + signum)
 
 
+def stop_engines(futures):
+    """Those that no test has waited for, when all tests are over."""
+    NO_MORE.set()
+    for future in futures:
+        future.cancel()
+    with STARTING:
+        for group in tuple(RUNNING):
+            kill(group)
+
+
 def each_gpu():
     """What CUDA_VISIBLE_DEVICES must say for each GPU alone."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -83,6 +94,7 @@ def run_engine(folder, spec, env):
     environ |= OFFLINE | STACKS | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} | env
     with (folder / "log").open("w") as log:
         with STARTING:
+            assert not NO_MORE.is_set(), "no test waits for it"
             process = subprocess.Popen(
                 [sys.executable, ENGINE_RUN, folder / "spec.json", folder / "result.json"],
                 cwd="/",
@@ -116,6 +128,8 @@ def run_and_tell(terminal, name, folder, spec, env):
     try:
         return run_engine(folder, spec, env)
     except Exception as error:
+        if NO_MORE.is_set():
+            raise
         reason, seconds = (str(error) or repr(error)).splitlines()[0], time.monotonic() - begin
         log = folder / "log"
         end = log.read_text(errors="replace").splitlines()[-LOG_LINES:] if log.exists() else []
@@ -189,6 +203,7 @@ def engines(request, tmp_path_factory, checkpoint):
             return futures[name].result()
 
         yield result
+        stop_engines(futures.values())
 
 
 @pytest.fixture(scope="session")

@@ -73,6 +73,24 @@ sys.exit(3)
 """
 
 
+# One of two engines gives a result once the other, which stays, has said who it is.
+ONE_STAYS = """
+import os, pathlib, sys, time
+stays = pathlib.Path({stays!r})
+if "eager" in sys.argv[1]:
+    stays.with_suffix(".new").write_text(str(os.getpid()))
+    stays.with_suffix(".new").rename(stays)
+    time.sleep(300)
+while not stays.exists():
+    time.sleep(0.1)
+pathlib.Path(sys.argv[2]).write_text("{{}}")
+"""
+ASKS_FOR_ONE = """
+def test_one(engines):
+    assert engines("mtp graphs") == {"compiled_late": []}
+"""
+
+
 # The conftest of a folder that stands for tests/gpu, on a machine that stands for one with a GPU.
 TABLES = """
 import importlib.metadata, importlib.util, pathlib, sys
@@ -238,6 +256,21 @@ def test_what_fails_is_said_at_once_with_the_end_of_its_log(tmp_path):
     told = run.stderr[graphs.end() :].splitlines()[1:16]
     assert told == [*(f"    line {i}." for i in range(26, 40)), "    no memory \ufffd"]
     assert "in <module>" in run.stderr[eager.end() :]  # where it stood
+
+
+def test_engines_that_no_test_waits_for_end_with_the_tests(tmp_path):
+    """All start with the first that a test asks for: some tests of a run need few of them."""
+    engine, session = tmp_path / "engine.py", tmp_path / "test_session.py"
+    stays = tmp_path / "stays"
+    engine.write_text(ONE_STAYS.format(stays=str(stays)))
+    names = {"tests": str(GPU_TESTS), "engine": str(engine)}
+    text = SESSION.format(**names).replace(", 2, 1", ", 300, 1")
+    session.write_text(text[: text.index("def test_both")] + ASKS_FOR_ONE)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(session)]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stdout
+    assert "engine 'mtp" not in run.stderr
+    assert not runs(int(stays.read_text()))
 
 
 @pytest.mark.parametrize("profile", sorted(PROFILES))
