@@ -11,8 +11,8 @@ turns. All must agree: the best first tokens of either have nearly the same logp
 DeepSeek-V2-Lite. Writes extends.json and extends.md to results/h200 or cpu beside this file; of
 some heads, contexts or ends, and while it runs, the same with _partial in their names.
 
---sparse: DeepSeek-V3.2's layers, vLLM 0.29 or later, and prompts that see at most `index_topk`
-tokens, in absorbed form (MLA_BACKEND_EXPAND_PROMPTS=0) and in expanded form, which is the default;
+--sparse: DeepSeek-V3.2's layers and prompts that see at most `index_topk` tokens, in absorbed form
+(MLA_BACKEND_EXPAND_PROMPTS=0) and in expanded form (=1; the default, on a GPU from vLLM 0.29 on);
 writes sparse_extends.json and sparse_extends.md likewise. Exits with 1 if a case failed or engines
 disagree.
 """

@@ -22,7 +22,11 @@ resolving.
 | ranks | all_gather_into | all | a group's all_gather makes new memory for each result |
 | prompts | register_cpu_prefill_backend | to 0.28 | a CPU is given FLASH_ATTN's class |
 | | mla_prefill_backend | 0.29 on | an error says that there is none |
-| | expands_prompts_of_sparse_layers | 0.29 on | step metadata decide; before, versions differ |
+| | has_run_expanded_prompts_on_gpus | to 0.28 | of sparse layers they have not |
+| | expanding_lacks | to 0.28 | another model's layers, packed weights of kv_b_proj |
+| | outputs_of_chunked_context | to 0.27 | merging them takes one more |
+| | expanded_prompts | 0.26 | the layer asks for lengths, not for `use_dense_mha` |
+| | chunked_context | to 0.27 | it asks for the number of prompts |
 | | wants_fp8_prompts | 0.32, 0.33 | layers of Kimi-Linear, with an fp8 cache |
 | step_metadata | skip_chunked_context_metadata | to 0.27 | on CPU they want pinned memory |
 | | merge_every_context | to 0.27 | leading prompts alone are merged with their context |
@@ -72,8 +76,12 @@ from mla_backend.compat.kv_cache import (
     layer_compact_layouts,
 )
 from mla_backend.compat.prompts import (
-    expands_prompts_of_sparse_layers,
+    chunked_context,
+    expanded_prompts,
+    expanding_lacks,
+    has_run_expanded_prompts_on_gpus,
     mla_prefill_backend,
+    outputs_of_chunked_context,
     register_cpu_prefill_backend,
     wants_fp8_prompts,
 )
@@ -112,10 +120,13 @@ __all__ = [
     "bound_lengths",
     "build_indexers_without_deepgemm",
     "check_adapters",
+    "chunked_context",
     "deal_draft_slots",
     "deals_within_64",
-    "expands_prompts_of_sparse_layers",
+    "expanded_prompts",
+    "expanding_lacks",
     "forgets_lengths_of_ranks",
+    "has_run_expanded_prompts_on_gpus",
     "indexer_needs_fp8_type",
     "installed_vllm_version",
     "is_dummy_step",
@@ -123,6 +134,7 @@ __all__ = [
     "layer_compact_layouts",
     "merge_every_context",
     "mla_prefill_backend",
+    "outputs_of_chunked_context",
     "parse_version",
     "register_attention_backend",
     "register_cpu_prefill_backend",

@@ -34,14 +34,54 @@ def mla_prefill_backend(vllm_config: Any) -> str | None:
     return name
 
 
-def expands_prompts_of_sparse_layers() -> bool:
-    """Whether `use_dense_mha` of a step's prefill metadata sends prompts of sparse layers through
-    `forward_mha`, in the layer and in the CUDA model's own part of it.
-
-    Earlier versions can too: 0.26 compares lengths in the layer, 0.27 and 0.28 ask the metadata
-    for more. None of them was run so.
-    """
+def has_run_expanded_prompts_on_gpus() -> bool:
+    """Whether prompts of sparse layers have gone through our `forward_mha` on a GPU with a vLLM
+    that does it as this one. To 0.28 they have not."""
     return not versions.before((0, 29))
+
+
+def expanding_lacks(layer: Any) -> str:
+    """What a sparse `layer` of a GPU lacks to have prompts expanded, or "".
+
+    Up to 0.28 the layers of vLLM's other model of DeepSeek-V3.2 give `forward_mqa` all tokens. In
+    0.26 and 0.27 vLLM's common path asks for the weight of kv_b_proj where a prompt has a context.
+    """
+    if versions.before((0, 29)) and type(layer).__module__.startswith("vllm.models.deepseek_v32."):
+        return "vLLM's own choice of the model: model_class_overrides unset"
+    if versions.before((0, 28)) and not hasattr(layer.impl.kv_b_proj, "weight"):
+        return "vLLM 0.28 or later where kv_b_proj is packed, as by AWQ and GPTQ"
+    return ""
+
+
+def outputs_of_chunked_context() -> int:
+    """Outputs that vLLM's common path holds at most, of each new token, while it goes through the
+    chunks of their context: over the new tokens, a chunk, and all chunks so far, which 0.26 and
+    0.27 merge into a fourth."""
+    return 4 if versions.before((0, 28)) else 3
+
+
+def expanded_prompts(**fields: Any) -> Any:
+    """vLLM's MLACommonPrefillMetadata of prompts that go through `forward_mha` of a sparse layer.
+
+    A layer of 0.26 sends all there that are no decode tokens of a step, if its metadata says that
+    they are no longer than what is read; since 0.27 `use_dense_mha` decides.
+    """
+    from vllm.model_executor.layers.attention.mla_attention import MLACommonPrefillMetadata
+
+    if versions.before((0, 27)):
+        del fields["query_lens_cpu"]
+    else:
+        fields["use_dense_mha"] = True
+    return MLACommonPrefillMetadata(**fields)
+
+
+def chunked_context(**arguments: Any) -> Any:
+    """vLLM's `build_mla_chunked_context_metadata`; 0.26 and 0.27 ask for the number of prompts."""
+    from vllm.model_executor.layers.attention import mla_attention
+
+    if versions.before((0, 28)):
+        arguments["num_prefills"] = len(arguments["context_lens_cpu"])
+    return mla_attention.build_mla_chunked_context_metadata(**arguments)
 
 
 def wants_fp8_prompts(layer: Any) -> bool:

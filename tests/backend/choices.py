@@ -22,6 +22,8 @@ def watch_choices(llm):
     from vllm.forward_context import get_forward_context
     from vllm.model_executor.models.deepseek_v2 import Indexer
 
+    from mla_backend.attention.sparse.metadata import SparseMetadata
+
     core = llm.llm_engine.engine_core.engine_core
     runner, chosen = core.model_executor.driver_worker.worker.model_runner, {}
     for part in ("input_batch", "query_start_loc"):
@@ -44,7 +46,9 @@ def watch_choices(llm):
         buffer = indexer.topk_indices_buffer[: len(positions)].to(torch.int16).cpu()
         step = steps.get(indexer.k_cache.prefix.replace("indexer.k_cache", "attn"))
         prefill = getattr(step, "prefill", None)
-        if getattr(prefill, "use_dense_mha", False):  # those rows read all that they see
+        # Those rows read all that they see. Ours has no other prompts; 0.26 does not say of which.
+        ours = isinstance(step, SparseMetadata) and prefill is not None
+        if ours or getattr(prefill, "use_dense_mha", False):
             every, last = torch.arange(buffer.shape[1]), step.num_decode_tokens
             seen = every <= positions[last:, None]
             buffer[last:] = torch.where(seen, every, -1).to(torch.int16)

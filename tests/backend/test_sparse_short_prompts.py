@@ -14,10 +14,6 @@ from sparse_parts import NOPE, RANK, ROPE, H, make_impl
 from mla_backend import compat
 from tests.backend.conftest import tokens
 
-pytestmark = pytest.mark.skipif(
-    not compat.expands_prompts_of_sparse_layers(), reason="from vLLM 0.29 on"
-)
-
 LAYERS, TOPK = 2, 256
 
 
@@ -150,6 +146,8 @@ def sparse_layer(backend=None, **impl):
         ([1, 200, 200], [900, 0, 56], 1, 1),
         ([1, 8, 200], [900, 100, 0], 1, 1),  # what the long one saves pays for the other
         ([1, 8, 8], [900, 100, 0], 1, None),
+        ([200] * 128, [56] * 128, 1, 0),
+        ([200] * 129, [56] * 129, 1, None),  # more contexts than blocks are expanded at a time
         ([1, 200, 1], [900, 0, 0], 1, 1),  # vLLM's first runner: a prompt of one token at the end
     ],
 )
@@ -160,7 +158,7 @@ def test_which_requests_of_a_step(new, cached, most_s_q, first):
     if first is None:
         return
     prefill, tiles = short.describe(common, first)
-    assert prefill.use_dense_mha and prefill.max_query_len == max(new[first:])
+    assert getattr(prefill, "use_dense_mha", True) and prefill.max_query_len == max(new[first:])
     assert prefill.query_start_loc.tolist() == np.cumsum([0, *new[first:]]).tolist()
     assert prefill.query_start_loc[-1] == sum(new) - common.query_start_loc[first]
     read = sum(len(tile.slots) for tile in tiles)
@@ -176,6 +174,7 @@ def test_expanding_pays_from_170_tokens_that_see_a_row(cached, expected):
     assert pays(np.array([160]), np.array([cached])) is expected
 
 
+@pytest.mark.skipif(compat.versions.before((0, 29)), reason="it computes on no CPU before 0.29")
 def test_a_gpu_gets_what_the_common_path_of_vllm_reads(monkeypatch):
     """On a CPU in fp32, where that path computes too, in contexts of two parts."""
     from vllm.v1.attention.backends.mla.prefill import registry
@@ -225,6 +224,7 @@ def test_a_gpu_gets_what_the_common_path_of_vllm_reads(monkeypatch):
     assert (outputs[0] - outputs[1]).abs().max() < 1e-5
 
 
+@pytest.mark.skipif(compat.versions.before((0, 28)), reason="in pinned memory, which wants a GPU")
 def test_steps_of_two_builders_do_not_share_what_the_backend_was_told():
     """Of microbatches, and of a draft model beside the model: both are described, then attend."""
 
@@ -307,8 +307,8 @@ def attention_config(dcp=1, **options):
 @pytest.mark.parametrize(
     "where, cache, needs",
     [
-        ({"version": "0.28.0", "on_cpu": True}, "auto", "vLLM 0.29 or later"),
-        ({"version": "0.29.0", "on_cpu": True}, "auto", ""),
+        ({"version": "0.26.0", "on_cpu": True}, "auto", ""),
+        ({"version": "0.29.0"}, "auto", ""),
         ({"version": "0.33.0", "on_cpu": True}, "fp8_ds_mla", ""),
         ({}, "auto", ""),
         ({"on_cpu": True, "invariant": True}, "auto", "VLLM_BATCH_INVARIANT unset"),
@@ -328,6 +328,60 @@ def test_where_prompts_are_expanded(monkeypatch, where, cache, needs):
             module.are_expanded(*arguments)
     else:
         assert module.are_expanded(*arguments)
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "0.28.0"])
+def test_on_a_gpu_older_versions_expand_prompts_where_that_is_asked_for(monkeypatch, version):
+    """It has not run there."""
+    module = where_prompts_expand(monkeypatch, version=version)
+    monkeypatch.setattr(compat, "mla_prefill_backend", lambda _: "FLASH_ATTN")
+    arguments = "auto", torch.bfloat16, attention_config()
+    assert module.are_expanded(*arguments) is False
+    monkeypatch.setenv("MLA_BACKEND_EXPAND_PROMPTS", "1")
+    assert module.are_expanded(*arguments) is True
+
+
+@pytest.mark.parametrize(
+    "version, module, packed, lacks",
+    [
+        ("0.26.0", "vllm.model_executor.layers.attention.mla_attention", False, ""),
+        ("0.28.0", "vllm.models.deepseek_v32.attention", False, "model_class_overrides unset"),
+        ("0.32.0", "vllm.models.deepseek_v32.attention", False, ""),
+        ("0.27.1", "x", True, "vLLM 0.28 or later"),
+        ("0.28.0", "x", True, ""),
+    ],
+)
+def test_layers_that_cannot_expand_on_a_gpu_are_refused(
+    monkeypatch, version, module, packed, lacks
+):
+    monkeypatch.setattr(compat.versions, "installed_vllm_version", lambda: version)
+    layer = type("Layer", (), {"__module__": module})()
+    projection = types.SimpleNamespace(**({} if packed else {"weight": None}))
+    layer.__dict__ |= vars(sparse_layer(kv_b_proj=projection))
+    assert lacks in compat.expanding_lacks(layer)
+    if lacks:
+        from mla_backend.attention.sparse.short_prompts import ShortPrompts
+
+        with pytest.raises(ValueError, match=f"{lacks}.*unset MLA_BACKEND_EXPAND_PROMPTS"):
+            ShortPrompts(layer, 1, 64, torch.device("cuda"))
+
+
+def test_vllm_0_26_is_told_by_lengths_which_prompts_expand(monkeypatch):
+    """Its prefill metadata has no word for it; later ones have `use_dense_mha`."""
+    from vllm.model_executor.layers.attention import mla_attention
+
+    fields = {"block_table": 1, "query_start_loc": 2, "max_query_len": 3, "query_lens_cpu": 4}
+    monkeypatch.setattr(mla_attention, "MLACommonPrefillMetadata", dict)
+    for version, more in (("0.26.0", set()), ("0.27.1", {"query_lens_cpu", "use_dense_mha"})):
+        monkeypatch.setattr(compat.versions, "installed_vllm_version", lambda v=version: v)
+        assert compat.expanded_prompts(**fields).keys() == fields.keys() - {"query_lens_cpu"} | more
+    asked = {}
+    monkeypatch.setattr(mla_attention, "build_mla_chunked_context_metadata", asked.update)
+    for version in ("0.27.1", "0.28.0"):
+        asked.clear()
+        monkeypatch.setattr(compat.versions, "installed_vllm_version", lambda v=version: v)
+        compat.chunked_context(context_lens_cpu=[5, 0, 7])
+        assert asked.get("num_prefills") == {"0.27.1": 3}.get(version)
 
 
 @pytest.mark.parametrize(
@@ -372,16 +426,18 @@ def test_a_prefill_backend_that_was_asked_for_is_refused_in_vllms_words(monkeypa
         compat.mla_prefill_backend(attention_config(mla_prefill_backend="X"))
 
 
+@pytest.mark.parametrize("version, outputs", [("0.27.1", 4), ("0.28.0", 3)])
 @pytest.mark.parametrize("capability, value", [((9, 0), 128), ((10, 0), 128), ((12, 0), 192)])
-def test_memory_of_prompts_in_expanded_form(capability, value):
+def test_memory_of_prompts_in_expanded_form(capability, value, version, outputs, monkeypatch):
     """By hand, of 16 heads in bf16: 8192 new tokens, and 8192 cached rows at a time."""
+    monkeypatch.setattr(compat.versions, "installed_vllm_version", lambda: version)
     from mla_backend.attention.sparse.short_prompts import WORKSPACE_ROWS, ExpandedBytes
 
     impl = types.SimpleNamespace(
         num_heads=16, qk_head_dim=192, qk_nope_head_dim=128, v_head_dim=128
     )
     query, key, latent = 192, 192, 128 + value
-    held = 8192 * (query + key + latent + 3 * value) + WORKSPACE_ROWS * (key + latent)
+    held = 8192 * (query + key + latent + outputs * value) + WORKSPACE_ROWS * (key + latent)
     assert ExpandedBytes.of(impl, 2, capability).at_most(8192) == 2 * 16 * held
 
 

@@ -6,8 +6,6 @@ import torch
 from follow import following
 from mla_serving.demo_model import make_demo_model
 
-from mla_backend import compat
-
 pytestmark = pytest.mark.engine
 
 LAYERS = 3
@@ -23,7 +21,7 @@ def dense(request, run_engine, scenarios, tmp_path_factory):
     )
     requests = {name: scenarios[name] for name in ("plain", "prefix")}
     env = {"MLA_BACKEND_CHECK": "1", "MLA_BACKEND_EXPAND_PROMPTS": request.param}
-    expands = request.param == "auto" and compat.expands_prompts_of_sparse_layers()
+    expands = request.param == "auto"
     return checkpoint, run_engine(requests, model=checkpoint, env=env), expands
 
 

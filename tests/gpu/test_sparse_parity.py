@@ -10,7 +10,7 @@ heads and fp8_ds_mla rows, which engines give to the portable kernel everywhere.
 """
 
 import pytest
-from engines import FUSED_INDEXER, HASHED_LOOKAHEAD
+from engines import HASHED_LOOKAHEAD, OTHER_FORM
 from oracle import NOISE, distance, divergences
 from test_features import done, our_kernels, scenario
 from test_parity import outputs_of
@@ -21,8 +21,7 @@ MODES = ("eager", "compiled", "mtp", "fp8_ds_mla", "exact indexer")
 def test_all_tokens_are_read_as_well_as_stock(engines, checkpoint, parity_table):
     path = checkpoint("v3.2 all")
     names = [f"CUSTOM v3.2 all{mode}" for mode in ("", " mtp", " other runner mtp")]
-    if FUSED_INDEXER:
-        names += ["CUSTOM v3.2 all absorbed", "CUSTOM v3.2 all absorbed mtp"]
+    names += [f"CUSTOM v3.2 all {OTHER_FORM[0]}{mode}" for mode in ("", " mtp")]
     names += ["FLASH_ATTN_MLA_SPARSE v3.2 all", "FLASHMLA_SPARSE v3.2 all"]
     outputs = {name: outputs_of(engines(name)) for name in names}
     distances = {name: distance(path, outputs[name]) for name in names}
@@ -37,19 +36,37 @@ def test_all_tokens_are_read_as_well_as_stock(engines, checkpoint, parity_table)
         assert distances[name].p99 <= NOISE * stock.p99, name
 
 
-@pytest.mark.skipif(not FUSED_INDEXER, reason="vLLM 0.29 and later")
-@pytest.mark.parametrize("mode", ["", " mtp"])
-def test_short_prompts_are_expanded_unless_told_otherwise(mode, engines):
-    expanded, absorbed = (
-        done(engines(f"CUSTOM v3.2 all{form}{mode}"), "plain") for form in ("", " absorbed")
+@pytest.mark.parametrize("kind", ["all", "few", "all mtp"])
+def test_short_prompts_are_expanded_by_default_or_if_told_so(kind, engines):
+    heads, _, mode = kind.partition(" ")
+    form, asked = OTHER_FORM
+    default, told = (
+        done(engines(f"CUSTOM v3.2 {heads}{words}{mode and ' '}{mode}"), "plain")
+        for words in ("", f" {form}")
     )
+    expanded, absorbed = (told, default) if asked == "1" else (default, told)
     assert expanded["forward_mha_tokens"] > 1000
     assert absorbed["forward_mha_tokens"] == 0
 
 
+def test_expanded_prompts_over_few_heads_are_as_near_as_stock(engines, checkpoint, parity_table):
+    """Whose prompts are expanded, too: keys of a prompt's own are not quantised."""
+    form, asked = OTHER_FORM
+    path, ours = checkpoint("v3.2 few"), "CUSTOM v3.2 few"
+    if asked == "1":
+        ours = f"{ours} {form}"
+    mine, stock = (
+        distance(path, outputs_of(engines(name))) for name in (ours, "FLASHMLA_SPARSE v3.2 few")
+    )
+    if asked == "1":  # else it has a row
+        parity_table(ours, mine)
+    assert mine.mean <= NOISE * stock.mean
+    assert mine.p99 <= NOISE * stock.p99
+
+
 def test_few_heads_part_from_stock_at_near_ties(engines, checkpoint, parity_table):
     """The bar of the distances is the Hopper kernel: vLLM's backend prefills prompts of up to 2048
-    tokens with keys that are not quantised, ours does so from vLLM 0.29 on."""
+    tokens with keys that are not quantised, ours by default from vLLM 0.29 on."""
     path = checkpoint("v3.2 few")
     names = ("CUSTOM v3.2 few", "FLASHMLA_SPARSE v3.2 few", "CUSTOM v3.2 few hopper")
     ours, theirs, padded = (outputs_of(engines(name)) for name in names)

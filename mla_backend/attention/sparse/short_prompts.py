@@ -13,10 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 from vllm import envs as vllm_envs
-from vllm.model_executor.layers.attention.mla_attention import (
-    MLACommonPrefillMetadata,
-    build_mla_chunked_context_metadata,
-)
 from vllm.platforms import current_platform
 
 from mla_backend import compat, envs
@@ -32,23 +28,27 @@ WORKSPACE_ROWS = 8192
 
 def are_expanded(kv_cache_dtype: str, dtype: torch.dtype, vllm_config: Any) -> bool:
     """Whether an engine's short prompts are, by MLA_BACKEND_EXPAND_PROMPTS. ValueError if that is
-    asked for and cannot be had. Known before a layer is built: vLLM then makes no prefill backend
-    that nothing would use, and no memory is kept for it."""
+    asked for and cannot be had. Known before a layer is built: from 0.27 on vLLM then makes no
+    prefill backend that nothing would use, and no memory is kept for it."""
     asked: bool | None = envs.get("MLA_BACKEND_EXPAND_PROMPTS")
     if asked is False:
         return False
     obstacle = _obstacle(kv_cache_dtype, dtype, vllm_config)
-    if asked and obstacle:
+    if asked:
+        _refuse_if(obstacle)
+    has_run = current_platform.is_cpu() or compat.has_run_expanded_prompts_on_gpus()
+    return not obstacle and (asked or has_run)
+
+
+def _refuse_if(obstacle: str) -> None:
+    if obstacle:
         raise RefusalError(
             f"MLA_BACKEND_EXPAND_PROMPTS=1 needs {obstacle}. Mend: unset MLA_BACKEND_EXPAND_PROMPTS"
         )
-    return not obstacle
 
 
 def _obstacle(kv_cache_dtype: str, dtype: torch.dtype, vllm_config: Any) -> str:
     """What expanding prompts needs and is not there, or ""."""
-    if not compat.expands_prompts_of_sparse_layers():
-        return "vLLM 0.29 or later"
     if vllm_envs.VLLM_BATCH_INVARIANT:
         return "VLLM_BATCH_INVARIANT unset: the form depends on what else is in a step"
     if vllm_config.parallel_config.decode_context_parallel_size > 1:
@@ -68,8 +68,8 @@ class ExpandedBytes:
     """What a GPU holds in a layer while prompts attend in expanded form, beside the layer's own
     query and output.
 
-    token  of each new token: the query whole, what it is expanded to, and three outputs: over the
-           new tokens, over a chunk of their context, and over all chunks so far
+    token  of each new token: the query whole, what it is expanded to, and the outputs over the new
+           tokens, over a chunk of their context, and over all chunks so far
     row    of each cached row of a chunk, what it is expanded to: the whole key, beside the key
            without rope and the value as kv_b_proj gives them
     """
@@ -84,7 +84,8 @@ class ExpandedBytes:
         qk, heads = impl.qk_head_dim, impl.num_heads * itemsize
         value = impl.v_head_dim if capability[0] in (9, 10) else qk
         row = qk + impl.qk_nope_head_dim + value
-        return cls((qk + row + 3 * value) * heads, row * heads)
+        outputs = compat.outputs_of_chunked_context() * value
+        return cls((qk + row + outputs) * heads, row * heads)
 
     def at_most(self, T: int) -> int:
         """In a step of T tokens."""
@@ -108,6 +109,8 @@ class ShortPrompts:
     def __init__(
         self, layer: Any, most_s_q: int, block_size: int, device: torch.device, added: int = 0
     ) -> None:
+        if device.type != "cpu":
+            _refuse_if(compat.expanding_lacks(layer))
         self._topk = layer.impl.topk_indices_buffer.shape[1]
         self._most_s_q, self._block_size, self._device = most_s_q, block_size, device
         self._dtype, self._added = layer.impl.dtype, added
@@ -120,7 +123,8 @@ class ShortPrompts:
 
     def find(self, common: Any) -> int | None:
         """The request of vLLM's reordered batch from which on all are such prompts; None: there
-        are none, or a longer one is among them, or expanding their context does not pay."""
+        are none, or a longer one is among them, or expanding their context does not pay, or a block
+        of each context is more than is expanded at a time."""
         if common.max_query_len <= self._most_s_q:
             return None
         query_lens, contexts = extends.host_lengths(common, self._added)
@@ -131,21 +135,21 @@ class ShortPrompts:
         query_lens, contexts = query_lens[first:], contexts[first:]
         if (query_lens + contexts).max() > self._topk or not pays(query_lens, contexts):
             return None
+        if np.count_nonzero(contexts) * self._block_size > WORKSPACE_ROWS:
+            return None
         return first
 
-    def describe(
-        self, common: Any, first: int
-    ) -> tuple[MLACommonPrefillMetadata, list[PrefillTile] | None]:
-        """Of the requests from `first` on; on a CPU with the tiles of `run_prefill`."""
+    def describe(self, common: Any, first: int) -> tuple[Any, list[PrefillTile] | None]:
+        """MLACommonPrefillMetadata of the requests from `first` on; on a CPU with the tiles of
+        `run_prefill`."""
         lengths = extends.host_lengths(common, self._added)
         query_lens, contexts = (of_all[first:] for of_all in lengths)
         starts = common.query_start_loc[first : common.num_reqs + 1]
-        prefill = MLACommonPrefillMetadata(
+        prefill = compat.expanded_prompts(
             block_table=common.block_table_tensor[first : common.num_reqs],
             query_start_loc=starts - starts[0],
             max_query_len=int(query_lens.max()),
             query_lens_cpu=torch.from_numpy(query_lens),
-            use_dense_mha=True,
         )
         if self._workspace is None:
             return prefill, plan_prefill(
@@ -155,7 +159,7 @@ class ShortPrompts:
                 block_size=self._block_size,
             )
         starts = common.query_start_loc_cpu[first:]
-        prefill.chunked_context = build_mla_chunked_context_metadata(
+        prefill.chunked_context = compat.chunked_context(
             context_lens_cpu=torch.from_numpy(contexts),
             prefill_query_start_loc_cpu=starts - starts[0],
             chunked_prefill_workspace=self._workspace,
@@ -167,6 +171,7 @@ class ShortPrompts:
             dcp_local_block_size=1,
             dcp_virtual_block_size=1,
         )
+        compat.merge_every_context(prefill, lambda: contexts)
         prefill.q_data_type = prefill.output_dtype = self._dtype
         prefill.prefill_backend = self._backend
         self._backend.prepare_metadata(prefill)
