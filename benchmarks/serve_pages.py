@@ -56,6 +56,7 @@ def _conditions(report: Report, loads: list[Row]) -> str:
         "the most of all runs. "
     )
     goodput = f"Goodput: requests a second within {settings['slo']}, in milliseconds. "
+    prefill = "Prefill is vLLM's own in every row."
     few_layers = (
         " So few layers make steps of a few milliseconds: with many clients the HTTP server and "
         "the load generator, which are Python, take as long as the GPU."
@@ -72,7 +73,7 @@ def _conditions(report: Report, loads: list[Row]) -> str:
         f"{open_loops if any(row.get('loop') == 'open' for row in report.rows) else ''}"
         f"{repeated if any('spread' in row for row in loads) else ''}"
         f"{goodput if settings['slo'] else ''}"
-        "Prefill is vLLM's own in every row."
+        f"{'' if settings.get('family') == 'v3.2' else prefill}"
         f"{few_layers if not settings['as_is'] and layers < FEW_LAYERS else ''}"
     )
 

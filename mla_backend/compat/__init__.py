@@ -23,8 +23,8 @@ resolving.
 | prompts | register_cpu_prefill_backend | to 0.28 | a CPU is given FLASH_ATTN's class |
 | | mla_prefill_backend | 0.29 on | an error says that there is none |
 | | has_run_expanded_prompts_on_gpus | to 0.28 | of sparse layers they have not |
-| | expanding_lacks | to 0.28 | another model's layers, packed weights of kv_b_proj |
-| | outputs_of_chunked_context | to 0.27 | merging them takes one more |
+| | expanding_lacks | to 0.28 | another model's layers; packed and int8 weights of kv_b_proj |
+| | outputs_of_chunked_context | to 0.27 | of chunks they keep and merge more |
 | | expanded_prompts | 0.26 | the layer asks for lengths, not for `use_dense_mha` |
 | | chunked_context | to 0.27 | it asks for the number of prompts |
 | | wants_fp8_prompts | 0.32, 0.33 | layers of Kimi-Linear, with an fp8 cache |

@@ -43,21 +43,32 @@ def has_run_expanded_prompts_on_gpus() -> bool:
 def expanding_lacks(layer: Any) -> str:
     """What a sparse `layer` of a GPU lacks to have prompts expanded, or "".
 
-    Up to 0.28 the layers of vLLM's other model of DeepSeek-V3.2 give `forward_mqa` all tokens. In
-    0.26 and 0.27 vLLM's common path asks for the weight of kv_b_proj where a prompt has a context.
+    Up to 0.28 the layers of vLLM's other model of DeepSeek-V3.2 give `forward_mqa` all tokens. And
+    where a prompt has a context, vLLM's common path turns it into the dtype of kv_b_proj's weight,
+    unless that is fp8 or uint8: to 0.27 into int32 for a packed one, if it finds any, to 0.28 into
+    int8.
     """
-    if versions.before((0, 29)) and type(layer).__module__.startswith("vllm.models.deepseek_v32."):
+    import torch
+
+    if not versions.before((0, 29)):
+        return ""
+    if type(layer).__module__.startswith("vllm.models.deepseek_v32."):
         return "vLLM's own choice of the model: model_class_overrides unset"
-    if versions.before((0, 28)) and not hasattr(layer.impl.kv_b_proj, "weight"):
-        return "vLLM 0.28 or later where kv_b_proj is packed, as by AWQ and GPTQ"
+    dtype = getattr(getattr(layer.impl.kv_b_proj, "weight", None), "dtype", None)
+    if dtype == torch.int8:
+        return "a kv_b_proj that is not int8"
+    usable = dtype is not None and (dtype.is_floating_point or dtype == torch.uint8)
+    if versions.before((0, 28)) and not usable:
+        return "vLLM 0.28 or later where kv_b_proj is packed (AWQ, GPTQ, Marlin)"
     return ""
 
 
 def outputs_of_chunked_context() -> int:
     """Outputs that vLLM's common path holds at most, of each new token, while it goes through the
-    chunks of their context: over the new tokens, a chunk, and all chunks so far, which 0.26 and
-    0.27 merge into a fourth."""
-    return 4 if versions.before((0, 28)) else 3
+    chunks of their context: over the new tokens, a chunk, and all chunks so far. In 0.26 and 0.27 a
+    chunk is of all prompts; they keep the last one's while the next is computed, and merge it into
+    another."""
+    return 5 if versions.before((0, 28)) else 3
 
 
 def expanded_prompts(**fields: Any) -> Any:

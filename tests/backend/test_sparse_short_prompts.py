@@ -336,27 +336,35 @@ def test_on_a_gpu_older_versions_expand_prompts_where_that_is_asked_for(monkeypa
     module = where_prompts_expand(monkeypatch, version=version)
     monkeypatch.setattr(compat, "mla_prefill_backend", lambda _: "FLASH_ATTN")
     arguments = "auto", torch.bfloat16, attention_config()
-    assert module.are_expanded(*arguments) is False
     monkeypatch.setenv("MLA_BACKEND_EXPAND_PROMPTS", "1")
     assert module.are_expanded(*arguments) is True
+    monkeypatch.delenv("MLA_BACKEND_EXPAND_PROMPTS")
+    monkeypatch.delattr(compat, "mla_prefill_backend")  # it may refuse what nothing would use
+    assert module.are_expanded(*arguments) is False
 
 
 @pytest.mark.parametrize(
-    "version, module, packed, lacks",
+    "version, module, weight, lacks",
     [
-        ("0.26.0", "vllm.model_executor.layers.attention.mla_attention", False, ""),
-        ("0.28.0", "vllm.models.deepseek_v32.attention", False, "model_class_overrides unset"),
-        ("0.32.0", "vllm.models.deepseek_v32.attention", False, ""),
-        ("0.27.1", "x", True, "vLLM 0.28 or later"),
-        ("0.28.0", "x", True, ""),
+        ("0.26.0", "vllm.model_executor.layers.attention.mla_attention", torch.bfloat16, ""),
+        ("0.28.0", "vllm.models.deepseek_v32.attention", torch.bfloat16, "overrides unset"),
+        ("0.32.0", "vllm.models.deepseek_v32.attention", torch.bfloat16, ""),
+        ("0.26.0", "x", torch.float8_e4m3fn, ""),
+        ("0.26.0", "x", torch.uint8, ""),
+        ("0.27.1", "x", None, "vLLM 0.28 or later"),
+        ("0.27.1", "x", torch.int32, "vLLM 0.28 or later"),
+        ("0.28.0", "x", torch.int32, ""),
+        ("0.28.0", "x", None, ""),
+        ("0.28.0", "x", torch.int8, "not int8"),
     ],
 )
 def test_layers_that_cannot_expand_on_a_gpu_are_refused(
-    monkeypatch, version, module, packed, lacks
+    monkeypatch, version, module, weight, lacks
 ):
     monkeypatch.setattr(compat.versions, "installed_vllm_version", lambda: version)
     layer = type("Layer", (), {"__module__": module})()
-    projection = types.SimpleNamespace(**({} if packed else {"weight": None}))
+    weights = {} if weight is None else {"weight": torch.empty(0, dtype=weight)}
+    projection = types.SimpleNamespace(**weights)
     layer.__dict__ |= vars(sparse_layer(kv_b_proj=projection))
     assert lacks in compat.expanding_lacks(layer)
     if lacks:
@@ -426,7 +434,7 @@ def test_a_prefill_backend_that_was_asked_for_is_refused_in_vllms_words(monkeypa
         compat.mla_prefill_backend(attention_config(mla_prefill_backend="X"))
 
 
-@pytest.mark.parametrize("version, outputs", [("0.27.1", 4), ("0.28.0", 3)])
+@pytest.mark.parametrize("version, outputs", [("0.27.1", 5), ("0.28.0", 3)])
 @pytest.mark.parametrize("capability, value", [((9, 0), 128), ((10, 0), 128), ((12, 0), 192)])
 def test_memory_of_prompts_in_expanded_form(capability, value, version, outputs, monkeypatch):
     """By hand, of 16 heads in bf16: 8192 new tokens, and 8192 cached rows at a time."""
@@ -437,7 +445,8 @@ def test_memory_of_prompts_in_expanded_form(capability, value, version, outputs,
         num_heads=16, qk_head_dim=192, qk_nope_head_dim=128, v_head_dim=128
     )
     query, key, latent = 192, 192, 128 + value
-    held = 8192 * (query + key + latent + outputs * value) + WORKSPACE_ROWS * (key + latent)
+    held = 8192 * (query + key + latent + outputs * value)
+    held += WORKSPACE_ROWS * (key + latent + max(key, latent))
     assert ExpandedBytes.of(impl, 2, capability).at_most(8192) == 2 * 16 * held
 
 

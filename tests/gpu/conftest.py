@@ -34,7 +34,7 @@ LOG_LINES = 15  # of an engine that failed, said at once
 KIND = re.compile(r"\b[A-Z]+\d+")  # the H200 of "NVIDIA H200", the H100 of "NVIDIA H100 80GB HBM3"
 # Process groups of engines; the lock is held while one starts.
 RUNNING: set[int] = set()
-STARTING = threading.Lock()
+STARTING = threading.RLock()  # a signal may come while its thread holds it
 NO_MORE = threading.Event()
 # Rows of the tables, by their name.
 ROWS = {}

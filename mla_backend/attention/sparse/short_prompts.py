@@ -31,13 +31,13 @@ def are_expanded(kv_cache_dtype: str, dtype: torch.dtype, vllm_config: Any) -> b
     asked for and cannot be had. Known before a layer is built: from 0.27 on vLLM then makes no
     prefill backend that nothing would use, and no memory is kept for it."""
     asked: bool | None = envs.get("MLA_BACKEND_EXPAND_PROMPTS")
-    if asked is False:
+    by_itself = current_platform.is_cpu() or compat.has_run_expanded_prompts_on_gpus()
+    if asked is False or not (asked or by_itself):
         return False
     obstacle = _obstacle(kv_cache_dtype, dtype, vllm_config)
     if asked:
         _refuse_if(obstacle)
-    has_run = current_platform.is_cpu() or compat.has_run_expanded_prompts_on_gpus()
-    return not obstacle and (asked or has_run)
+    return not obstacle
 
 
 def _refuse_if(obstacle: str) -> None:
@@ -71,7 +71,8 @@ class ExpandedBytes:
     token  of each new token: the query whole, what it is expanded to, and the outputs over the new
            tokens, over a chunk of their context, and over all chunks so far
     row    of each cached row of a chunk, what it is expanded to: the whole key, beside the key
-           without rope and the value as kv_b_proj gives them
+           without rope and the value as kv_b_proj gives them; and the larger of the two of the
+           chunk before, which goes when its successor is there
     """
 
     token: int
@@ -83,9 +84,9 @@ class ExpandedBytes:
         and sm_100."""
         qk, heads = impl.qk_head_dim, impl.num_heads * itemsize
         value = impl.v_head_dim if capability[0] in (9, 10) else qk
-        row = qk + impl.qk_nope_head_dim + value
+        given = impl.qk_nope_head_dim + value
         outputs = compat.outputs_of_chunked_context() * value
-        return cls((qk + row + outputs) * heads, row * heads)
+        return cls((2 * qk + given + outputs) * heads, (qk + given + max(qk, given)) * heads)
 
     def at_most(self, T: int) -> int:
         """In a step of T tokens."""
