@@ -18,6 +18,7 @@ class ExpandedPrompts(CacheWrites, MLACommonBaseImpl):
     common path."""
 
     _on_cpu: bool
+    kv_b_proj: Any
 
     def forward_mha(
         self,

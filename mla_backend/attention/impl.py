@@ -72,6 +72,7 @@ class MlaImpl(ExpandedPrompts, MLACommonImpl[MlaMetadata]):
         compat.split_kv_b_exactly()
         if self._on_cpu:
             compat.keep_kv_b_weight(self.kv_b_proj)
+        self.kv_b_proj = compat.LatentsKeepTheirDtype(self.kv_b_proj)
 
     def forward_mqa(
         self,

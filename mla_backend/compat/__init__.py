@@ -23,7 +23,7 @@ resolving.
 | prompts | register_cpu_prefill_backend | to 0.28 | a CPU is given FLASH_ATTN's class |
 | | mla_prefill_backend | 0.29 on | an error says that there is none |
 | | has_run_expanded_prompts_on_gpus | to 0.28 | of sparse layers they have not |
-| | expanding_lacks | to 0.28 | another model's layers; packed and int8 weights of kv_b_proj |
+| | expanding_lacks | to 0.28 | layers of another model give all tokens to `forward_mqa` |
 | | outputs_of_chunked_context | to 0.27 | of chunks they keep and merge more |
 | | expanded_prompts | 0.26 | the layer asks for lengths, not for `use_dense_mha` |
 | | chunked_context | to 0.27 | it asks for the number of prompts |
@@ -38,6 +38,7 @@ resolving.
 | | is_dummy_step | all | nor whether a step is made up |
 | weights | keep_kv_b_weight | to 0.28 | on CPU `kv_b_proj.weight` is freed after packing |
 | | (int8) | all | and None without AMX tiles |
+| | LatentsKeepTheirDtype | all | contexts become int8, or int32, as a weight is kept |
 | | split_kv_b_exactly | all | ones are rounded to a scale of activations |
 | adapters | check_adapters | all | LoRA changes layers that an attention backend never calls |
 | indexer | replace_indexer | all | its class takes no other kernels; on CPU none quantises |
@@ -108,12 +109,17 @@ from mla_backend.compat.versions import (
     require_supported_vllm,
     vllm_version_status,
 )
-from mla_backend.compat.weights import keep_kv_b_weight, split_kv_b_exactly
+from mla_backend.compat.weights import (
+    LatentsKeepTheirDtype,
+    keep_kv_b_weight,
+    split_kv_b_exactly,
+)
 
 __all__ = [
     "NEWEST",
     "OLDEST",
     "RANGE_TEXT",
+    "LatentsKeepTheirDtype",
     "VllmVersionStatus",
     "all_gather_into",
     "block_table_width",

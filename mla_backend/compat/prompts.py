@@ -43,23 +43,10 @@ def has_run_expanded_prompts_on_gpus() -> bool:
 def expanding_lacks(layer: Any) -> str:
     """What a sparse `layer` of a GPU lacks to have prompts expanded, or "".
 
-    Up to 0.28 the layers of vLLM's other model of DeepSeek-V3.2 give `forward_mqa` all tokens. And
-    where a prompt has a context, vLLM's common path turns it into the dtype of kv_b_proj's weight,
-    unless that is fp8 or uint8: to 0.27 into int32 for a packed one, if it finds any, to 0.28 into
-    int8.
+    Up to 0.28 the layers of vLLM's other model of DeepSeek-V3.2 give `forward_mqa` all tokens.
     """
-    import torch
-
-    if not versions.before((0, 29)):
-        return ""
-    if type(layer).__module__.startswith("vllm.models.deepseek_v32."):
+    if versions.before((0, 29)) and type(layer).__module__.startswith("vllm.models.deepseek_v32."):
         return "vLLM's own choice of the model: model_class_overrides unset"
-    dtype = getattr(getattr(layer.impl.kv_b_proj, "weight", None), "dtype", None)
-    if dtype == torch.int8:
-        return "a kv_b_proj that is not int8"
-    usable = dtype is not None and (dtype.is_floating_point or dtype == torch.uint8)
-    if versions.before((0, 28)) and not usable:
-        return "vLLM 0.28 or later where kv_b_proj is packed (AWQ, GPTQ, Marlin)"
     return ""
 
 

@@ -4,6 +4,7 @@
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from mla_backend.compat import versions
@@ -52,6 +53,41 @@ def _replace_none(kv_b_proj: Any) -> None:
             layer.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
 
     method.process_weights_after_loading = process_weights_after_loading
+
+
+class LatentsKeepTheirDtype:
+    """A `kv_b_proj` to which vLLM's common path of prompts gives cached latents as they are.
+
+    It turns them into the dtype of the weight first, unless that is fp8 or uint8: in all versions
+    to int8, to 0.27 to int32 if it is packed so (Marlin), and asks there for a `weight` that others
+    (AWQ, GPTQ) have not. Such layers take activations of the model, in rows of their own, and the
+    engine ends at the first prompt with a context. From 0.28 on layers of Kimi-Linear have a path
+    of their own, which never sees this.
+    """
+
+    def __init__(self, projection: Any) -> None:
+        self._projection = projection
+
+    def __call__(self, x: Any) -> Any:
+        return self._projection(x if self._known_weight() is not None else x.contiguous())
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_projection":  # of a copy that is being made
+            raise AttributeError(name)
+        return getattr(self._projection, name)
+
+    @property
+    def weight(self) -> Any:
+        weight = self._known_weight()
+        return SimpleNamespace(dtype=self._projection.params_dtype) if weight is None else weight
+
+    def _known_weight(self) -> Any:
+        """The weight, if it is of a dtype that leads to no conversion, or to one that is right."""
+        import torch
+
+        weight = getattr(self._projection, "weight", None)
+        dtype = getattr(weight, "dtype", torch.int8)
+        return weight if dtype.is_floating_point or dtype == torch.uint8 else None
 
 
 def split_kv_b_exactly() -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""W_UK and W_UV, read from a `kv_b_proj` that quantises activations, are its weight."""
+"""W_UK and W_UV, read from a `kv_b_proj` that quantises activations, are its weight; and what such
+a `kv_b_proj` is given."""
 
 import types
 
@@ -235,3 +236,26 @@ def assert_close(split, weight):
     torch.testing.assert_close(split, rounded, rtol=torch.finfo(dtype).eps, atol=0)
     ratio = (split.double() * rounded).sum() / rounded.double().square().sum()
     assert abs(ratio - 1) < 2e-5
+
+
+@pytest.mark.parametrize("kept", [torch.int8, torch.int32, None])
+def test_latents_of_a_context_are_not_turned_into_what_weights_are_kept_in(kept):
+    """vLLM's common path of prompts asks for the weight's dtype."""
+    weights = {} if kept is None else {"weight": torch.zeros(2, dtype=kept)}
+    layer = types.SimpleNamespace(params_dtype=torch.bfloat16, quant_method="its", **weights)
+    projection = compat.LatentsKeepTheirDtype(layer)
+    assert projection.weight.dtype == torch.bfloat16 and projection.quant_method == "its"
+
+
+@pytest.mark.parametrize("kept", [torch.bfloat16, torch.float8_e4m3fn, torch.uint8])
+def test_weights_that_vllm_knows_about_are_what_it_sees(kept):
+    layer = types.SimpleNamespace(params_dtype=torch.bfloat16, weight=torch.zeros(2, dtype=kept))
+    assert compat.LatentsKeepTheirDtype(layer).weight is layer.weight
+
+
+def test_layers_of_both_kinds_have_such_a_projection(monkeypatch):
+    import sparse_parts
+    import test_impl
+
+    for impl in (test_impl.make_impl(512, torch.float32), sparse_parts.make_impl(monkeypatch)):
+        assert isinstance(impl.kv_b_proj, compat.LatentsKeepTheirDtype)

@@ -87,6 +87,7 @@ class SparseMlaImpl(ExpandedPrompts):
         compat.split_kv_b_exactly()
         if self._on_cpu:
             compat.keep_kv_b_weight(self.kv_b_proj)
+        self.kv_b_proj = compat.LatentsKeepTheirDtype(self.kv_b_proj)
         if indexer is None:
             layers = vllm_config.compilation_config.static_forward_context.values()
             parallel = vllm_config.parallel_config
