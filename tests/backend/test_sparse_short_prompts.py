@@ -253,6 +253,23 @@ def test_steps_of_two_builders_do_not_share_what_the_backend_was_told():
     assert backend.told is None  # the layer's own is that of vLLM's builders
 
 
+@pytest.mark.parametrize("cached, kept", [([64, 0, 128], None), ([64, 128, 0], 130)])
+def test_vllm_to_0_27_merges_the_context_of_every_prompt(monkeypatch, cached, kept):
+    """Its count takes as many leading prompts as have one."""
+    leading = types.SimpleNamespace(prefill_tokens_with_context=130)
+    monkeypatch.setattr(compat, "chunked_context", lambda **_: leading)
+    short = short_prompts(backend=types.SimpleNamespace(clone=unprepared))
+    short._workspace = torch.empty(128, 8)
+    prefill, _ = short.describe(common_metadata([70, 60, 90], cached), 0)
+    assert prefill.chunked_context is leading
+    assert leading.prefill_tokens_with_context == kept
+
+
+def unprepared():
+    """A prefill backend that takes whatever it is told."""
+    return types.SimpleNamespace(prepare_metadata=lambda _: None)
+
+
 def test_a_step_whose_longest_request_is_padding_has_none():
     common = common_metadata([1, 1], [900, 3])
     common.max_query_len = 512  # as of a step made up for a CUDA graph
