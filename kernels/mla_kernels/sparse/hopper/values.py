@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from mla_kernels.decode.hopper.layouts import BLOCK, HALF, OUTPUT_COL, OUTPUT_ROW
 from mla_kernels.decode.hopper.softmax import rescale
+from mla_kernels.sparse.hopper.layouts import STORE
 
 LATENT = gl.constexpr(512)
 
@@ -35,18 +36,26 @@ def add_values(acc, p_ring, tile, factors, empty_p, ip):
 
 
 @gluon.jit
+def store_whole(acc, inverse_row, of_token, first_head, num_heads, COL: gl.constexpr):
+    """Write one half of a token's O, 16 bytes a thread."""
+    acc = gl.convert_layout((acc * inverse_row[:, None]).to(gl.bfloat16), STORE)
+    head = first_head + gl.arange(0, BLOCK, gl.SliceLayout(1, STORE))
+    at = head[:, None] * LATENT + (COL + gl.arange(0, HALF, gl.SliceLayout(0, STORE)))[None, :]
+    gl.store(of_token + at, acc, mask=(head < num_heads)[:, None])
+
+
+@gluon.jit
 def store_output(
     acc, out, part_acc, inverse, full_out, token, first_head, num_heads,
     COL: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Write one half of O: the result, or this range's part of one that is merged later."""
-    head = first_head + gl.arange(0, BLOCK, OUTPUT_ROW)
-    ok = (head < num_heads)[:, None]
-    at = head[:, None] * LATENT + (COL + gl.arange(0, HALF, OUTPUT_COL))[None, :]
     if SPLIT:
+        head = first_head + gl.arange(0, BLOCK, OUTPUT_ROW)
+        at = head[:, None] * LATENT + (COL + gl.arange(0, HALF, OUTPUT_COL))[None, :]
         first = (token * gl.num_programs(1) + gl.program_id(1)) * num_heads
-        gl.store(part_acc + first * LATENT + at, acc, mask=ok)
+        gl.store(part_acc + first * LATENT + at, acc, mask=(head < num_heads)[:, None])
     else:
         mbarrier.wait(full_out, 0)
-        acc = acc * inverse.load(OUTPUT_ROW)[:, None]
-        gl.store(out + token * num_heads * LATENT + at, acc.to(gl.bfloat16), mask=ok)
+        of_token = out + token * num_heads * LATENT
+        store_whole(acc, inverse.load(OUTPUT_ROW), of_token, first_head, num_heads, COL)

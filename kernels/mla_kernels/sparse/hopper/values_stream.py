@@ -8,7 +8,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from mla_kernels.decode.hopper.layouts import BLOCK, HALF, OUTPUT, OUTPUT_ROW
 from mla_kernels.decode.hopper.stream import ring_next, ring_step
-from mla_kernels.sparse.hopper.layouts import STORE
 from mla_kernels.sparse.hopper.scales import load_scalar
 from mla_kernels.sparse.hopper.stream import (
     Rings,
@@ -19,7 +18,7 @@ from mla_kernels.sparse.hopper.stream import (
     look_ahead,
     row_of,
 )
-from mla_kernels.sparse.hopper.values import LATENT, add_values
+from mla_kernels.sparse.hopper.values import LATENT, add_values, store_whole
 
 
 @gluon.jit
@@ -30,11 +29,8 @@ def store_token(
     mbarrier.wait(full_out, phase)
     inverse_row = inverse.load(OUTPUT_ROW)
     mbarrier.arrive(empty_out, count=1)
-    acc = gl.convert_layout((acc * inverse_row[:, None]).to(gl.bfloat16), STORE)
-    head = gl.program_id(1) * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, STORE))
-    at = head[:, None] * LATENT + (COL + gl.arange(0, HALF, gl.SliceLayout(0, STORE)))[None, :]
     of_token = out + row_of(token, num_heads) * LATENT
-    gl.store(of_token + at, acc, mask=(head < num_heads)[:, None])
+    store_whole(acc, inverse_row, of_token, gl.program_id(1) * BLOCK, num_heads, COL)
 
 
 @gluon.jit
