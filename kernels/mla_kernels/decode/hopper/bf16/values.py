@@ -140,9 +140,11 @@ def values_warpgroup(
     )
     cv = stream_start(request, lo, hi, end)
     # The last of the first loads goes where the first query tile was; later ones are taken before
-    # an epilogue.
+    # an epilogue. Nor is a second query tile asked for, that of a segment behind one of one tile,
+    # before the first was waited for: full_q would be two phases on if this warpgroup were late.
+    first_wait = gl.where(hi - lo == 1, 2, SLOTS)
     for i0 in range(SLOTS + 1):
-        if (i0 == SLOTS) & (request <= plan.last):
+        if (i0 == first_wait) & (request <= plan.last):
             mbarrier.wait(full_q, pq)
         cv = load_next(
             cv, plan, q_desc, q_rope_desc, kv_desc, kv_rope_desc, COL, ring, full, ring_r,
