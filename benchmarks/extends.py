@@ -12,9 +12,8 @@ DeepSeek-V2-Lite. Writes extends.json and extends.md to results/h200 or cpu besi
 some heads, contexts or ends, and while it runs, the same with _partial in their names.
 
 --sparse: DeepSeek-V3.2's layers and prompts that see at most `index_topk` tokens, in absorbed form
-(MLA_BACKEND_EXPAND_PROMPTS=0) and in expanded form (=1; the default, on a GPU from vLLM 0.29 on);
-writes sparse_extends.json and sparse_extends.md likewise. Exits with 1 if a case failed or engines
-disagree.
+(MLA_BACKEND_EXPAND_PROMPTS=0) and in expanded form (=1, the default); writes sparse_extends.json
+and sparse_extends.md likewise. Exits with 1 if a case failed or engines disagree.
 """
 
 import argparse
@@ -187,8 +186,7 @@ def markdown(result: Row) -> str:
         of, default, other = "layers of DeepSeek-V3.2 with dense MLPs", "expanded", "absorbed"
         told = (
             f"Every prompt sees at most {INDEX_TOPK} tokens, which is what the indexer may choose. "
-            "`expanded`: this backend as it is from vLLM 0.29 on; `absorbed`: with "
-            "MLA_BACKEND_EXPAND_PROMPTS=0."
+            "`expanded`: this backend by default; `absorbed`: with MLA_BACKEND_EXPAND_PROMPTS=0."
         )
     else:
         of, default, other = "dense layers of DeepSeek-V2-Lite", "absorbed", "expanded"

@@ -117,9 +117,8 @@ ENV_VARS: dict[str, EnvVar] = {
             "auto",
             _auto_or_bool,
             "Prompts of a sparse model that see at most `index_topk` tokens attend in expanded "
-            "form, like those of a dense one. `auto`: on a CPU, and on a GPU from vLLM 0.29 on, "
-            "but not in batch-invariant mode, nor where it cannot be had (docs/plugin.md), where "
-            "`1` is refused at start-up.",
+            "form, like those of a dense one. `auto`: but not in batch-invariant mode, nor where "
+            "it cannot be had (docs/plugin.md), where `1` is refused at start-up; `0`: never.",
         ),
         EnvVar(
             "MLA_BACKEND_CHECK",

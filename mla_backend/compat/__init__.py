@@ -22,7 +22,6 @@ resolving.
 | ranks | all_gather_into | all | a group's all_gather makes new memory for each result |
 | prompts | register_cpu_prefill_backend | to 0.28 | a CPU is given FLASH_ATTN's class |
 | | mla_prefill_backend | 0.29 on | an error says that there is none |
-| | has_run_expanded_prompts_on_gpus | to 0.28 | of sparse layers they have not |
 | | expanding_lacks | to 0.28 | layers of another model give all tokens to `forward_mqa` |
 | | outputs_of_chunked_context | to 0.27 | of chunks they keep and merge more |
 | | expanded_prompts | 0.26 | the layer asks for lengths, not for `use_dense_mha` |
@@ -80,7 +79,6 @@ from mla_backend.compat.prompts import (
     chunked_context,
     expanded_prompts,
     expanding_lacks,
-    has_run_expanded_prompts_on_gpus,
     mla_prefill_backend,
     outputs_of_chunked_context,
     register_cpu_prefill_backend,
@@ -132,7 +130,6 @@ __all__ = [
     "expanded_prompts",
     "expanding_lacks",
     "forgets_lengths_of_ranks",
-    "has_run_expanded_prompts_on_gpus",
     "indexer_needs_fp8_type",
     "installed_vllm_version",
     "is_dummy_step",

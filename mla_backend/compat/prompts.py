@@ -34,12 +34,6 @@ def mla_prefill_backend(vllm_config: Any) -> str | None:
     return name
 
 
-def has_run_expanded_prompts_on_gpus() -> bool:
-    """Whether prompts of sparse layers have gone through our `forward_mha` on a GPU with a vLLM
-    that does it as this one. To 0.28 they have not."""
-    return not versions.before((0, 29))
-
-
 def expanding_lacks(layer: Any) -> str:
     """What a sparse `layer` of a GPU lacks to have prompts expanded, or "".
 

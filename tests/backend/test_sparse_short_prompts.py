@@ -331,7 +331,7 @@ def attention_config(dcp=1, **options):
     "where, cache, needs",
     [
         ({"version": "0.26.0", "on_cpu": True}, "auto", ""),
-        ({"version": "0.29.0"}, "auto", ""),
+        ({"version": "0.26.0"}, "auto", ""),
         ({"version": "0.33.0", "on_cpu": True}, "fp8_ds_mla", ""),
         ({}, "auto", ""),
         ({"on_cpu": True, "invariant": True}, "auto", "VLLM_BATCH_INVARIANT unset"),
@@ -353,19 +353,6 @@ def test_where_prompts_are_expanded(monkeypatch, where, cache, needs):
         assert module.are_expanded(*arguments)
 
 
-@pytest.mark.parametrize("version", ["0.26.0", "0.28.0"])
-def test_on_a_gpu_older_versions_expand_prompts_where_that_is_asked_for(monkeypatch, version):
-    """It has not run there."""
-    module = where_prompts_expand(monkeypatch, version=version)
-    monkeypatch.setattr(compat, "mla_prefill_backend", lambda _: "FLASH_ATTN")
-    arguments = "auto", torch.bfloat16, attention_config()
-    monkeypatch.setenv("MLA_BACKEND_EXPAND_PROMPTS", "1")
-    assert module.are_expanded(*arguments) is True
-    monkeypatch.delenv("MLA_BACKEND_EXPAND_PROMPTS")
-    monkeypatch.delattr(compat, "mla_prefill_backend")  # it may refuse what nothing would use
-    assert module.are_expanded(*arguments) is False
-
-
 @pytest.mark.parametrize(
     "version, module, lacks",
     [
@@ -374,16 +361,29 @@ def test_on_a_gpu_older_versions_expand_prompts_where_that_is_asked_for(monkeypa
         ("0.32.0", "vllm.models.deepseek_v32.attention", ""),
     ],
 )
-def test_layers_that_cannot_expand_on_a_gpu_are_refused(monkeypatch, version, module, lacks):
-    monkeypatch.setattr(compat.versions, "installed_vllm_version", lambda: version)
+def test_layers_that_cannot_expand_on_a_gpu(monkeypatch, version, module, lacks):
+    """They do not, and where that is asked for they are refused."""
     layer = type("Layer", (), {"__module__": module})()
-    layer.__dict__ |= vars(sparse_layer())
-    assert lacks in compat.expanding_lacks(layer)
-    if lacks:
-        from mla_backend.attention.sparse.short_prompts import ShortPrompts
+    for on_cpu in (True, False):
+        expands = where_prompts_expand(monkeypatch, version=version, on_cpu=on_cpu).layer_expands
+        monkeypatch.delenv("MLA_BACKEND_EXPAND_PROMPTS", raising=False)
+        assert expands(layer) is (on_cpu or not lacks)
+        monkeypatch.setenv("MLA_BACKEND_EXPAND_PROMPTS", "1")
+        if lacks and not on_cpu:
+            with pytest.raises(ValueError, match=f"{lacks}.*unset MLA_BACKEND_EXPAND_PROMPTS"):
+                expands(layer)
+        else:
+            assert expands(layer)
 
-        with pytest.raises(ValueError, match=f"{lacks}.*unset MLA_BACKEND_EXPAND_PROMPTS"):
-            ShortPrompts(layer, 1, 64, torch.device("cuda"))
+
+def test_a_layer_that_cannot_expand_gets_all_tokens_itself(monkeypatch):
+    from mla_backend.attention.sparse import metadata
+
+    layers = types.SimpleNamespace(static_forward_context={"layer": None})
+    made = object.__new__(metadata.SparseMetadataBuilder)
+    monkeypatch.setattr(metadata, "layer_expands", lambda _: False)
+    made._expand_short_prompts(["layer"], types.SimpleNamespace(compilation_config=layers))
+    assert made._short_prompts is None
 
 
 def test_vllm_0_26_is_told_by_lengths_which_prompts_expand(monkeypatch):

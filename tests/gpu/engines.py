@@ -11,8 +11,6 @@ from mla_backend import compat
 VLLM = compat.parse_version(compat.installed_vllm_version() or "")
 # Since then the second model runner is the default, and V3.2's indexer is a function.
 SECOND_RUNNER = FUSED_INDEXER = VLLM is not None and VLLM >= (0, 29)
-# Of short prompts of V3.2, the one that is not the default, and MLA_BACKEND_EXPAND_PROMPTS for it.
-OTHER_FORM = ("absorbed", "0") if FUSED_INDEXER else ("expanded", "1")
 # With drafts a block's hash covers the token behind it, on which its draft layer's rows depend.
 HASHED_LOOKAHEAD = VLLM is not None and VLLM >= (0, 33)
 VOCAB = 2048
@@ -233,11 +231,12 @@ def all_engines():
     padded = {"MLA_BACKEND_IMPL": "hopper", "MLA_BACKEND_CHECK": "1"}
     add("CUSTOM v3.2 few hopper", "v3.2 few", padded, short, kv_cache_dtype="fp8_ds_mla")
     add("CUSTOM v3.2 all mtp", "v3.2 all", scenarios=short, **mtp)
-    form, asked = OTHER_FORM
-    other = {"MLA_BACKEND_EXPAND_PROMPTS": asked}
+    absorbed = {"MLA_BACKEND_EXPAND_PROMPTS": "0"}
     for more, options in (("", {}), (" mtp", mtp)):
-        add(f"CUSTOM v3.2 all {form}{more}", "v3.2 all", other, short, **options)
-    add(f"CUSTOM v3.2 few {form}", "v3.2 few", other, short, kv_cache_dtype="fp8_ds_mla")
+        add(f"CUSTOM v3.2 all absorbed{more}", "v3.2 all", absorbed, short, **options)
+    for kernel, env in (("", {}), (" hopper", padded)):
+        add(f"CUSTOM v3.2 few{kernel} absorbed", "v3.2 few", env | absorbed, short,
+            kv_cache_dtype="fp8_ds_mla")  # fmt: skip
     add("eager", **EAGER, **ANY_BLOCK_SIZE)
     add("compiled", **COMPILED)
     add("piecewise", **PIECEWISE)

@@ -10,7 +10,7 @@ heads and fp8_ds_mla rows, which engines give to the portable kernel everywhere.
 """
 
 import pytest
-from engines import HASHED_LOOKAHEAD, OTHER_FORM
+from engines import HASHED_LOOKAHEAD
 from oracle import NOISE, distance, divergences
 from test_features import done, our_kernels, scenario
 from test_parity import outputs_of
@@ -21,7 +21,7 @@ MODES = ("eager", "compiled", "mtp", "fp8_ds_mla", "exact indexer")
 def test_all_tokens_are_read_as_well_as_stock(engines, checkpoint, parity_table):
     path = checkpoint("v3.2 all")
     names = [f"CUSTOM v3.2 all{mode}" for mode in ("", " mtp", " other runner mtp")]
-    names += [f"CUSTOM v3.2 all {OTHER_FORM[0]}{mode}" for mode in ("", " mtp")]
+    names += [f"CUSTOM v3.2 all absorbed{mode}" for mode in ("", " mtp")]
     names += ["FLASH_ATTN_MLA_SPARSE v3.2 all", "FLASHMLA_SPARSE v3.2 all"]
     outputs = {name: outputs_of(engines(name)) for name in names}
     distances = {name: distance(path, outputs[name]) for name in names}
@@ -37,47 +37,32 @@ def test_all_tokens_are_read_as_well_as_stock(engines, checkpoint, parity_table)
 
 
 @pytest.mark.parametrize("kind", ["all", "few", "all mtp"])
-def test_short_prompts_are_expanded_by_default_or_if_told_so(kind, engines):
+def test_short_prompts_are_expanded_unless_told_otherwise(kind, engines):
     heads, _, mode = kind.partition(" ")
-    form, asked = OTHER_FORM
-    default, told = (
+    expanded, absorbed = (
         done(engines(f"CUSTOM v3.2 {heads}{words}{mode and ' '}{mode}"), "plain")
-        for words in ("", f" {form}")
+        for words in ("", " absorbed")
     )
-    expanded, absorbed = (told, default) if asked == "1" else (default, told)
     assert expanded["forward_mha_tokens"] > 1000
     assert absorbed["forward_mha_tokens"] == 0
 
 
-def test_expanded_prompts_over_few_heads_are_as_near_as_stock(engines, checkpoint, parity_table):
-    """Whose prompts are expanded, too: keys of a prompt's own are not quantised."""
-    form, asked = OTHER_FORM
-    path, ours = checkpoint("v3.2 few"), "CUSTOM v3.2 few"
-    if asked == "1":
-        ours = f"{ours} {form}"
-    mine, stock = (
-        distance(path, outputs_of(engines(name))) for name in (ours, "FLASHMLA_SPARSE v3.2 few")
-    )
-    if asked == "1":  # else it has a row
-        parity_table(ours, mine)
-    assert mine.mean <= NOISE * stock.mean
-    assert mine.p99 <= NOISE * stock.p99
-
-
 def test_few_heads_part_from_stock_at_near_ties(engines, checkpoint, parity_table):
-    """The bar of the distances is the Hopper kernel: vLLM's backend prefills prompts of up to 2048
-    tokens with keys that are not quantised, ours by default from vLLM 0.29 on."""
+    """And in absorbed form, where a prompt's own keys are quantised as well, the bar of the
+    distances is the Hopper kernel's."""
     path = checkpoint("v3.2 few")
-    names = ("CUSTOM v3.2 few", "FLASHMLA_SPARSE v3.2 few", "CUSTOM v3.2 few hopper")
-    ours, theirs, padded = (outputs_of(engines(name)) for name in names)
-    mine, stock, bar = (distance(path, outputs) for outputs in (ours, theirs, padded))
+    forms = ("", " hopper", " absorbed", " hopper absorbed")
+    names = [*(f"CUSTOM v3.2 few{form}" for form in forms), "FLASHMLA_SPARSE v3.2 few"]
+    outputs = [outputs_of(engines(name)) for name in names]
+    mine, _, absorbed, bar, stock = distances = [distance(path, o) for o in outputs]
     parity_table(names[0], mine)
-    for name, d, outputs in ((names[1], stock, theirs), (names[2], bar, padded)):
-        gaps = divergences(path, ours, outputs)
-        parity_table(name, d, gaps, len(ours))
+    for name, d, others in zip(names[1:], distances[1:], outputs[1:], strict=True):
+        gaps = divergences(path, outputs[0], others)
+        parity_table(name, d, gaps, len(others))
         assert all(gap <= 2 * stock.max for gap in gaps), (name, gaps, stock)
-    assert mine.mean <= NOISE * bar.mean
-    assert mine.p99 <= NOISE * bar.p99
+    for nearer, than in ((mine, stock), (absorbed, bar)):
+        assert nearer.mean <= NOISE * than.mean
+        assert nearer.p99 <= NOISE * than.p99
 
 
 @pytest.mark.parametrize(

@@ -30,21 +30,22 @@ def are_expanded(kv_cache_dtype: str, dtype: torch.dtype, vllm_config: Any) -> b
     """Whether an engine's short prompts are, by MLA_BACKEND_EXPAND_PROMPTS. ValueError if that is
     asked for and cannot be had. Known before a layer is built: from 0.27 on vLLM then makes no
     prefill backend that nothing would use, and no memory is kept for it."""
-    asked: bool | None = envs.get("MLA_BACKEND_EXPAND_PROMPTS")
-    by_itself = current_platform.is_cpu() or compat.has_run_expanded_prompts_on_gpus()
-    if asked is False or not (asked or by_itself):
+    if envs.get("MLA_BACKEND_EXPAND_PROMPTS") is False:
         return False
-    obstacle = _obstacle(kv_cache_dtype, dtype, vllm_config)
-    if asked:
-        _refuse_if(obstacle)
-    return not obstacle
+    return _free_of(_obstacle(kv_cache_dtype, dtype, vllm_config))
 
 
-def _refuse_if(obstacle: str) -> None:
-    if obstacle:
+def layer_expands(layer: Any) -> bool:
+    """Whether an MLA layer of such an engine gives prompts to `forward_mha`; errors as above."""
+    return current_platform.is_cpu() or _free_of(compat.expanding_lacks(layer))
+
+
+def _free_of(obstacle: str) -> bool:
+    if obstacle and envs.get("MLA_BACKEND_EXPAND_PROMPTS"):
         raise RefusalError(
             f"MLA_BACKEND_EXPAND_PROMPTS=1 needs {obstacle}. Mend: unset MLA_BACKEND_EXPAND_PROMPTS"
         )
+    return not obstacle
 
 
 def _obstacle(kv_cache_dtype: str, dtype: torch.dtype, vllm_config: Any) -> str:
@@ -110,8 +111,6 @@ class ShortPrompts:
     def __init__(
         self, layer: Any, most_s_q: int, block_size: int, device: torch.device, added: int = 0
     ) -> None:
-        if device.type != "cpu":
-            _refuse_if(compat.expanding_lacks(layer))
         self._topk = layer.impl.topk_indices_buffer.shape[1]
         self._most_s_q, self._block_size, self._device = most_s_q, block_size, device
         self._dtype, self._added = layer.impl.dtype, added
