@@ -19,6 +19,8 @@ class StepBuilder(AttentionMetadataBuilder[Any]):
     # and every tensor keeps its address.
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     _step_check: StepCheck | None = None
+    # Read by vLLM from 0.28 on; `_join_draft_graphs` says of what.
+    supports_draft_decode_metadata_update: bool = False
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -38,6 +40,14 @@ class StepBuilder(AttentionMetadataBuilder[Any]):
         if self._step_check is not None and not compat.is_dummy_step():
             self._step_check(common)
             STATS.checked_steps += 1
+
+    def _join_draft_graphs(self, vllm_config: Any) -> None:
+        """Let the second model runner record all drafts of a step as one CUDA graph: it advances
+        the lengths in place and calls `update_draft_decode_metadata` in between. Not where steps
+        are checked, on the host, nor where ranks share the cache, whose lengths are others.
+        """
+        alone = vllm_config.parallel_config.decode_context_parallel_size == 1
+        self.supports_draft_decode_metadata_update = alone and self._step_check is None
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
         """A step that is made up to capture a graph with: not checked."""

@@ -128,6 +128,7 @@ class MlaMetadataBuilder(StepBuilder, MLACommonMetadataBuilder[MlaMetadata]):
         self._refuse_prompts(layer)
         self._share_the_cache(layer, vllm_config)
         self._check_steps_of(layer, vllm_config, self._shard)
+        self._join_draft_graphs(vllm_config)
         kernel, requests = layer.impl.decode_kernel, most_requests(vllm_config)
         max_blocks = compat.block_table_width(vllm_config, support.BLOCK_SIZE)
         self._plans = StepPlans(
@@ -328,6 +329,13 @@ class MlaMetadataBuilder(StepBuilder, MLACommonMetadataBuilder[MlaMetadata]):
                     block_size=self.kv_cache_spec.block_size,
                 )
         return metadata
+
+    def update_draft_decode_metadata(self, metadata: MlaMetadata) -> None:
+        """Plan anew for a draft of one token each, whose lengths have been advanced in place; may
+        be captured in a CUDA graph."""
+        if (decode := metadata.decode) is not None:
+            assert decode.plan is not None and decode.lengths is not None and decode.rest is None
+            decode.plan.update(decode.lengths)
 
     def _decode_threshold(self, common: Any) -> int:
         """New tokens up to which vLLM shall count a request of this step among the decodes."""

@@ -66,6 +66,11 @@ class _TokensBuilder(StepBuilder):
         width = compat.block_table_width(vllm_config, support.BLOCK_SIZE, sparse=True)
         return tokens, most_requests(vllm_config), width
 
+    def update_draft_decode_metadata(self, metadata: Any) -> None:
+        """The rows of a draft of one token each, SparseMetadata or IndexerMetadata, whose lengths
+        have been advanced in place."""
+        self._rows.refill(metadata.rows)
+
 
 class SparseMetadataBuilder(_TokensBuilder):
     """Builds `SparseMetadata`, once per step."""
@@ -84,6 +89,7 @@ class SparseMetadataBuilder(_TokensBuilder):
         layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
         shard = Shard.of(vllm_config)
         self._check_steps_of(layer, vllm_config, shard)
+        self._join_draft_graphs(vllm_config)
         if shard is not None and drafts_of(vllm_config):
             compat.deal_draft_slots(shard.slots)
         if layer.impl.kernel.attention in support.GPU_IMPLS:
@@ -138,6 +144,7 @@ class IndexerMetadataBuilder(_TokensBuilder):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._join_draft_graphs(vllm_config)
         limits = self._make_rows_builder(vllm_config, device)
         layers = vllm_config.compilation_config.static_forward_context
         indexer = attached(layers[layer_names[0]])

@@ -23,6 +23,7 @@ class TokenRows:
     block_table  [B, max_blocks] int32      seq_lens  [B] int32, the new tokens included
     request_ids  [T] int32, -1 = padding; None: T / B rows a request, in order
     lengths      [T] int32: the row sees the first `lengths` tokens of its request
+    starts       [B + 1] int32, vLLM's `query_start_loc`; None of some rows of a step
 
     Under decode context parallelism the table and both lengths are those of this rank's tokens.
     """
@@ -31,6 +32,7 @@ class TokenRows:
     seq_lens: torch.Tensor
     request_ids: torch.Tensor | None
     lengths: torch.Tensor
+    starts: torch.Tensor | None = None
 
     def first(self, requests: int, tokens: int) -> "TokenRows":
         """Those of the leading requests, which have `tokens` tokens."""
@@ -73,8 +75,8 @@ class RowsBuilder:
         B, T = common.num_reqs, common.num_actual_tokens
         if T > len(self._lengths):
             raise ValueError(f"Expected at most {len(self._lengths)} tokens in a step, got {T}")
-        seq_lens = common.seq_lens[:B]
-        request_ids, lengths = self._fill(common.query_start_loc[: B + 1], seq_lens, T)
+        seq_lens, starts = common.seq_lens[:B], common.query_start_loc[: B + 1]
+        request_ids, lengths = self._fill(starts, seq_lens, T)
         if self._shard is not None:
             self._shard.lengths(lengths, out=lengths, spare=self._scratch[:T])
             # Which no kernel reads that is given `lengths`; dummy steps of vLLM's second model
@@ -86,7 +88,14 @@ class RowsBuilder:
             seq_lens,
             None if _in_equal_runs(common) else request_ids,
             lengths,
+            starts,
         )
+
+    def refill(self, rows: TokenRows) -> None:
+        """Of the step built last, for lengths that have been advanced in place; may be captured in
+        a CUDA graph. Not under decode context parallelism."""
+        assert self._shard is None and rows.starts is not None
+        self._fill(rows.starts, rows.seq_lens, len(rows.lengths))
 
 
 def max_tokens(vllm_config: Any) -> int:

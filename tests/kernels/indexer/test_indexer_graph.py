@@ -5,6 +5,7 @@ their own, which other tests compare with the definition."""
 import pytest
 import torch
 from mla_kernels import indexer_topk, indexer_topk_workspace, write_indexer_cache, write_kv_cache
+from mla_kernels.indexer.rows import token_rows
 from mla_kernels.testing.graphs import captured
 from mla_kernels.testing.indexer_case import make_indexer_case
 
@@ -67,3 +68,24 @@ def test_writes_to_other_slots(cache):
         replayed, launched = written(graph.replay), written(write)
         assert all(torch.equal(a, b) for a, b in zip(replayed, launched, strict=True))
         assert (replayed[0].flatten(0, 1) != 0xA5).any(1).sum() == T - 1
+
+
+def test_rows_of_lengths_that_advance_in_the_graph():
+    """As in a graph of several drafts: of three requests, the last of which is padding later."""
+    starts = torch.arange(4, dtype=torch.int32, device="cuda")
+    seq_lens = torch.tensor([5, 200, 64], dtype=torch.int32, device="cuda")
+    request_ids, lengths = (torch.full_like(seq_lens, -7) for _ in range(2))
+    seen = torch.zeros(2, 3, dtype=torch.int32, device="cuda")
+
+    def two_drafts():
+        for draft in range(2):
+            token_rows(starts, seq_lens, request_ids=request_ids, lengths=lengths)
+            seen[draft].copy_(lengths)
+            seq_lens.add_(1)
+
+    graph, _ = captured(two_drafts)
+    seq_lens.copy_(torch.tensor([9, 63, 0]))
+    starts[3] = 2
+    graph.replay()
+    assert seen.tolist() == [[9, 63, 0], [10, 64, 0]]
+    assert request_ids.tolist() == [0, 1, -1]
