@@ -75,7 +75,10 @@ def run(args: argparse.Namespace, save: Callable[[Row], None]) -> None:
     groups = [args.backends] if args.together else [[backend] for backend in args.backends]
     with tempfile.TemporaryDirectory() as folder:
         runner = Runner(args, asked, tokenizer, deadline, save)
-        for group in groups:
+        for to_come, group in zip(range(len(groups), 0, -1), groups, strict=True):
+            # As much for each as is left, so that a run short of time compares them by some loads.
+            now = time.monotonic()
+            runner.deadline = now + (deadline - now) / to_come
             with contextlib.ExitStack() as stack:
                 # Left after the servers, whose end ends the waiting for them.
                 pool = stack.enter_context(ThreadPoolExecutor(len(group)))

@@ -95,6 +95,29 @@ def test_only_the_first_server_sets_rates(monkeypatch):
     assert ["not_run" in row for row in rows] == [False, True] * 2
 
 
+@pytest.mark.parametrize("together", [False, True])
+def test_servers_one_behind_the_other_share_the_time(monkeypatch, together):
+    import serve_load
+
+    clock, until = [0.0], []
+
+    def run(servers):
+        until.append(runner.deadline)
+        clock[0] += 10.0  # of 90: what it leaves is for all that come
+
+    runner = MagicMock(run=run, failed=lambda *_: False)
+    monkeypatch.setattr(serve_load, "Runner", lambda *_: runner)
+    monkeypatch.setattr(serve_load, "Server", MagicMock())
+    monkeypatch.setattr(serve_load, "nvidia_smi", lambda *_, **__: ["a GPU"])
+    monkeypatch.setattr(serve_load, "server_options", lambda *_: [])
+    monkeypatch.setattr(serve_load.time, "monotonic", lambda: clock[0])
+    args = MagicMock(
+        backends=["a", "b", "c"], together=together, time_limit=90.0, shapes=[], reduced=False
+    )
+    serve_load.run(args, lambda _: None)
+    assert until == ([90.0] if together else [30.0, 50.0, 90.0])
+
+
 def test_servers_that_run_together_share_the_gpu():
     import serve_load
     from serve import parse_arguments
