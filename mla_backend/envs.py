@@ -117,8 +117,8 @@ ENV_VARS: dict[str, EnvVar] = {
             "auto",
             _auto_or_bool,
             "Prompts of a sparse model that see at most `index_topk` tokens attend in expanded "
-            "form, like those of a dense one. `auto`: but not in batch-invariant mode, nor where "
-            "it cannot be had (docs/plugin.md), where `1` is refused at start-up; `0`: never.",
+            "form, like those of a dense one. `auto`: yes, but not in batch-invariant mode, nor "
+            "where it cannot be had (docs/plugin.md), where `1` is refused at start-up.",
         ),
         EnvVar(
             "MLA_BACKEND_CHECK",
@@ -126,7 +126,8 @@ ENV_VARS: dict[str, EnvVar] = {
             _parse_bool,
             "Check the lengths, block tables and write slots of every step of requests before it "
             "runs, and name the request at fault by its id and its place in the step; not of "
-            "steps that vLLM makes up. Slow: it copies them off the device.",
+            "steps that vLLM makes up. Slow: it copies them off the device, and drafts are no "
+            "longer one CUDA graph.",
         ),
         EnvVar(
             "MLA_BACKEND_CPU_PLATFORM",

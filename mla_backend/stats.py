@@ -2,7 +2,8 @@
 """What this process computed with the backend: counters, and the implementation chosen.
 
 The counters count Python calls, one per layer and step; a replayed CUDA graph adds nothing to
-`forward_mqa`, so builders count the steps themselves.
+`forward_mqa`, so builders count the steps themselves. Of drafts that are one graph they count the
+first alone, or none.
 """
 
 import os

@@ -19,7 +19,7 @@ class StepBuilder(AttentionMetadataBuilder[Any]):
     # and every tensor keeps its address.
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     _step_check: StepCheck | None = None
-    # Read by vLLM from 0.28 on; `_join_draft_graphs` says of what.
+    # `_join_draft_graphs` says of what.
     supports_draft_decode_metadata_update: bool = False
 
     @classmethod

@@ -11,7 +11,7 @@ class StepPlans:
     """Plans for steps of at most `max_requests` requests, one at a time of each s_q.
 
     The buffers stay where they are, so a CUDA graph captured with a plan of some shape replays with
-    whatever `for_step` last wrote for that shape.
+    whatever `for_step` last wrote for that shape, or with what it writes itself.
     """
 
     def __init__(

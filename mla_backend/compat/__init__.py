@@ -43,10 +43,12 @@ resolving.
 | indexer | replace_indexer | all | its class takes no other kernels; on CPU none quantises |
 | | (below sm_89) | to 0.28 | the fused kernel of its queries does not compile |
 | | indexer_needs_fp8_type | 0.29 on | nor can one do without it: refused |
-| | route_fused_indexer | 0.29 on | on CUDA a function in the model's file, not the module's op |
+| | route_fused_indexer | 0.29 on (*) | on CUDA a function in the model's file, not an op |
 | | (on sm_100) | 0.33 | its keys' scales are four bytes of ue8m0: refused |
 | | build_indexers_without_deepgemm | all | its op asks for DeepGEMM while it is built |
 | | split_graph_at | all | piecewise CUDA graphs split at vLLM's own op only |
+
+(*) Before that in the model that `model_class_overrides` choose.
 
 These need no code, as the methods concerned serve both forms:
 
@@ -54,6 +56,7 @@ These need no code, as the methods concerned serve both forms:
 |---|---|---|---|
 | `validate_configuration`'s keywords | fewer | 0.28 to 0.30 | + use_dcp, use_rswa, ... |
 | model runner on a GPU | the first, for most models | 0.29 | the second |
+| metadata of drafts in the second model runner | built for each | 0.28 | or brought up to date |
 | top-k buffer of DeepSeek-V3.2's draft on CUDA | its own | 0.30 | the model's, given late |
 | `get_supported_kernel_block_sizes` | () | 0.31 | (kv_cache_spec=None) |
 | metadata builder's `_build_decode` | no max_query_len | 0.31 | max_query_len |

@@ -12,6 +12,9 @@ from typing import Any
 
 from mla_backend.compat import versions
 
+# The file of the CUDA model's own, where an engine has loaded it: since 0.27, and in 0.26.
+_FUSED_MODELS = ("vllm.models.deepseek_v32.attention", "vllm.models.deepseek_v32.nvidia.attention")
+
 
 def indexer_needs_fp8_type() -> bool:
     """Whether vLLM's own part of DeepSeek-V3.2's indexer on CUDA is a Triton kernel of a type that
@@ -77,16 +80,18 @@ def split_graph_at(vllm_config: Any, op: str) -> None:
 
 
 def route_fused_indexer(run: Callable[..., None], is_ours: Callable[[str], bool]) -> None:
-    """From 0.29 the CUDA model of DeepSeek-V3.2 calls a function for the indexer, not the op.
+    """From 0.29 the CUDA model of DeepSeek-V3.2 calls a function for the indexer, not the op; so
+    does the other model of 0.26 to 0.28, which `model_class_overrides` choose.
 
     Its fused kernel has written the keys to the cache by then. `run(q, None, weights, topk,
     layer_name)` is called for layers that are ours, vLLM's function for others. ValueError where
     that kernel writes scales that the indexer's kernels do not read (0.33 on sm_100).
     """
-    module = sys.modules.get("vllm.models.deepseek_v32.attention")
-    stock = getattr(module, "sparse_attn_indexer", None)
-    if module is None or stock is None:
+    loaded = (sys.modules.get(name) for name in _FUSED_MODELS)
+    module = next((m for m in loaded if hasattr(m, "sparse_attn_indexer")), None)
+    if module is None:
         return
+    stock = module.sparse_attn_indexer
     writer = sys.modules.get("vllm.models.deepseek_v32.common.kernels")
     mx_scales = getattr(writer, "mqa_logits_use_mx_scales", None)
     if mx_scales is not None and mx_scales():

@@ -34,12 +34,13 @@ def mla_prefill_backend(vllm_config: Any) -> str | None:
     return name
 
 
-def expanding_lacks(layer: Any) -> str:
-    """What a sparse `layer` of a GPU lacks to have prompts expanded, or "".
+def expanding_lacks(part: Any) -> str:
+    """What a sparse layer of a GPU, or the layer of an indexer, lacks to have prompts expanded, or
+    "".
 
     Up to 0.28 the layers of vLLM's other model of DeepSeek-V3.2 give `forward_mqa` all tokens.
     """
-    if versions.before((0, 29)) and type(layer).__module__.startswith("vllm.models.deepseek_v32."):
+    if versions.before((0, 29)) and type(part).__module__.startswith("vllm.models.deepseek_v32."):
         return "vLLM's own choice of the model: model_class_overrides unset"
     return ""
 

@@ -67,6 +67,18 @@ def test_a_dense_plan_follows_the_lengths(monkeypatch, updates):
     assert not updates
 
 
+def test_requests_that_pad_no_graph_have_no_token(monkeypatch, updates):
+    """As vLLM 0.32 builds a batch whose number of drafts has no graph: of a captured size."""
+    made = dense_builder(monkeypatch)
+    common = make_step([300, 6, 0], [1, 1, 0], TABLE[:2])
+    metadata = made.build(0, common)
+    updates.clear()
+    Advance(common).more()
+    made.update_draft_decode_metadata(metadata)
+    assert [lengths for _, lengths in updates] == [[301, 7]]
+    assert metadata.decode.tokens == 2
+
+
 def test_a_step_of_prompts_alone_has_no_plan(monkeypatch, updates):
     made = dense_builder(monkeypatch)
     metadata = made.build(0, make_step([300], [300], TABLE[:1]))

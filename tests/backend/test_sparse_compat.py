@@ -56,12 +56,16 @@ def test_class_by_layer_on_an_accelerator():
         Cuda.get_attn_backend_cls(AttentionBackendEnum.CUSTOM, layer)
 
 
+FUSED_MODELS = ("vllm.models.deepseek_v32.attention", "vllm.models.deepseek_v32.nvidia.attention")
+
+
 @pytest.fixture
-def fused_model(monkeypatch):
+def fused_model(monkeypatch, request):
     """A module of vLLM's CUDA model of DeepSeek-V3.2, in place of the real one."""
     import sys
 
-    module = types.ModuleType("vllm.models.deepseek_v32.attention")
+    where = getattr(request, "param", "vllm.models.deepseek_v32.attention")
+    module = types.ModuleType(where)
 
     def sparse_attn_indexer(
         hidden_states, k_cache_prefix, kv_cache, q_quant, q_scale, k, weights, topk_indices_buffer
@@ -73,8 +77,9 @@ def fused_model(monkeypatch):
     return module
 
 
+@pytest.mark.parametrize("fused_model", FUSED_MODELS, indirect=True)
 def test_fused_model_calls_our_indexer(fused_model):
-    """From vLLM 0.29 the CUDA model calls a function of its module."""
+    """From vLLM 0.29 the CUDA model calls a function of its module, and another model before."""
     from mla_backend import compat
 
     calls = []

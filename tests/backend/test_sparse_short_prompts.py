@@ -365,7 +365,7 @@ def test_layers_that_cannot_expand_on_a_gpu(monkeypatch, version, module, lacks)
     """They do not, and where that is asked for they are refused."""
     layer = type("Layer", (), {"__module__": module})()
     for on_cpu in (True, False):
-        expands = where_prompts_expand(monkeypatch, version=version, on_cpu=on_cpu).layer_expands
+        expands = where_prompts_expand(monkeypatch, version=version, on_cpu=on_cpu).part_expands
         monkeypatch.delenv("MLA_BACKEND_EXPAND_PROMPTS", raising=False)
         assert expands(layer) is (on_cpu or not lacks)
         monkeypatch.setenv("MLA_BACKEND_EXPAND_PROMPTS", "1")
@@ -381,7 +381,7 @@ def test_a_layer_that_cannot_expand_gets_all_tokens_itself(monkeypatch):
 
     layers = types.SimpleNamespace(static_forward_context={"layer": None})
     made = object.__new__(metadata.SparseMetadataBuilder)
-    monkeypatch.setattr(metadata, "layer_expands", lambda _: False)
+    monkeypatch.setattr(metadata, "part_expands", lambda _: False)
     made._expand_short_prompts(["layer"], types.SimpleNamespace(compilation_config=layers))
     assert made._short_prompts is None
 

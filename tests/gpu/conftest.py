@@ -118,7 +118,8 @@ def run_engine(folder, spec, env):
     assert not failed, f"{failed}\n{text[-6000:]}"
     result = json.loads((folder / "result.json").read_text())
     late = re.findall(r"JIT compilation during inference: (\w+)", text)
-    return result | {"compiled_late": sorted(set(late))}
+    rebuilt = "falling back to rebuilding attention metadata" in text
+    return result | {"compiled_late": sorted(set(late)), "drafts_rebuilt": rebuilt}
 
 
 def run_and_tell(terminal, name, folder, spec, env):

@@ -242,6 +242,7 @@ def all_engines():
     add("piecewise", **PIECEWISE)
     add("portable kernel", env={"MLA_BACKEND_IMPL": "triton"})
     add("mtp", compilation_config=MTP_GRAPHS, **MTP)
+    add("our mtp", **mtp)
     add("FLASHMLA mtp", attention_backend="FLASHMLA", compilation_config=MTP_GRAPHS, **MTP)
     add_draft_models(add)
     checked = {"MLA_BACKEND_CHECK": "1"}

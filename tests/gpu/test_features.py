@@ -6,7 +6,7 @@ from pathlib import Path
 
 import mla_kernels
 import pytest
-from engines import DRAFTS, SPARSE_STOCK
+from engines import DRAFTS, SECOND_RUNNER, SPARSE_STOCK
 from oracle import NOISE, distance, divergences
 from test_parity import outputs_of
 
@@ -94,6 +94,14 @@ def test_drafts_are_verified_inside_the_kernel(engines):
     # Graph replays are not counted, so only what ran outside them is: of uniform query length.
     assert calls["decode_steps"] > plain["decode_steps"] / (1 + DRAFTS)
     assert calls["forward_mqa_calls"] < 4 * calls["decode_steps"]
+
+
+@pytest.mark.skipif(not SECOND_RUNNER, reason="for vLLM 0.29 and later")
+@pytest.mark.parametrize("name", ["our mtp", "CUSTOM v3.2 mtp", "CUSTOM v3.2 all mtp"])
+def test_drafts_behind_the_first_are_one_graph(name, engines):
+    """Where steps are checked they are not, and vLLM says so."""
+    assert not engines(name)["drafts_rebuilt"]
+    assert engines("mtp 128")["drafts_rebuilt"]
 
 
 @pytest.mark.parametrize("name", ["draft model", "draft model 6"])

@@ -82,8 +82,8 @@ def test_modes_of_fp8_queries_are_as_good_as_graphs(mode, engines, checkpoint, p
     assert d.p99 <= NOISE * bar.p99
 
 
-MODES = ["eager", "compiled", "piecewise", "portable kernel", "mtp", "mtp 128", "FLASHMLA mtp"]
-MODES += ["CUSTOM fp8_ds_mla", "CUSTOM fp8_ds_mla 128"]
+MODES = ["eager", "compiled", "piecewise", "portable kernel", "mtp", "our mtp", "mtp 128"]
+MODES += ["FLASHMLA mtp", "CUSTOM fp8_ds_mla", "CUSTOM fp8_ds_mla 128"]
 MODES += ["other runner", "other runner compiled", "other runner mtp"]
 
 

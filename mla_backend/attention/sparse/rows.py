@@ -92,8 +92,8 @@ class RowsBuilder:
         )
 
     def refill(self, rows: TokenRows) -> None:
-        """Of the step built last, for lengths that have been advanced in place; may be captured in
-        a CUDA graph. Not under decode context parallelism."""
+        """`rows` that `build` made, in the same buffers, for lengths that have been advanced in
+        place; may be captured in a CUDA graph. Not under decode context parallelism."""
         assert self._shard is None and rows.starts is not None
         self._fill(rows.starts, rows.seq_lens, len(rows.lengths))
 

@@ -35,9 +35,10 @@ def are_expanded(kv_cache_dtype: str, dtype: torch.dtype, vllm_config: Any) -> b
     return _free_of(_obstacle(kv_cache_dtype, dtype, vllm_config))
 
 
-def layer_expands(layer: Any) -> bool:
-    """Whether an MLA layer of such an engine gives prompts to `forward_mha`; errors as above."""
-    return current_platform.is_cpu() or _free_of(compat.expanding_lacks(layer))
+def part_expands(part: Any) -> bool:
+    """Whether the MLA layer of such an engine that `part` is, or is the indexer of, gives prompts
+    to `forward_mha`; errors as above."""
+    return current_platform.is_cpu() or _free_of(compat.expanding_lacks(part))
 
 
 def _free_of(obstacle: str) -> bool:
