@@ -24,6 +24,8 @@ from servers import Server
 from telling import TELLING
 
 NAME = "model"
+# Four steps of the most tokens that vLLM takes at a time, for those of other sizes between them.
+WARM_UP_TOKENS = 32768
 Row = dict[str, Any]
 
 
@@ -158,9 +160,11 @@ class Runner:
         return not red
 
     def warm_up(self, server: Server) -> None:
-        """Two tokens to a few prompts of each shape, together."""
+        """Two tokens to some prompts of each shape, together: the first server compiles for steps
+        of some sizes what the others then find."""
         for load in {load.shape: load for load in self.asked}.values():
-            few = {"requests": min(4, self.requests(load)), "output_len": 2}
+            some = max(4, WARM_UP_TOKENS // load.shape.input_len)
+            few = {"requests": min(some, self.requests(load)), "output_len": 2}
             run_load(server.url, self.args.model, **self._describe(load) | few)
 
     def run(self, servers: list[Server]) -> None:

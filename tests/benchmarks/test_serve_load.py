@@ -95,6 +95,22 @@ def test_only_the_first_server_sets_rates(monkeypatch):
     assert ["not_run" in row for row in rows] == [False, True] * 2
 
 
+def test_as_many_prompts_warm_up_as_fill_several_steps(monkeypatch):
+    import serve_load
+    from serve_cases import Load, Shape
+
+    sent = []
+    monkeypatch.setattr(serve_load, "run_load", lambda *_, **how: sent.append(how))
+    loads = [Load(Shape(1024, 1024), 8), Load(Shape(8192, 1024), 8), Load(Shape(32768, 256), 2)]
+    loads += [Load(Shape(1024, 1024), 128)]
+    args = MagicMock(rounds=1)
+    runner = serve_load.Runner(args, loads, Path(), math.inf, None)
+    runner.warm_up(MagicMock())
+    assert [(how["input_len"], how["requests"], how["output_len"]) for how in sent] == [
+        (1024, 32, 2), (8192, 4, 2), (32768, 2, 2),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("together", [False, True])
 def test_servers_one_behind_the_other_share_the_time(monkeypatch, together):
     import serve_load
