@@ -365,7 +365,7 @@ def test_layers_that_cannot_expand_on_a_gpu(monkeypatch, version, module, lacks)
     """They do not, and where that is asked for they are refused."""
     layer = type("Layer", (), {"__module__": module})()
     for on_cpu in (True, False):
-        expands = where_prompts_expand(monkeypatch, version=version, on_cpu=on_cpu).part_expands
+        expands = where_prompts_expand(monkeypatch, version=version, on_cpu=on_cpu).can_expand
         monkeypatch.delenv("MLA_BACKEND_EXPAND_PROMPTS", raising=False)
         assert expands(layer) is (on_cpu or not lacks)
         monkeypatch.setenv("MLA_BACKEND_EXPAND_PROMPTS", "1")
@@ -376,12 +376,30 @@ def test_layers_that_cannot_expand_on_a_gpu(monkeypatch, version, module, lacks)
             assert expands(layer)
 
 
+@pytest.mark.parametrize("version, kept", [("0.28.0", False), ("0.29.0", True)])
+def test_memory_is_kept_where_a_layer_can_expand(monkeypatch, version, kept):
+    from sparse_parts import fake_indexer, make_impl
+
+    from mla_backend.attention.sparse import impl
+
+    where_prompts_expand(monkeypatch, version=version)
+    on_gpu = types.SimpleNamespace(is_cpu=lambda: False)
+    monkeypatch.setattr(impl, "current_platform", on_gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    taken = []
+    monkeypatch.setattr(impl, "take_over", lambda *args: taken.append(args[5]))
+    other = type("Indexer", (), {"__module__": "vllm.models.deepseek_v32.attention"})()
+    other.__dict__ |= vars(fake_indexer())
+    make_impl(monkeypatch, indexer=other)
+    assert [expanded is not None for expanded in taken] == [kept]
+
+
 def test_a_layer_that_cannot_expand_gets_all_tokens_itself(monkeypatch):
     from mla_backend.attention.sparse import metadata
 
     layers = types.SimpleNamespace(static_forward_context={"layer": None})
     made = object.__new__(metadata.SparseMetadataBuilder)
-    monkeypatch.setattr(metadata, "part_expands", lambda _: False)
+    monkeypatch.setattr(metadata, "can_expand", lambda _: False)
     made._expand_short_prompts(["layer"], types.SimpleNamespace(compilation_config=layers))
     assert made._short_prompts is None
 

@@ -22,7 +22,7 @@ from mla_backend.attention.sparse.indexer_layer import attached, is_attached
 from mla_backend.attention.sparse.kernel import SparseKernel, attention_workspace, slots_buffer
 from mla_backend.attention.sparse.metadata import SparseMetadata
 from mla_backend.attention.sparse.rows import max_tokens
-from mla_backend.attention.sparse.short_prompts import ExpandedBytes, are_expanded, part_expands
+from mla_backend.attention.sparse.short_prompts import ExpandedBytes, are_expanded, can_expand
 from mla_backend.refusals import cannot_serve
 from mla_backend.stats import STATS
 
@@ -124,7 +124,7 @@ class SparseMlaImpl(ExpandedPrompts):
         )
         if indexer is not None:
             expanded = None
-            if self.supports_dense_mha_prefill and part_expands(indexer) and not self._on_cpu:
+            if self.supports_dense_mha_prefill and can_expand(indexer) and not self._on_cpu:
                 capability = torch.cuda.get_device_capability(device)
                 expanded = ExpandedBytes.of(self, self.dtype.itemsize, capability)
             # vLLM has the queries of all heads and, while it adds up those of the ranks, their

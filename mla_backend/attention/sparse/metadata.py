@@ -15,7 +15,7 @@ from mla_backend.attention.prefill import PrefillTile
 from mla_backend.attention.shard import Shard
 from mla_backend.attention.sparse.indexer_layer import attached
 from mla_backend.attention.sparse.rows import RowsBuilder, TokenRows, max_tokens
-from mla_backend.attention.sparse.short_prompts import ShortPrompts, part_expands
+from mla_backend.attention.sparse.short_prompts import ShortPrompts, can_expand
 from mla_backend.attention.sparse.warmup import warm_up_attention, warm_up_indexer
 from mla_backend.stats import STATS
 
@@ -99,7 +99,7 @@ class SparseMetadataBuilder(_TokensBuilder):
 
     def _expand_short_prompts(self, layer_names: list[str], vllm_config: Any) -> None:
         layers = vllm_config.compilation_config.static_forward_context
-        if not part_expands(layers[layer_names[0]]):
+        if not can_expand(layers[layer_names[0]]):
             return
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         added = compat.tokens_added_to_drafts(layer_names, vllm_config)

@@ -35,7 +35,7 @@ def are_expanded(kv_cache_dtype: str, dtype: torch.dtype, vllm_config: Any) -> b
     return _free_of(_obstacle(kv_cache_dtype, dtype, vllm_config))
 
 
-def part_expands(part: Any) -> bool:
+def can_expand(part: Any) -> bool:
     """Whether the MLA layer of such an engine that `part` is, or is the indexer of, gives prompts
     to `forward_mha`; errors as above."""
     return current_platform.is_cpu() or _free_of(compat.expanding_lacks(part))
