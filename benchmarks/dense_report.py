@@ -205,3 +205,4 @@ def plot(report: dict[str, Any], path: Path) -> None:
     axes.grid(alpha=0.3, which="both")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
+    plt.close(figure)  # pages are written again with each case

@@ -32,43 +32,51 @@ Answer = list[dict[str, float]]  # of one prompt: for each token logprobs by tok
 Row = dict[str, Any]
 
 
+def prompt(length: int) -> list[int]:
+    """Token ids, the same for a length."""
+    rng = random.Random(length)
+    return [rng.randrange(10, 2000) for _ in range(length)]
+
+
 def prompts() -> list[list[int]]:
     """Token ids of PROMPTS."""
-    found = []
-    for length in PROMPTS:
-        rng = random.Random(length)
-        found.append([rng.randrange(10, 2000) for _ in range(length)])
-    return found
+    return [prompt(length) for length in PROMPTS]
 
 
 def ask(url: str, served_name: str) -> list[Answer]:
     """Greedy answers to PROMPTS, with logprobs. ValueError for what is no answer: vLLM has no JSON
     for a NaN, and a server may crash or hang at them."""
-    body = {
-        "model": served_name,
-        "prompt": prompts(),
-        "max_tokens": TOKENS,
-        "temperature": 0,
-        "ignore_eos": True,
-        "logprobs": LIKELY,
-        "return_tokens_as_token_ids": True,
-    }
-    request = urllib.request.Request(
-        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    choices = complete(
+        url,
+        model=served_name,
+        prompt=prompts(),
+        max_tokens=TOKENS,
+        temperature=0,
+        ignore_eos=True,
+        logprobs=LIKELY,
+        return_tokens_as_token_ids=True,
     )
-    try:
-        with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as answer:
-            choices = json.load(answer)["choices"]
-    except urllib.error.HTTPError as error:
-        raise ValueError(f"HTTP {error.code} {error.read().decode(errors='replace')}") from None
-    except (OSError, http.client.HTTPException) as error:
-        raise ValueError(f"{type(error).__name__}: {error}") from error
     answers = []
     for choice in sorted(choices, key=lambda choice: choice["index"]):
         found = choice["logprobs"]
         said = zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True)
         answers.append([{token: logprob, **top} for token, logprob, top in said])
     return answers
+
+
+def complete(url: str, **body: Any) -> list[Row]:
+    """The choices that a server gives for a completion. ValueError if it gives none."""
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as answer:
+            choices: list[Row] = json.load(answer)["choices"]
+    except urllib.error.HTTPError as error:
+        raise ValueError(f"HTTP {error.code} {error.read().decode(errors='replace')}") from None
+    except (OSError, http.client.HTTPException) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+    return choices
 
 
 def drift(one: list[Answer], other: list[Answer]) -> float:

@@ -24,8 +24,10 @@ from servers import Server
 from telling import TELLING
 
 NAME = "model"
-# Four steps of the most tokens that vLLM takes at a time, for those of other sizes between them.
-WARM_UP_TOKENS = 32768
+STEP_TOKENS = 8192  # that vLLM takes at a time, at most
+# For each vLLM has a configuration of the experts' kernel, if it has any for the model and GPU.
+TUNED = (16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 2048, 3072, 4096, STEP_TOKENS)
+WARM_UP_STEPS = 4  # full ones of each shape, for those of other sizes between them
 Row = dict[str, Any]
 
 
@@ -39,7 +41,7 @@ def server_options(args: argparse.Namespace, asked: list[Load], tokenizer: Path)
     # The random prompts are text: a few tokens more or less when they are read again.
     options += ["--max-model-len", str(longest + 256), "--max-num-seqs", str(clients)]
     # Random prompts share nothing, and hits would be no comparison of attention.
-    options += ["--no-enable-prefix-caching"]
+    options += ["--no-enable-prefix-caching", "--jit-monitor-verbose"]
     options += ["--gpu-memory-utilization", f"{0.9 / share:.3f}"]
     if args.together:  # what is left of the GPU changes while the others start
         options += ["--kv-cache-memory-bytes", str(int(args.cache_gib * 2**30))]
@@ -55,6 +57,13 @@ def server_options(args: argparse.Namespace, asked: list[Load], tokenizer: Path)
     elif not args.compile:
         options += ["--compilation-config", '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}']
     return [*options, *args.server_options]
+
+
+def step_sizes(longest: int) -> list[int]:
+    """Tokens of steps whose kernels may differ: TUNED, and what 16 does not divide, for which
+    Triton compiles again."""
+    pairs = itertools.chain.from_iterable((size - 1, size) for size in TUNED)
+    return [size for size in pairs if size <= longest]
 
 
 def gpu_memory_gib(pids: set[int]) -> float | None:
@@ -99,8 +108,12 @@ def run(args: argparse.Namespace, save: Callable[[Row], None]) -> None:
                 started = [server for server, wait in ready if runner.ready(server, wait.result())]
                 for server in started:
                     runner.warm_up(server)
+                warm = {server.backend: server.compiled_late() for server in started}
                 runner.run(started)
                 for server in started:
+                    if not args.eager:  # where vLLM does not watch
+                        late = server.compiled_late() - warm[server.backend]
+                        save({"backend": server.backend, "compiled_in_loads": late})
                     if (gib := gpu_memory_gib(server.pids)) is not None:
                         save({"backend": server.backend, "gpu_memory_gib": gib})
                 for server in servers:
@@ -160,10 +173,14 @@ class Runner:
         return not red
 
     def warm_up(self, server: Server) -> None:
-        """Two tokens to some prompts of each shape, together: the first server compiles for steps
-        of some sizes what the others then find."""
+        """Two tokens to a prompt of each of many lengths, alone, and to some of each shape,
+        together. What the first server compiles for steps of other sizes the others then find."""
+        for length in step_sizes(max(load.shape.input_len for load in self.asked)):
+            ask: Row = {"model": NAME, "prompt": serve_gate.prompt(length), "max_tokens": 2}
+            with contextlib.suppress(ValueError):  # loads say what it cannot answer
+                serve_gate.complete(server.url, **ask)
         for load in {load.shape: load for load in self.asked}.values():
-            some = max(4, WARM_UP_TOKENS // load.shape.input_len)
+            some = max(WARM_UP_STEPS, WARM_UP_STEPS * STEP_TOKENS // load.shape.input_len)
             few = {"requests": min(some, self.requests(load)), "output_len": 2}
             run_load(server.url, self.args.model, **self._describe(load) | few)
 

@@ -28,6 +28,7 @@ def serve_lines(report: Report) -> list[str]:
         if "gpu_memory_gib" in row:
             gib = f"{row['gpu_memory_gib']:.1f} GiB"
             lines += [f"* GPU memory of {label(row['backend'])} at the end: {gib}"]
+    lines += [_late_line(row) for row in report.rows if "compiled_in_loads" in row]
     lines += ["", *_load_lines(loads, report.backends), ""]
     return [*lines, f"Times in milliseconds. {FEW_SAMPLES}", "", *_serve_ratios(report)]
 
@@ -76,6 +77,12 @@ def _conditions(report: Report, loads: list[Row]) -> str:
         f"{'' if settings.get('family') == 'v3.2' else prefill}"
         f"{few_layers if not settings['as_is'] and layers < FEW_LAYERS else ''}"
     )
+
+
+def _late_line(row: Row) -> str:
+    late = row["compiled_in_loads"]
+    kernels = ", ".join(f"{name} ({count})" for name, count in sorted(late.items())) or "none"
+    return f"* Kernels that {label(row['backend'])} made ready in its loads: {kernels}"
 
 
 def _load_lines(loads: list[Row], backends: list[str]) -> list[str]:
@@ -192,3 +199,4 @@ def plot_serve(report: Report, path: Path) -> None:
         axes.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=110)
+    plt.close(figure)  # pages are written again with each row

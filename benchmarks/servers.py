@@ -4,11 +4,13 @@
 import contextlib
 import http.client
 import os
+import re
 import socket
 import subprocess
 import sys
 import time
 import urllib.request
+from collections import Counter
 from pathlib import Path
 from types import TracebackType
 
@@ -34,6 +36,8 @@ NO_REASON = "See root cause above"
 # What a line has that names a cause: the second is how pydantic goes on below "ValidationError: 1
 # validation error for ModelConfig".
 NAMING = ("Error", "  Value error, ", "mla-backend serve: ")
+# What vLLM logs, with --jit-monitor-verbose each time.
+LATE = re.compile(r"JIT compilation during inference: (\w+)")
 # No plugin of any kind, so that vLLM chooses its own best attention for this CPU.
 STOCK = {"VLLM_PLUGINS": "", "MLA_BACKEND_CPU_PLATFORM": "0"}
 
@@ -132,6 +136,11 @@ class Server:
             if "Using " in line and "MLA" in line and "prefill" not in line and "backend" in line:
                 return line.partition("Using ")[2].split()[0].rstrip(".")
         return "CUSTOM" if self.backend == "ours" else "unknown"
+
+    def compiled_late(self) -> Counter[str]:
+        """How often it has made a kernel ready since it was warm, by the kernel's name: Triton
+        compiled it, or read from disk what another server had compiled."""
+        return Counter(LATE.findall(self.log.read_text(errors="replace")))
 
     def terminate(self) -> None:
         """Ask it to end, without waiting."""

@@ -186,3 +186,4 @@ def plot_steps(report: Report, path: Path) -> None:
             axes.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=110)
+    plt.close(figure)  # pages are written again with each row

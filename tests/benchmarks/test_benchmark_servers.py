@@ -2,6 +2,7 @@
 """How servers of benchmarks begin, and how a benchmark ends: nothing of them is left."""
 
 import importlib
+import inspect
 import os
 import signal
 import subprocess
@@ -107,6 +108,22 @@ import socket, sys, time
 listening = socket.create_server(("127.0.0.1", int(sys.argv[-1])))
 time.sleep(300)' "$@"
 """
+
+
+def test_kernels_that_a_warm_server_made_ready_are_counted(tmp_path):
+    """By the words of vLLM."""
+    import servers
+    from vllm.utils import jit_monitor
+
+    server = servers.Server.__new__(servers.Server)
+    server.log = tmp_path / "log"
+    said = "%s %s during inference: %s%s. "
+    assert said in inspect.getsource(jit_monitor._handle_jit_event)
+    event = "kernel JIT compilation"
+    assert f'event="{event}"' in inspect.getsource(jit_monitor._log_triton_jit_compile)
+    lines = [said % ("Triton", event, name, " (key=_b)") for name in ("_a", "_b", "_a")]
+    server.log.write_text("\n".join(["ready", *lines, "Autotuning kernel: _c"]))
+    assert server.compiled_late() == {"_a": 2, "_b": 1}
 
 
 def test_a_server_that_never_answers_is_not_waited_for_forever(tmp_path, monkeypatch, capsys):

@@ -8,6 +8,7 @@ import math
 import os
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -165,6 +166,9 @@ def test_a_server_is_ready_when_it_says_so(monkeypatch):
             assert said_so.wait(10)
             return 40.0 + len(self.backend)
 
+        def compiled_late(self):
+            return Counter()
+
     made, rows, said_so = [], [], threading.Event()
 
     def prepare(runner):
@@ -179,6 +183,7 @@ def test_a_server_is_ready_when_it_says_so(monkeypatch):
     monkeypatch.setattr(serve_load, "nvidia_smi", lambda *_, of="gpu": [["G"]])
     monkeypatch.setattr(serve_load, "run_load", lambda *_, **how: {"failed": 1})
     monkeypatch.setattr(serve_gate, "ask", lambda *_: SOUND)
+    monkeypatch.setattr(serve_gate, "complete", lambda *_, **how: [])
     words = ["--together", "--reduced", "--repetitions", "1", "--backends", *waited_for]
     serve_load.run(parse_arguments(words), save)
     assert made == [True]

@@ -3,6 +3,7 @@
 
 import itertools
 import math
+from collections import Counter
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -101,6 +102,7 @@ def test_as_many_prompts_warm_up_as_fill_several_steps(monkeypatch):
 
     sent = []
     monkeypatch.setattr(serve_load, "run_load", lambda *_, **how: sent.append(how))
+    monkeypatch.setattr(serve_load.serve_gate, "complete", lambda *_, **how: None)
     loads = [Load(Shape(1024, 1024), 8), Load(Shape(8192, 1024), 8), Load(Shape(32768, 256), 2)]
     loads += [Load(Shape(1024, 1024), 128)]
     args = MagicMock(rounds=1)
@@ -109,6 +111,49 @@ def test_as_many_prompts_warm_up_as_fill_several_steps(monkeypatch):
     assert [(how["input_len"], how["requests"], how["output_len"]) for how in sent] == [
         (1024, 32, 2), (8192, 4, 2), (32768, 2, 2),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("longest", [8, 100, 32768])
+def test_prompts_of_many_lengths_warm_up_alone(longest, monkeypatch):
+    """None is longer than a step or than those of the loads, whose servers take no longer ones."""
+    import serve_load
+    from serve_cases import Load, Shape
+
+    asked = []
+
+    def complete(url, **body):
+        asked.append((len(body["prompt"]), body["max_tokens"]))
+        raise ValueError("no answer")  # says a load
+
+    monkeypatch.setattr(serve_load, "run_load", lambda *_, **how: None)
+    monkeypatch.setattr(serve_load.serve_gate, "complete", complete)
+    loads = [Load(Shape(4, 8), 1), Load(Shape(longest, 8), 1)]
+    serve_load.Runner(MagicMock(rounds=1), loads, Path(), math.inf, None).warm_up(MagicMock())
+    lengths = [15, 16, 23, 24, 31, 32, 47, 48, 63, 64, 95, 96, 127, 128, 255, 256, 511, 512]
+    lengths += [1023, 1024, 1535, 1536, 2047, 2048, 3071, 3072, 4095, 4096, 8191, 8192]
+    assert asked == [(length, 2) for length in lengths if length <= longest]
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_kernels_of_loads_are_told_from_those_before(eager, monkeypatch):
+    import serve_load
+
+    counts = iter([Counter(a=2, b=1), Counter(a=2, b=3, c=1)])
+    server = MagicMock(backend="a", pids=set(), compiled_late=lambda: next(counts))
+    server.__enter__.return_value = server
+    monkeypatch.setattr(serve_load, "Server", lambda *_: server)
+    monkeypatch.setattr(serve_load, "Runner", MagicMock(return_value=MagicMock(failed=bool)))
+    monkeypatch.setattr(serve_load, "as_completed", lambda _: [])
+    monkeypatch.setattr(serve_load, "nvidia_smi", lambda *_, **__: ["a GPU"])
+    monkeypatch.setattr(serve_load, "server_options", lambda *_: [])
+    monkeypatch.setattr(serve_load, "gpu_memory_gib", lambda _: None)
+    rows = []
+    args = MagicMock(
+        backends=["a"], together=False, time_limit=90.0, shapes=[], reduced=False, eager=eager
+    )
+    serve_load.run(args, rows.append)
+    late = [] if eager else [{"backend": "a", "compiled_in_loads": {"b": 2, "c": 1}}]
+    assert rows == late
 
 
 @pytest.mark.parametrize("together", [False, True])

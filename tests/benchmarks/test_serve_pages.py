@@ -106,6 +106,8 @@ def test_report_of_serving(tmp_path):
     load = {"shape": "8/8", "goodput_s": 1.5, "failed": 0, "completed": 100, **times}
     rows = [
         {"backend": "CUSTOM", "start_s": 40.0, "same_tokens_as_first": 1.0},
+        {"backend": "CUSTOM", "compiled_in_loads": {"b": 3, "a": 1}},
+        {"backend": "FLASHMLA", "compiled_in_loads": {}},
         {"backend": "CUSTOM", "gpu_memory_gib": 9.5},
         {"backend": "CUSTOM", "loop": "closed", "concurrency": 4, "output_tok_s": 321.0, **load},
         {"backend": "CUSTOM", "loop": "open", "rate": 0.5, "output_tok_s": 99.0, **load},
@@ -123,6 +125,8 @@ def test_report_of_serving(tmp_path):
     assert "loaded one at a time" in page and "A reduced list of loads" in page
     assert "| mla-backend | 100.0% | 40 |" in page
     assert "* GPU memory of mla-backend at the end: 9.5 GiB" in page
+    assert "* Kernels that mla-backend made ready in its loads: a (1), b (3)\n" in page
+    assert "* Kernels that FLASHMLA made ready in its loads: none\n" in page
     assert "| 8/8 | 4 clients | mla-backend | 321 | 1.50 | 10.0 |" in page
     assert "| 8/8 | 0.5 a second | mla-backend | 99 | 1.50 |" in page
     assert "| 8/8 | 4 clients |  |  |" in page
