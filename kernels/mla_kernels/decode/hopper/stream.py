@@ -8,9 +8,9 @@ that the rings stay full across the border between two requests.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from mla_kernels.decode.hopper.layouts import BLOCK, HALF, QUERY_TILE, ROPE
+from mla_kernels.decode.hopper.layouts import BLOCK, HALF, PASS_128, QUERY, QUERY_TILE, ROPE
 from mla_kernels.triton_common.gluon_compat import aggregate, reinterpret, tma_load
 
 LATENT = gl.constexpr(2 * HALF.value)
@@ -102,6 +102,17 @@ def next_segment(plan, request, hi, end):
     return request, lo, segment_end(plan, request, lo, end), end
 
 
+@gluon.jit
+def step_on(request, split, after, after_lo, after_hi, after_end):
+    """(request, lo, hi, end, split) of a loop that goes on with the segment `after`, of
+    `next_segment`: the next one of its request, or the first of another."""
+    # Copies: a loop does not carry one value under two names.
+    return (
+        after + 0, after_lo + 0, after_hi + 0, after_end + 0,
+        gl.where(after == request, split + 1, 0),
+    )  # fmt: skip
+
+
 @aggregate
 class Start:
     """This program's row of the plan (decode/plan/kernel.py): read once, for all warpgroups,
@@ -182,6 +193,18 @@ def load_query(q_desc, request, COL: gl.constexpr, full, tile, ok):
     """Ask for a request's rows of this program, from column COL on; rows past its last are zero."""
     box = reinterpret(tile, gl.bfloat16, [1, tile.shape[0], tile.shape[1]], QUERY_TILE)
     tma_load(q_desc, [request, gl.program_id(0) * BLOCK, COL], full, box, pred=ok)
+
+
+@gluon.jit
+def take_query(a, b, r, q_shared):
+    """A query tile that has come in a ring's places `a`, `b` and `r`: to registers, but for 128
+    columns, which go to `q_shared`. Returns columns 0 to 255, 256 to 383, and those of rope."""
+    q_a = a.load(QUERY)
+    q_b = b.slice(0, 128, dim=1).load(QUERY)
+    q_rope = r.load(QUERY)
+    q_shared.store(b.slice(128, 128, dim=1).load(PASS_128))
+    fence_async_shared()
+    return q_a, q_b, q_rope
 
 
 @gluon.jit

@@ -9,9 +9,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mla_kernels.decode.hopper.layouts import BLOCK, PASS_128, QUERY, SCORES_COL, SCORES_ROW
+from mla_kernels.decode.hopper.layouts import BLOCK, SCORES_COL, SCORES_ROW
 from mla_kernels.decode.hopper.softmax import EXPONENT_FLOOR
-from mla_kernels.decode.hopper.stream import ring_next, ring_previous
+from mla_kernels.decode.hopper.stream import ring_next, ring_previous, take_query
 from mla_kernels.sparse.hopper.layouts import SUMS
 from mla_kernels.sparse.hopper.scales import load_scalar, store_scalar
 from mla_kernels.sparse.hopper.scores import LN2, LOG2E, issue_scores
@@ -46,11 +46,9 @@ def scores_stream_warpgroup(
         mbarrier.wait(full_v.index(ib), pb)
         mbarrier.wait(full_b.index(ib), pb)
         store_scalar(num_tiles.index(po ^ 1), tiles)
-        q_a = ring_a.index(ia).load(QUERY)
-        q_b = ring_b.index(ib).slice(0, 128, dim=1).load(QUERY)
-        q_rope = ring_r.index(ib).load(QUERY)
-        q_shared.store(ring_b.index(ib).slice(128, 128, dim=1).load(PASS_128))
-        fence_async_shared()
+        q_a, q_b, q_rope = take_query(
+            ring_a.index(ia), ring_b.index(ib), ring_r.index(ib), q_shared
+        )
         mbarrier.arrive(full_q, count=1)
         ia, pa = ring_next(ia, pa, SLOTS_A)
         ib, pb = ring_next(ib, pb, SLOTS_B)

@@ -14,9 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from mla_kernels import numerics
 from mla_kernels.decode.hopper.layouts import (
     BLOCK,
-    PASS_128,
     QUADS,
-    QUERY,
     SCORES,
     SCORES_COL,
     SCORES_ROW,
@@ -34,6 +32,8 @@ from mla_kernels.decode.hopper.stream import (
     ring_next,
     ring_previous,
     start_segment,
+    step_on,
+    take_query,
 )
 
 LN2 = gl.constexpr(numerics.LN2)
@@ -86,11 +86,9 @@ def scores_warpgroup(
         # The query tile is the first of the segment's stream: registers, and 128 columns shared.
         mbarrier.wait(full_a.index(ia), pa)
         mbarrier.wait(full_b.index(ib), pb)
-        q_a = ring_a.index(ia).load(QUERY)
-        q_b = ring_b.index(ib).slice(0, 128, dim=1).load(QUERY)
-        q_rope = ring_r.index(ib).load(QUERY)
-        q_shared.store(ring_b.index(ib).slice(128, 128, dim=1).load(PASS_128))
-        fence_async_shared()
+        q_a, q_b, q_rope = take_query(
+            ring_a.index(ia), ring_b.index(ib), ring_r.index(ib), q_shared
+        )
         mbarrier.arrive(full_q, count=1)
         ia, pa = ring_next(ia, pa, SLOTS_A)
         ib, pb = ring_next(ib, pb, SLOTS_B)
@@ -143,9 +141,5 @@ def scores_warpgroup(
             gl.store(part_sums + at + 1, reference, mask=row_ok)
         mbarrier.arrive(full_out, count=1)
         po = po ^ 1
-        split = gl.where(after == request, split + 1, 0)
-        request = after + 0
-        lo = after_lo + 0
-        hi = after_hi + 0
-        end = after_end + 0
+        request, lo, hi, end, split = step_on(request, split, after, after_lo, after_hi, after_end)
     gdc_launch_dependents()  # the merge (decode/merge/kernel.py)

@@ -28,6 +28,7 @@ from mla_kernels.decode.hopper.stream import (
     ring_next,
     ring_step,
     start_segment,
+    step_on,
     stream_start,
 )
 from mla_kernels.triton_common.gluon_compat import (
@@ -184,8 +185,4 @@ def values_warpgroup(
                 cv, plan, q_desc, q_rope_desc, kv_desc, kv_rope_desc, COL, ring, full, ring_r, iv,
             )  # fmt: skip
             iv = ring_step(iv, SLOTS)
-        split = gl.where(after == request, split + 1, 0)
-        request = after + 0
-        lo = after_lo + 0
-        hi = after_hi + 0
-        end = after_end + 0
+        request, lo, hi, end, split = step_on(request, split, after, after_lo, after_hi, after_end)

@@ -40,7 +40,7 @@ from mla_kernels.decode.hopper.fp8.token_scales import (
 )
 from mla_kernels.decode.hopper.layouts import BLOCK, SCALES_READ
 from mla_kernels.decode.hopper.scales import FIRST, TILE_HEADROOM, next_exponent, power_of_two
-from mla_kernels.decode.hopper.stream import next_segment, start_segment
+from mla_kernels.decode.hopper.stream import next_segment, start_segment, step_on
 from mla_kernels.decode.triton.softmax import integer_reference, pow2_int
 from mla_kernels.triton_common.gluon_compat import reinterpret
 
@@ -232,9 +232,5 @@ def scores_warpgroup(
                 gl.store(part_sums + at + 1, k, mask=row_ok)
             mbarrier.arrive(full_out, count=1)
         segment = segment + 1
-        split = gl.where(after == request, split + 1, 0)
-        request = after + 0
-        lo = after_lo + 0
-        hi = after_hi + 0
-        end = after_end + 0
+        request, lo, hi, end, split = step_on(request, split, after, after_lo, after_hi, after_end)
     gdc_launch_dependents()  # the merge (decode/merge/kernel.py)

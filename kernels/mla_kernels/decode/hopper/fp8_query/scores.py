@@ -22,7 +22,7 @@ from mla_kernels.decode.hopper.fp8_query.operands import (
 from mla_kernels.decode.hopper.fp8_query.softmax import lane_sums, lowest, move_reference, weights
 from mla_kernels.decode.hopper.layouts import BLOCK, QUADS, SCORES_ROW
 from mla_kernels.decode.hopper.softmax import of_rows, publish_factors, sums_of_rows
-from mla_kernels.decode.hopper.stream import next_segment, ring_next, start_segment
+from mla_kernels.decode.hopper.stream import next_segment, ring_next, start_segment, step_on
 from mla_kernels.triton_common.gluon_compat import cta_barrier, reinterpret, tma_load
 
 LN2 = gl.constexpr(numerics.LN2)
@@ -169,9 +169,5 @@ def scores_warpgroup(
             gl.store(part_sums + at + 1, reference, mask=row_ok)
         mbarrier.arrive(full_out, count=1)
         po = po ^ 1
-        split = gl.where(after == request, split + 1, 0)
-        request = after + 0
-        lo = after_lo + 0
-        hi = after_hi + 0
-        end = after_end + 0
+        request, lo, hi, end, split = step_on(request, split, after, after_lo, after_hi, after_end)
     gdc_launch_dependents()  # the merge (decode/merge/kernel.py)

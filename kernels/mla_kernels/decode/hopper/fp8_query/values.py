@@ -26,7 +26,7 @@ from mla_kernels.decode.hopper.fp8_query.operands import (
 )
 from mla_kernels.decode.hopper.fp8_query.softmax import EACH, ONE_BITS
 from mla_kernels.decode.hopper.layouts import BLOCK
-from mla_kernels.decode.hopper.stream import next_segment, ring_next, start_segment
+from mla_kernels.decode.hopper.stream import next_segment, ring_next, start_segment, step_on
 
 
 @gluon.jit
@@ -159,8 +159,4 @@ def values_warpgroup(
             split, splits, num_rows, COL, BLOCK,
         )  # fmt: skip
         po = po ^ 1
-        split = gl.where(after == request, split + 1, 0)
-        request = after + 0
-        lo = after_lo + 0
-        hi = after_hi + 0
-        end = after_end + 0
+        request, lo, hi, end, split = step_on(request, split, after, after_lo, after_hi, after_end)

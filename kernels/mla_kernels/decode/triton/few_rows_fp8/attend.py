@@ -14,6 +14,7 @@ from mla_kernels.decode.hopper.stream import (
     ring_next,
     ring_previous,
     start_segment,
+    step_on,
 )
 from mla_kernels.decode.triton.few_rows.operands import (
     KEYS_TO_F16,
@@ -182,8 +183,4 @@ def attend(
                 mbarrier.arrive(handed.index(last - FIRST), count=1)
         if not CAUSAL:
             after, after_lo, after_hi, after_end = next_segment(plan, request, hi, end)
-        split = gl.where(after == request, split + 1, 0)
-        request = after + 0
-        lo = after_lo + 0
-        hi = after_hi + 0
-        end = after_end + 0
+        request, lo, hi, end, split = step_on(request, split, after, after_lo, after_hi, after_end)

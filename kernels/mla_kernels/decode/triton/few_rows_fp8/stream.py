@@ -6,7 +6,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from mla_kernels.decode.hopper.layouts import BLOCK
-from mla_kernels.decode.hopper.stream import next_segment, ring_next, start_segment
+from mla_kernels.decode.hopper.stream import next_segment, ring_next, start_segment, step_on
 from mla_kernels.decode.triton.many_rows.stream import page_of
 from mla_kernels.triton_common.gluon_compat import reinterpret, tma_load
 
@@ -35,7 +35,7 @@ def loader(
     handed on when its other rows are zeros."""
     WIDTH: gl.constexpr = ring.shape[2]
     BYTES: gl.constexpr = BLOCK * (WIDTH + rope_ring.shape[2]) * 2
-    plan, request, lo, hi, end, _split = start_segment(
+    plan, request, lo, hi, end, split = start_segment(
         start, seq_lens, requests, table, table_stride, CHUNKED
     )
     i = gl.to_tensor(0)  # of the team that the next tile goes to, and of the other
@@ -78,7 +78,4 @@ def loader(
             phase, phase_other = (
                 gl.where(odd, phase_other, phase), gl.where(odd, phase, phase_other)
             )  # fmt: skip
-        request = after + 0
-        lo = after_lo + 0
-        hi = after_hi + 0
-        end = after_end + 0
+        request, lo, hi, end, split = step_on(request, split, after, after_lo, after_hi, after_end)

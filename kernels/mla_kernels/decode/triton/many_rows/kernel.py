@@ -28,7 +28,13 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from mla_kernels import numerics
 from mla_kernels.decode.hopper.layouts import BLOCK, HALF, ROPE, TILE
-from mla_kernels.decode.hopper.stream import next_segment, read_start, ring_next, start_segment
+from mla_kernels.decode.hopper.stream import (
+    next_segment,
+    read_start,
+    ring_next,
+    start_segment,
+    step_on,
+)
 from mla_kernels.decode.triton.many_rows.softmax import (
     LANES,
     SCORES,
@@ -190,11 +196,7 @@ def attend(
             at = ((slot + split) * num_rows + row) * 2
             gl.store(part_sums + at, total, mask=row < num_rows)
             gl.store(part_sums + at + 1, reference, mask=row < num_rows)
-        split = gl.where(after == request, split + 1, 0)
-        request = after + 0
-        lo = after_lo + 0
-        hi = after_hi + 0
-        end = after_end + 0
+        request, lo, hi, end, split = step_on(request, split, after, after_lo, after_hi, after_end)
 
 
 @gluon.jit(do_not_specialize=["table_stride", "num_rows", "num_heads", "s_q"])

@@ -6,7 +6,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from mla_kernels.decode.hopper.layouts import BLOCK, HALF, QUERY_TILE, ROPE
-from mla_kernels.decode.hopper.stream import next_segment, ring_next, start_segment
+from mla_kernels.decode.hopper.stream import next_segment, ring_next, start_segment, step_on
 from mla_kernels.triton_common.gluon_compat import reinterpret, tma_load
 
 HALF_BYTES = gl.constexpr(BLOCK.value * HALF.value * 2)
@@ -40,7 +40,7 @@ def loader(
     CHUNKED: gl.constexpr,
 ):  # fmt: skip
     """Ask for each half of a tile, and for a query, when its place becomes free."""
-    plan, request, lo, hi, end, _split = start_segment(
+    plan, request, lo, hi, end, split = start_segment(
         start, seq_lens, requests, table, table_stride, CHUNKED
     )
     i = gl.to_tensor(0)
@@ -65,7 +65,4 @@ def loader(
                 load_query(q_desc, q_rope_desc, request, q_a, q_b, q_r, full_q)
             i, phase = ring_next(i, phase, 2)
         phase_q = phase_q ^ 1
-        request = after + 0
-        lo = after_lo + 0
-        hi = after_hi + 0
-        end = after_end + 0
+        request, lo, hi, end, split = step_on(request, split, after, after_lo, after_hi, after_end)
