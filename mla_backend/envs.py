@@ -81,8 +81,8 @@ ENV_VARS: dict[str, EnvVar] = {
             _choice("auto", "pow2", "amla", "flash"),
             "Softmax rescaling of decode attention: `pow2` (power-of-two grid), `amla` (the "
             "paper's integer add) or `flash` (the usual multiply). `auto`: `pow2`, and on a CPU "
-            "`flash`, which torch has an operator for. Sparse attention has no others than these "
-            "two.",
+            "`flash`, which torch has an operator for. A sparse model takes `pow2`, on a CPU "
+            "`flash` too; another is refused at start-up.",
         ),
         EnvVar(
             "MLA_BACKEND_FP8_QUERY",

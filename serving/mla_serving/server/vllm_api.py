@@ -19,10 +19,14 @@ Importing this module imports vLLM: seconds.
 
 import asyncio
 import importlib
+import importlib.metadata
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 import vllm
+from huggingface_hub.constants import HF_HUB_OFFLINE
+from huggingface_hub.errors import LocalEntryNotFoundError
 from vllm import envs, logger
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
@@ -79,6 +83,7 @@ __all__ = [
     "build_async_engine_client",
     "engine_gauges",
     "get_uvicorn_log_config",
+    "has_command",
     "init_app_state",
     "is_cpu",
     "is_our_cpu",
@@ -88,6 +93,14 @@ __all__ = [
     "prepare",
     "validate_parsed_serve_args",
 ]
+
+
+def has_command() -> bool:
+    """Whether `vllm serve` starts: vLLM's own command asks for the version of a package vllm."""
+    try:
+        return bool(importlib.metadata.version("vllm"))
+    except importlib.metadata.PackageNotFoundError:
+        return False
 
 
 def is_cpu() -> bool:
@@ -104,8 +117,18 @@ def is_our_cpu() -> bool:
 
 def model_uses_mla(args: Namespace) -> bool:
     """Whether vLLM will give this model MLA attention layers that the backend can be asked for.
-    Reads the model's config."""
-    return support.is_mla_model(AsyncEngineArgs.from_cli_args(args).create_model_config())
+    Reads the model's config; FileNotFoundError if that is not to be had."""
+    try:
+        config = AsyncEngineArgs.from_cli_args(args).create_model_config()
+    except LocalEntryNotFoundError:
+        if Path(args.model).exists():
+            raise
+        mend = "unset HF_HUB_OFFLINE" if HF_HUB_OFFLINE else "the Hub does not answer: try again"
+        raise FileNotFoundError(
+            f"{args.model} is no path here, and not in the Hugging Face Hub's cache; {mend}, or "
+            "give a path"
+        ) from None
+    return support.is_mla_model(config)
 
 
 def prepare(args: Namespace) -> None:

@@ -49,7 +49,7 @@ def test_text(capsys):
     assert "our kernel 0.09 ms or less, as b1_" in out
     status, out, _ = run(capsys, *V3, "--gpus", "1", "--gpu", "b200", "--batch", "9999999")
     assert status == 1
-    assert "fewer than the 9999999 asked for" in out
+    assert "fewer than the 9999999 of --batch" in out
     assert "nothing was measured on b200" in out
     status, out, _ = run(capsys, *V32, "--gpus", "8")
     said = (
