@@ -8,6 +8,7 @@ import json
 import math
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from telling import TELLING
 
 NAME = "model"
 STEP_TOKENS = 8192  # that vLLM takes at a time, at most
-# For each vLLM has a configuration of the experts' kernel, if it has any for the model and GPU.
+# For most of these vLLM has a configuration of the experts' kernel, if any for the model and GPU.
 TUNED = (16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 2048, 3072, 4096, STEP_TOKENS)
 WARM_UP_STEPS = 4  # full ones of each shape, for those of other sizes between them
 Row = dict[str, Any]
@@ -60,8 +61,8 @@ def server_options(args: argparse.Namespace, asked: list[Load], tokenizer: Path)
 
 
 def step_sizes(longest: int) -> list[int]:
-    """Tokens of steps whose kernels may differ: TUNED, and what 16 does not divide, for which
-    Triton compiles again."""
+    """Tokens of steps whose kernels may differ: TUNED, and one less, which 16 does not divide, so
+    that Triton compiles again."""
     pairs = itertools.chain.from_iterable((size - 1, size) for size in TUNED)
     return [size for size in pairs if size <= longest]
 
@@ -111,8 +112,9 @@ def run(args: argparse.Namespace, save: Callable[[Row], None]) -> None:
                 warm = {server.backend: server.compiled_late() for server in started}
                 runner.run(started)
                 for server in started:
-                    if not args.eager:  # where vLLM does not watch
-                        late = server.compiled_late() - warm[server.backend]
+                    late, before = server.compiled_late(), warm[server.backend]
+                    if server.backend in runner.measured and late is not None:
+                        late -= before or Counter()
                         save({"backend": server.backend, "compiled_in_loads": late})
                     if (gib := gpu_memory_gib(server.pids)) is not None:
                         save({"backend": server.backend, "gpu_memory_gib": gib})
@@ -132,6 +134,7 @@ class Runner:
     save: Callable[[Row], None]
     fullest: dict[Shape, float] = field(default_factory=dict)  # requests a second
     rates: dict[Load, float] = field(default_factory=dict)  # of open loops by `share`
+    measured: set[str] = field(default_factory=set)  # backends with a load
     first: str | None = None
     said: list[serve_gate.Answer] | None = None
 
@@ -176,9 +179,13 @@ class Runner:
         """Two tokens to a prompt of each of many lengths, alone, and to some of each shape,
         together. What the first server compiles for steps of other sizes the others then find."""
         for length in step_sizes(max(load.shape.input_len for load in self.asked)):
+            if time.monotonic() > self.deadline:
+                return
             ask: Row = {"model": NAME, "prompt": serve_gate.prompt(length), "max_tokens": 2}
-            with contextlib.suppress(ValueError):  # loads say what it cannot answer
+            try:
                 serve_gate.complete(server.url, **ask)
+            except ValueError:  # loads say what it cannot answer
+                break
         for load in {load.shape: load for load in self.asked}.values():
             some = max(WARM_UP_STEPS, WARM_UP_STEPS * STEP_TOKENS // load.shape.input_len)
             few = {"requests": min(some, self.requests(load)), "output_len": 2}
@@ -222,6 +229,7 @@ class Runner:
                 row["error"] = f"{measured['failed']} of {how['requests']} requests failed"
             else:
                 row |= measured
+                self.measured.add(server.backend)
         self.save(row)
         return row
 

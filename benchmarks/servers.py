@@ -36,8 +36,10 @@ NO_REASON = "See root cause above"
 # What a line has that names a cause: the second is how pydantic goes on below "ValidationError: 1
 # validation error for ModelConfig".
 NAMING = ("Error", "  Value error, ", "mla-backend serve: ")
-# What vLLM logs, with --jit-monitor-verbose each time.
-LATE = re.compile(r"JIT compilation during inference: (\w+)")
+# What vLLM logs of kernels: that it watches (not where it warms none up), and, with
+# --jit-monitor-verbose each time, what it sees.
+WATCHES = "JIT monitor activated"
+LATE = re.compile(r"JIT compilation during inference: (\S+?)(?: \(|\. )")
 # No plugin of any kind, so that vLLM chooses its own best attention for this CPU.
 STOCK = {"VLLM_PLUGINS": "", "MLA_BACKEND_CPU_PLATFORM": "0"}
 
@@ -137,10 +139,11 @@ class Server:
                 return line.partition("Using ")[2].split()[0].rstrip(".")
         return "CUSTOM" if self.backend == "ours" else "unknown"
 
-    def compiled_late(self) -> Counter[str]:
-        """How often it has made a kernel ready since it was warm, by the kernel's name: Triton
-        compiled it, or read from disk what another server had compiled."""
-        return Counter(LATE.findall(self.log.read_text(errors="replace")))
+    def compiled_late(self) -> Counter[str] | None:
+        """How often it has made a kernel ready since it started, by the kernel's name: compiled it,
+        or read from disk what another server had compiled. None if vLLM does not watch."""
+        log = self.log.read_text(errors="replace")
+        return Counter(LATE.findall(log)) if WATCHES in log else None
 
     def terminate(self) -> None:
         """Ask it to end, without waiting."""

@@ -121,9 +121,14 @@ def test_kernels_that_a_warm_server_made_ready_are_counted(tmp_path):
     assert said in inspect.getsource(jit_monitor._handle_jit_event)
     event = "kernel JIT compilation"
     assert f'event="{event}"' in inspect.getsource(jit_monitor._log_triton_jit_compile)
-    lines = [said % ("Triton", event, name, " (key=_b)") for name in ("_a", "_b", "_a")]
-    server.log.write_text("\n".join(["ready", *lines, "Autotuning kernel: _c"]))
-    assert server.compiled_late() == {"_a": 2, "_b": 1}
+    names = ("_a", "f.<locals>.b", "_a")
+    lines = [said % ("Triton", event, name, " (key=_b)") for name in names]
+    lines += [said % ("Triton", event, "<unknown>", ""), "Autotuning kernel: _c"]
+    server.log.write_text("\n".join(lines))
+    assert server.compiled_late() is None
+    assert servers.WATCHES in inspect.getsource(jit_monitor.activate)
+    server.log.write_text("\n".join([f"Kernel {servers.WATCHES}; ", *lines]))
+    assert server.compiled_late() == {"_a": 2, "f.<locals>.b": 1, "<unknown>": 1}
 
 
 def test_a_server_that_never_answers_is_not_waited_for_forever(tmp_path, monkeypatch, capsys):

@@ -123,7 +123,6 @@ def test_prompts_of_many_lengths_warm_up_alone(longest, monkeypatch):
 
     def complete(url, **body):
         asked.append((len(body["prompt"]), body["max_tokens"]))
-        raise ValueError("no answer")  # says a load
 
     monkeypatch.setattr(serve_load, "run_load", lambda *_, **how: None)
     monkeypatch.setattr(serve_load.serve_gate, "complete", complete)
@@ -134,26 +133,51 @@ def test_prompts_of_many_lengths_warm_up_alone(longest, monkeypatch):
     assert asked == [(length, 2) for length in lengths if length <= longest]
 
 
-@pytest.mark.parametrize("eager", [False, True])
-def test_kernels_of_loads_are_told_from_those_before(eager, monkeypatch):
+@pytest.mark.parametrize(("left", "tried"), [(math.inf, 2), (0.0, 0)])
+def test_a_server_that_does_not_answer_is_not_warmed_up_for_hours(left, tried, monkeypatch):
+    import serve_load
+    from serve_cases import Load, Shape
+
+    asked = []
+
+    def complete(url, **body):
+        asked.append(body)
+        if len(asked) == 2:
+            raise ValueError("TimeoutError")
+
+    monkeypatch.setattr(serve_load, "run_load", lambda *_, **how: None)
+    monkeypatch.setattr(serve_load.serve_gate, "complete", complete)
+    args = MagicMock(rounds=1)
+    serve_load.Runner(args, [Load(Shape(64, 8), 1)], Path(), left, None).warm_up(MagicMock())
+    assert len(asked) == tried
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "measured", "late"),
+    [
+        (Counter(a=2, b=1), Counter(a=2, b=3, c=1), {"a"}, {"b": 2, "c": 1}),
+        (Counter(), Counter(), {"a"}, {}),
+        (Counter(), Counter(), set(), None),  # no load, no time: nothing was seen
+        (None, None, {"a"}, None),  # nobody watched
+    ],
+)
+def test_kernels_of_loads_are_told_from_those_before(before, after, measured, late, monkeypatch):
     import serve_load
 
-    counts = iter([Counter(a=2, b=1), Counter(a=2, b=3, c=1)])
+    counts = iter([before, after])
     server = MagicMock(backend="a", pids=set(), compiled_late=lambda: next(counts))
     server.__enter__.return_value = server
     monkeypatch.setattr(serve_load, "Server", lambda *_: server)
-    monkeypatch.setattr(serve_load, "Runner", MagicMock(return_value=MagicMock(failed=bool)))
+    runner = MagicMock(measured=measured)
+    monkeypatch.setattr(serve_load, "Runner", MagicMock(return_value=runner))
     monkeypatch.setattr(serve_load, "as_completed", lambda _: [])
     monkeypatch.setattr(serve_load, "nvidia_smi", lambda *_, **__: ["a GPU"])
     monkeypatch.setattr(serve_load, "server_options", lambda *_: [])
     monkeypatch.setattr(serve_load, "gpu_memory_gib", lambda _: None)
     rows = []
-    args = MagicMock(
-        backends=["a"], together=False, time_limit=90.0, shapes=[], reduced=False, eager=eager
-    )
+    args = MagicMock(backends=["a"], together=False, time_limit=90.0, shapes=[], reduced=False)
     serve_load.run(args, rows.append)
-    late = [] if eager else [{"backend": "a", "compiled_in_loads": {"b": 2, "c": 1}}]
-    assert rows == late
+    assert rows == ([] if late is None else [{"backend": "a", "compiled_in_loads": late}])
 
 
 @pytest.mark.parametrize("together", [False, True])

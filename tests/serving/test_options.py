@@ -168,8 +168,8 @@ def test_another_path_that_is_not_there(tmp_path, option):
         _parse_all([str(tmp_path), option, str(tmp_path / "nowhere")])
 
 
-@pytest.mark.parametrize("offline", [False, True])
-def test_a_model_that_is_not_in_the_cache(parser, monkeypatch, tmp_path, offline):
+@pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"])
+def test_a_model_that_is_not_in_the_cache(parser, monkeypatch, tmp_path, variable):
     """The Hub's own words name neither the model nor the variable."""
     from mla_serving.server import vllm_api
     from mla_serving.server.args import _parse
@@ -178,18 +178,38 @@ def test_a_model_that_is_not_in_the_cache(parser, monkeypatch, tmp_path, offline
         raise vllm_api.LocalEntryNotFoundError("no snapshot folder")
 
     monkeypatch.setattr(vllm_api.AsyncEngineArgs, "create_model_config", absent)
-    monkeypatch.setattr(vllm_api, "HF_HUB_OFFLINE", offline)
-    mend = "unset HF_HUB_OFFLINE" if offline else "the Hub does not answer"
-    with pytest.raises(FileNotFoundError, match=f"^a/b is no path here, and .* cache; {mend}"):
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(FileNotFoundError, match="no snapshot folder"):  # for another reason
         vllm_api.model_uses_mla(_parse(parser, ["a/b"]))
-    with pytest.raises(FileNotFoundError, match="no snapshot folder"):  # something else's
+    monkeypatch.setenv(variable, "1")
+    said = f"is not in the Hugging Face Hub's cache, and no path here; unset {variable} to"
+    for given, names in [
+        (["a/b"], "a/b"),
+        (["a/b", "--revision", "v2"], "a/b at --revision v2"),
+        ([str(tmp_path), "--tokenizer", "c/d"], "c/d"),
+        (["a/b", "--tokenizer", "c/d"], "a/b or c/d"),
+    ]:
+        with pytest.raises(FileNotFoundError, match=f"^{names} {said}"):
+            vllm_api.model_uses_mla(_parse(parser, given))
+    with pytest.raises(FileNotFoundError, match="no snapshot folder"):
         vllm_api.model_uses_mla(_parse(parser, [str(tmp_path)]))
 
 
 def test_an_option_that_another_one_needs(demo_checkpoint, monkeypatch):
+    from mla_serving.server import vllm_api
+
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    given = [str(demo_checkpoint("v3")), "--enable-auto-tool-choice"]
     with pytest.raises(ValueError, match=r"^--enable-auto-tool-choice requires --tool-call-parser"):
-        _parse_all([str(demo_checkpoint("v3")), "--enable-auto-tool-choice"])
+        _parse_all(given)
+
+    def faulty(_):
+        raise TypeError("not callable")
+
+    monkeypatch.setattr(vllm_api, "validate_parsed_serve_args", faulty)
+    with pytest.raises(TypeError, match="not callable"):
+        _parse_all(given)
 
 
 @pytest.mark.parametrize("option", ["--ssl-certfile", "--ssl-keyfile", "--ssl-ca-certs"])

