@@ -20,12 +20,12 @@ Importing this module imports vLLM: seconds.
 import asyncio
 import importlib
 import importlib.metadata
-import os
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import vllm
+from huggingface_hub import constants as hub
 from huggingface_hub.errors import LocalEntryNotFoundError
 from vllm import envs, logger
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -40,7 +40,6 @@ from mla_backend.attention import support
 
 VLLM_VERSION = str(vllm.__version__)
 _ENTRYPOINTS = "vllm.entrypoints"
-_OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")  # the Hub's library reads either
 
 
 def _first(name: str, *modules: str) -> Any:
@@ -124,13 +123,12 @@ def model_uses_mla(args: Namespace) -> bool:
     except LocalEntryNotFoundError:
         named = (args.model, args.tokenizer, args.hf_config_path)
         absent = [name for name in named if name and not Path(name).exists()]
-        offline = [name for name in _OFFLINE if os.environ.get(name)]
-        if not absent or not offline:
+        if not absent or not hub.HF_HUB_OFFLINE:
             raise
         revision = f" at --revision {args.revision}" if args.revision else ""
         raise FileNotFoundError(
             f"{' or '.join(absent)}{revision} is not in the Hugging Face Hub's cache, and no path "
-            f"here; unset {' and '.join(offline)} to fetch it, or give a path"
+            "here; set HF_HUB_OFFLINE=0 to fetch it, or give a path"
         ) from None
     return support.is_mla_model(config)
 
