@@ -115,7 +115,8 @@ def run(args: argparse.Namespace, save: Callable[[Row], None]) -> None:
                     late, before = server.compiled_late(), warm[server.backend]
                     if server.backend in runner.measured and late is not None:
                         late -= before or Counter()
-                        save({"backend": server.backend, "compiled_in_loads": late})
+                        # A Counter's keys become pairs in dataclasses.asdict.
+                        save({"backend": server.backend, "compiled_in_loads": dict(late)})
                     if (gib := gpu_memory_gib(server.pids)) is not None:
                         save({"backend": server.backend, "gpu_memory_gib": gib})
                 for server in servers:

@@ -124,11 +124,18 @@ def check_output(
     device: torch.device,
 ) -> None:
     """A tensor to write rows into, any distance apart."""
+    check_written(name, x)
     check_shape(name, x, shape)
     check_dtype(name, x, (dtype,))
     check_device(name, x, device)
     check_last_contiguous(name, x)
     check_distinct(name, x)
+
+
+def check_written(name: str, x: torch.Tensor) -> None:
+    """Autograd forbids it halfway through otherwise."""
+    if x.requires_grad:
+        raise ValueError(f"Expected {name} without requires_grad, as it is written to, got True")
 
 
 def check_workspace(x: torch.Tensor, device: torch.device) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mla_backend import compat, envs
+from mla_backend.attention import fp8_query
 from mla_backend.attention.support import (
     COMPUTE_GENERATIONS,
     DTYPES,
@@ -109,6 +110,8 @@ def combination_reasons(config: dict[str, Any]) -> list[str]:
         reasons.append(batch_invariance_on_cpu_reason())
     if config["device_capability"] is not None:
         reasons += _gpu_reasons(dtype, config["use_sparse"], config["device_capability"])
+        if compat.on_amd_gpu():
+            reasons += _amd_reasons(kv_cache_dtype, config["use_sparse"])
     if kv_cache_dtype in ("float16", "bfloat16") and kv_cache_dtype != dtype:
         reasons.append(
             f"KV cache dtype {kv_cache_dtype} with model dtype {dtype}; they must agree. "
@@ -138,6 +141,22 @@ def _gpu_reasons(dtype: str, sparse: bool, capability: tuple[int, int]) -> list[
         reasons.append(
             f"sparse attention on compute capability {'.'.join(map(str, capability))}, for which "
             "vLLM 0.29 and later cannot compile their own part of the indexer. Mend: vLLM 0.28"
+        )
+    return reasons
+
+
+def _amd_reasons(kv_cache_dtype: str, sparse: bool) -> list[str]:
+    """No engine has run on one. What is known to differ is refused."""
+    reasons = []
+    if sparse:
+        reasons.append(
+            "DeepSeek Sparse Attention on an AMD GPU, where vLLM's own part of the indexer is "
+            f"another. {ELSE}"
+        )
+    if kv_cache_dtype in fp8_query.KV_CACHE_DTYPES and compat.fp8_is_fnuz():
+        reasons.append(
+            f"KV cache dtype {kv_cache_dtype} on this AMD GPU, where it is e4m3fnuz; the kernels "
+            "read e4m3fn. Mend: --kv-cache-dtype bfloat16"
         )
     return reasons
 

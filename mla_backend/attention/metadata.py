@@ -266,8 +266,8 @@ class MlaMetadataBuilder(StepBuilder, MLACommonMetadataBuilder[MlaMetadata]):
         new = query_lens[query_lens > 0]  # none is a padded request of a graph
         if T < B and new.max(initial=1) == 1:
             # A microbatch: it may begin or end with a request of which it has no token, and may
-            # have none at all, when nobody attends.
-            first = int(np.flatnonzero(query_lens)[0]) if T else 0
+            # have none at all but padding, when nobody attends.
+            first = int(np.flatnonzero(query_lens)[0]) if len(new) else 0
             some = slice(first, first + max(T, 1))
             return launch(block_table_tensor[some], seq_lens_device[some], max(T, 1))
         if len(new) == 0 or (new.min() == new.max() and B <= T <= B * self._most_s_q):

@@ -32,6 +32,7 @@ resolving.
 | | tokens_added_to_drafts | all | first steps of draft models and of P-EAGLE are longer |
 | | bound_lengths | all | a drafter's new token is missing in the host's lengths |
 | | without_padding | 0.28, 0.29 | steps of several MTP modules are padded without a request |
+| | (breakable CUDA graphs) | 0.26 | and other steps with requests that have no token |
 | | deal_draft_slots | all | the first model runner's drafters know of no shared cache |
 | | request_ids | all | metadata builders are told no names |
 | | is_dummy_step | all | nor whether a step is made up |
@@ -39,6 +40,7 @@ resolving.
 | | (int8) | all | and None without AMX tiles |
 | | LatentsKeepTheirDtype | all | contexts become int8, or int32, as a weight is kept |
 | | split_kv_b_exactly | all | ones are rounded to a scale of activations |
+| amd | on_amd_gpu, fp8_is_fnuz | all | its capabilities look like NVIDIA's |
 | adapters | check_adapters | all | LoRA changes layers that an attention backend never calls |
 | indexer | replace_indexer | all | its class takes no other kernels; on CPU none quantises |
 | | (below sm_89) | to 0.28 | the fused kernel of its queries does not compile |
@@ -65,6 +67,7 @@ These need no code, as the methods concerned serve both forms:
 """
 
 from mla_backend.compat.adapters import check_adapters
+from mla_backend.compat.amd import fp8_is_fnuz, on_amd_gpu
 from mla_backend.compat.indexer import (
     build_indexers_without_deepgemm,
     indexer_needs_fp8_type,
@@ -133,6 +136,7 @@ __all__ = [
     "expanded_prompts",
     "expanding_lacks",
     "forgets_lengths_of_ranks",
+    "fp8_is_fnuz",
     "indexer_needs_fp8_type",
     "installed_vllm_version",
     "is_dummy_step",
@@ -140,6 +144,7 @@ __all__ = [
     "layer_compact_layouts",
     "merge_every_context",
     "mla_prefill_backend",
+    "on_amd_gpu",
     "outputs_of_chunked_context",
     "parse_version",
     "register_attention_backend",

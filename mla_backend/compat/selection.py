@@ -34,11 +34,11 @@ def select_class_by_layer(platform: Any, choose: Callable[[Any, Any, Any], str |
         return
 
     def get_attn_backend_cls(
-        cls: Any, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
+        cls: Any, selected_backend: Any, attn_selector_config: Any, *args: Any, **kwargs: Any
     ) -> str:
         capability = cls.get_device_capability()
         path = choose(selected_backend, attn_selector_config, capability)
-        return path or stock(cls, selected_backend, attn_selector_config, num_heads)
+        return path or stock(cls, selected_backend, attn_selector_config, *args, **kwargs)
 
     get_attn_backend_cls.by_layer = True  # type: ignore[attr-defined]
     platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)

@@ -86,17 +86,37 @@ def bound_lengths(common: Any, added: int) -> Any:
 
 
 def without_padding(common: Any) -> Any:
-    """vLLM's CommonAttentionMetadata without tokens behind those of all requests, where no request
-    without a token stands for them as in a CUDA graph.
+    """vLLM's CommonAttentionMetadata without the padding that is not that of a CUDA graph of whole
+    steps, whose requests all have as many tokens. Our builder counts tokens a request.
 
-    Its second model runner pads so the drafts of several MTP modules (0.28 and 0.29). Our builder
-    counts tokens a request.
+    Its second model runner pads so the drafts of several MTP modules, without a request for the
+    tokens behind (0.28 and 0.29), and with VLLM_USE_BREAKABLE_CUDAGRAPH=1 (0.26) tokens and
+    requests of any step whose graphs end where attention begins.
     """
     starts = common.query_start_loc_cpu
-    T = int(starts[-1])
-    if T < common.num_actual_tokens and bool((starts.diff() > 0).all()):
-        return common.replace(num_actual_tokens=T)
-    return common
+    T, new = int(starts[-1]), starts.diff()
+    some = new > 0
+    if bool(some.all()):
+        return common.replace(num_actual_tokens=T) if T < common.num_actual_tokens else common
+    longest = common.max_query_len
+    whole_step = bool((new[some] == longest).all())
+    if whole_step and common.num_actual_tokens == common.num_reqs * longest:
+        return common
+    if T == 0 or not _pads_requests():
+        return common
+    B = int(some.nonzero()[-1]) + 1
+    upper = common.seq_lens_cpu_upper_bound  # which vLLM's own `unpadded` leaves out
+    cut = common.unpadded(T, B)
+    return cut.replace(seq_lens_cpu_upper_bound=None if upper is None else upper[:B])
+
+
+def _pads_requests() -> bool:
+    """Whether vLLM pads the requests of steps whose graphs end where attention begins."""
+    if not versions.before((0, 27)):
+        return False
+    from vllm.compilation.breakable_cudagraph import is_breakable_cudagraph_enabled
+
+    return bool(is_breakable_cudagraph_enabled())
 
 
 def deal_draft_slots(slots: Callable[[Any, Any, Any, int], Any]) -> None:

@@ -297,15 +297,76 @@ def test_tokens_behind_the_last_request_are_nobodys(builder, new, padded):
 
 
 @pytest.mark.parametrize(
-    "new, attended",
-    [([1, 1, 0], [0, 1]), ([0, 1, 1], [1, 2]), ([0, 1], [1]), ([0, 0], [0])],  # by nobody
+    "new, padding, attended",
+    [
+        ([1, 1, 0], 0, [0, 1]),
+        ([0, 1, 1], 0, [1, 2]),
+        ([0, 1], 0, [1]),
+        ([0, 0], 0, [0]),  # by nobody
+        ([0, 0, 0], 2, [0, 1]),  # likewise, where a graph has been captured for two tokens
+    ],
 )
-def test_requests_without_a_token(builder, new, attended):
+def test_requests_without_a_token(builder, new, padding, attended):
     """Microbatches of the second runner of vLLM 0.30 and later, which it cuts where other ranks'
     tokens end."""
     made = builder(0, drafts=0, threshold=1)
     common = Batch(*((str(i), 70 + i, 40, n, 0) for i, n in enumerate(new))).step()
+    common = common.replace(num_actual_tokens=common.num_actual_tokens + padding)
     decode = made.build(0, common).decode
     assert decode.rest is None and decode.plan.s_q == 1
     assert decode.lengths.equal(common.seq_lens[attended])
     assert decode.block_table.equal(common.block_table_tensor[attended])
+
+
+@pytest.mark.parametrize(
+    "new, tokens, drafts",
+    [
+        ([6], 6, 0),  # the end of a prompt
+        ([2, 2], 6, 2),  # drafts of which some were cut off
+        ([3, 3, 2], 12, 2),  # as many tokens as four whole requests have
+        ([1, 1, 1], 8, 0),
+        ([5, 700], 706, 0),  # with a prompt that attends in expanded form
+    ],
+)
+def test_requests_that_pad_a_step_are_nobodys(builder, monkeypatch, new, tokens, drafts):
+    """As the second runner of vLLM 0.26 pads every step with VLLM_USE_BREAKABLE_CUDAGRAPH=1."""
+    from mla_backend.compat import step_metadata
+
+    monkeypatch.setattr(step_metadata, "_pads_requests", lambda: True)
+    made = builder(128, drafts=drafts, threshold=1 + drafts)
+    rows = [(str(i), 640, 40, n, 0) for i, n in enumerate(new)]
+    alone = made.build(0, Batch(*rows).step())
+    wide = Batch(*rows, *[("none", 0, 0, 0, 0)] * (min(tokens, 6) - len(new))).step()
+    found = made.build(0, wide.replace(num_actual_tokens=tokens))
+    assert found.num_actual_tokens == sum(new) and found.num_reqs == len(new)
+    for one, other in zip(launches(found.decode), launches(alone.decode), strict=True):
+        assert one.lengths.equal(other.lengths) and one.plan.s_q == other.plan.s_q
+        assert one.block_table.equal(other.block_table) and one.tokens == other.tokens
+    assert (found.prefill is None) == (alone.prefill is None)
+    if found.prefill is not None:
+        context = found.prefill.chunked_context
+        assert context.context_lens_list == alone.prefill.chunked_context.context_lens_list
+
+
+def test_a_padded_graph_of_whole_steps_keeps_its_requests(builder, monkeypatch):
+    """Its kernels were captured for as many."""
+    from mla_backend.compat import step_metadata
+
+    monkeypatch.setattr(step_metadata, "_pads_requests", lambda: True)
+    made = builder(0)
+    rows = [(str(i), 70, 40, 1 + DRAFTS, 0) for i in range(3)]
+    common = Batch(*rows, ("none", 0, 0, 0, 0)).step().replace(num_actual_tokens=4 * (1 + DRAFTS))
+    decode = made.build(0, common).decode
+    assert decode.rest is None and len(decode.lengths) == 4 and decode.plan.s_q == 1 + DRAFTS
+
+
+@pytest.mark.parametrize("version, pads", [("0.26.0", True), ("0.27.1", False)])
+@pytest.mark.parametrize("breakable", [True, False])
+def test_which_vllm_pads_requests(monkeypatch, version, pads, breakable):
+    from vllm.compilation import breakable_cudagraph
+
+    from mla_backend.compat import step_metadata, versions
+
+    monkeypatch.setattr(versions, "installed_vllm_version", lambda: version)
+    monkeypatch.setattr(breakable_cudagraph, "is_breakable_cudagraph_enabled", lambda: breakable)
+    assert step_metadata._pads_requests() == (pads and breakable)

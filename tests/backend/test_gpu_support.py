@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the dense backend says of a GPU, asked on any machine."""
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from layer_config import selector_config
 from mla_kernels.decode.api import MAX_HEADS, MAX_S_Q
 from mla_kernels.dispatch import Choice
 from mla_kernels.layouts import MlaDims
@@ -29,14 +31,9 @@ from mla_backend.attention.warmup import batch_sizes, queries
 from mla_backend.stats import STATS
 
 
-def reasons(capability, **changes):
-    absent = set(changes) - set(AttentionSelectorConfig._fields)
-    if absent:
-        pytest.skip(f"this vLLM does not ask about {', '.join(absent)}")
-    config = AttentionSelectorConfig(
-        head_size=576, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=64, use_mla=True
-    )._replace(**changes)
-    return MlaBackend.validate_configuration(device_capability=capability, **config._asdict())
+def reasons(capability, backend=MlaBackend, **changes):
+    config = selector_config(**changes)
+    return backend.validate_configuration(device_capability=capability, **config._asdict())
 
 
 @pytest.mark.parametrize(
@@ -49,6 +46,37 @@ def reasons(capability, **changes):
 )
 def test_a_gpu_takes(changes):
     assert reasons(DeviceCapability(9, 0), **changes) == []
+
+
+@pytest.mark.parametrize(
+    "capability, fnuz, changes, words",
+    [
+        ((9, 4), True, {}, None),
+        ((9, 4), True, {"kv_cache_dtype": "fp8_ds_mla"}, None),
+        ((9, 5), False, {"kv_cache_dtype": "fp8"}, None),
+        ((9, 4), True, {"kv_cache_dtype": "fp8"}, "KV cache dtype fp8 on this AMD GPU, .*e4m3fnuz"),
+        ((9, 5), False, {"use_sparse": True}, "DeepSeek Sparse Attention on an AMD GPU"),
+    ],
+)
+def test_what_is_refused_on_gpus_of_amd(monkeypatch, capability, fnuz, changes, words):
+    """Their compute capabilities look like those of NVIDIA's."""
+    from mla_backend.attention.sparse.backend import SparseMlaBackend
+
+    monkeypatch.setattr(compat, "on_amd_gpu", lambda: True)
+    monkeypatch.setattr(compat, "fp8_is_fnuz", lambda: fnuz)
+    backend = SparseMlaBackend if changes.get("use_sparse") else MlaBackend
+    found = reasons(DeviceCapability(*capability), backend, **changes)
+    assert len(found) == (words is not None)
+    if words:
+        assert re.match(words, found[0])
+
+
+def test_hopper_kernels_are_not_for_a_gpu_of_amd_that_calls_itself_9_0(monkeypatch):
+    from mla_backend.attention.sparse import fp8_indexer
+
+    assert fp8_indexer.is_on((9, 0), "auto", deterministic=False)
+    monkeypatch.setattr(compat, "on_amd_gpu", lambda: True)
+    assert not fp8_indexer.is_on((9, 0), "auto", deterministic=False)
 
 
 @pytest.mark.parametrize("impl", ["auto", "torch"])

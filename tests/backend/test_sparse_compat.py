@@ -56,6 +56,22 @@ def test_class_by_layer_on_an_accelerator():
         Cuda.get_attn_backend_cls(AttentionBackendEnum.CUSTOM, layer)
 
 
+def test_an_accelerator_with_a_signature_of_its_own_is_left_alone():
+    """vLLM calls it with these keywords; nothing of ours is selected."""
+    from vllm.platforms.interface import Platform
+
+    from mla_backend import compat, plugin
+
+    class Other(Platform):
+        @classmethod
+        def get_attn_backend_cls(cls, selected_backend, attn_selector_config, **kwargs):
+            return f"stock, {kwargs}"
+
+    compat.select_class_by_layer(Other, plugin.sparse_class_path)
+    found = Other.get_attn_backend_cls(None, attn_selector_config=selector_config(), num_heads=8)
+    assert found == "stock, {'num_heads': 8}"
+
+
 FUSED_MODELS = ("vllm.models.deepseek_v32.attention", "vllm.models.deepseek_v32.nvidia.attention")
 
 

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's indexer, taken over: its keys, scores and choices."""
 
+import os
+import subprocess
+import sys
 import types
 
 import pytest
@@ -217,3 +220,32 @@ def test_tokens_that_may_choose_all_are_not_scored(monkeypatch, equal_runs):
     many = build_rows([2, 2], [70, 80])
     layer.run(q, None, weights, chosen, cache, many, None)
     assert scored == [4]
+
+
+def test_graphs_that_break_where_they_are_captured_break_at_the_indexer():
+    """With VLLM_USE_BREAKABLE_CUDAGRAPH=1 vLLM reads no list of ops to split at."""
+    code = """
+import torch
+from vllm.compilation import breakable_cudagraph as vllm
+from mla_backend.attention.sparse import indexer
+
+class Capture:
+    _capturing = True
+    eager = []
+    add_eager = eager.append
+
+vllm.BreakableCUDAGraphCapture.current = classmethod(lambda cls: Capture)
+for name in ("weak_ref_tensor", "_weak_ref_capture_arg"):  # which asks for a GPU
+    if hasattr(vllm, name):
+        setattr(vllm, name, lambda x: x)
+ran = []
+indexer.run_indexer = lambda *args: ran.append(args)
+x = torch.zeros(1)
+indexer._op(x, x, x, x, "layer")
+assert not ran and len(Capture.eager) == 1, (ran, Capture.eager)
+Capture.eager[0]()
+assert len(ran) == 1
+"""
+    env = os.environ | {"VLLM_USE_BREAKABLE_CUDAGRAPH": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]

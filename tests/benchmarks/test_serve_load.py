@@ -161,8 +161,11 @@ def test_a_server_that_does_not_answer_is_not_warmed_up_for_hours(left, tried, m
         (None, None, {"a"}, None),  # nobody watched
     ],
 )
-def test_kernels_of_loads_are_told_from_those_before(before, after, measured, late, monkeypatch):
+def test_kernels_of_loads_are_told_from_those_before(
+    before, after, measured, late, monkeypatch, tmp_path
+):
     import serve_load
+    from serve_report import Report
 
     counts = iter([before, after])
     server = MagicMock(backend="a", pids=set(), compiled_late=lambda: next(counts))
@@ -178,6 +181,9 @@ def test_kernels_of_loads_are_told_from_those_before(before, after, measured, la
     args = MagicMock(backends=["a"], together=False, time_limit=90.0, shapes=[], reduced=False)
     serve_load.run(args, rows.append)
     assert rows == ([] if late is None else [{"backend": "a", "compiled_in_loads": late}])
+    report = Report("serve", "", {}, {"heads": [128]}, rows)
+    report.write_json(tmp_path)
+    assert Report.read(tmp_path / "serving.json").rows == rows
 
 
 @pytest.mark.parametrize("together", [False, True])

@@ -41,6 +41,11 @@ EAGER = {"enforce_eager": True, "compilation_config": {}}
 # As without --block-size: vLLM asks the backend.
 ANY_BLOCK_SIZE = {"block_size": None}
 COMPILED = {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]}}
+# Graphs that end where attention begins as they are captured, for which nothing is compiled: vLLM's
+# own choice for some models, from 0.29 on with V3.2 among them, in a file of its own.
+BREAKABLE = {"VLLM_USE_BREAKABLE_CUDAGRAPH": "1"}
+BREAKABLE_GRAPHS = GRAPHS | {"cudagraph_mode": "FULL_AND_PIECEWISE"}
+ASKS_FOR_BREAKABLE = not SECOND_RUNNER
 # Graphs of what lies between attention layers, for decode steps too; vLLM's own choice, COMPILED,
 # has these for mixed steps only.
 PIECEWISE = {"compilation_config": COMPILED["compilation_config"] | {"cudagraph_mode": "PIECEWISE"}}
@@ -253,6 +258,10 @@ def all_engines():
     add("CUSTOM v3.2 roomy cache", "v3.2 all", **crowd)
     add("CUSTOM v3.2 small cache", "v3.2 all", checked, num_gpu_blocks_override=40, **crowd)
     add_other_runner(add, short, crowd)
+    if ASKS_FOR_BREAKABLE:
+        other = BREAKABLE | {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+        for name, env in (("breakable", BREAKABLE), ("other runner breakable", other)):
+            add(name, env=env, compilation_config=BREAKABLE_GRAPHS)
     for name, heads in (("batch-invariant", 16), ("CUSTOM v3.2 batch-invariant", "v3.2")):
         add(
             name,

@@ -7,7 +7,7 @@ moves a logprob, twice, since both candidates move.
 """
 
 import pytest
-from engines import FEWER_HEADS, FEWER_STOCK, STOCK
+from engines import ASKS_FOR_BREAKABLE, FEWER_HEADS, FEWER_STOCK, STOCK
 from oracle import NOISE, distance, divergences, pooled
 
 
@@ -85,6 +85,7 @@ def test_modes_of_fp8_queries_are_as_good_as_graphs(mode, engines, checkpoint, p
 MODES = ["eager", "compiled", "piecewise", "portable kernel", "mtp", "our mtp", "mtp 128"]
 MODES += ["FLASHMLA mtp", "CUSTOM fp8_ds_mla", "CUSTOM fp8_ds_mla 128"]
 MODES += ["other runner", "other runner compiled", "other runner mtp"]
+MODES += ["breakable", "other runner breakable"] if ASKS_FOR_BREAKABLE else []
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -322,6 +322,7 @@ BAD_CONFIGS = [
     {"num_heads": "5"},
     {"v_dim": 20.0},
     {"rope_theta": "1e4"},
+    {"rope_theta": True},
     {"num_heads": 0},
     {"dim": -1},
     {"rope_theta": float("nan")},

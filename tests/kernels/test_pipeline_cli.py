@@ -26,6 +26,9 @@ def test_text_shows_each_stage_where_it_runs():
         "vector ........|V1.0===|V1.1===|V1.2===|",
         "       ^preload^steady         ^drain",
     ]
+    # A stage of no length: the steady phase begins where preloading does.
+    marks = timeline_text(simulate(plan_cycle([0, 5]), 3), width=32).splitlines()[-1]
+    assert marks.split() == ["^steady", "^drain"]
 
 
 def test_main_prints_cycle_and_timeline(capsys):

@@ -269,6 +269,7 @@ def check_arguments(
     for name, tensor, shape, of in results:
         if tensor is not None:
             checks.check_shape(name, tensor, shape)
+            checks.check_written(name, tensor)
             checks.check_dtype(name, tensor, (of,))
             checks.check_device(name, tensor, device)
             checks.check_contiguous(name, tensor)

@@ -167,12 +167,40 @@ def _attend(
         unknown = scores.isnan().any(-1)
         out = out.masked_fill(unknown[..., None], torch.nan)
         lse = lse.masked_fill(unknown, torch.nan)
+    endless = lse == torch.inf  # a score of +inf: the operator's output is 0
+    if endless.any():
+        out = out.masked_fill(endless[..., None], torch.nan)
+        lse = lse.masked_fill(endless, torch.nan)
+    weightless = _weightless(q, keys, mask, scale, out, lse)
+    if weightless is not None:
+        lse = lse.masked_fill(weightless, -torch.inf)
     if limit is not None:  # of a row that sees nothing the operator's lse is 0
         nothing = (limit <= 0).repeat_interleave(q.shape[2] // limit.shape[2], 2)
         lse = lse.masked_fill(nothing, -torch.inf)
         if nothing.any():  # of a NaN in its query the operator's output is NaN
             out = out.masked_fill(nothing[..., None], 0.0)
     return out, lse
+
+
+def _weightless(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> torch.Tensor | None:
+    """Rows [b, G, R] whose scores are all -inf, of which the operator's lse is 0; None if no row
+    can be one. One token of a cache of zeros looks like them, but for its score."""
+    if not (lse == 0).any():
+        return None
+    empty = (lse == 0) & ~out.any(-1)
+    if not empty.any():
+        return None
+    scores = (q.float() @ keys.float().mT) * scale
+    if mask is not None:
+        scores.masked_fill_(mask == -torch.inf, -torch.inf)
+    return empty & (scores.amax(-1) == -torch.inf)
 
 
 def _attend_in_parts(

@@ -62,6 +62,8 @@ def positions_to_slots(
         checks.check_device("request_ids", request_ids, positions.device)
     elif T % B if B else T:
         raise ValueError(f"Expected a multiple of {B} rows without request_ids, got {T}")
+    if positions.device.type == "cpu":
+        check_request_ids(request_ids, B)
     checks.check_range("block_size", block_size, 1, 2**31 - 1)
     if out is not None:
         checks.check_shape("out", out, tuple(positions.shape))
@@ -81,8 +83,6 @@ def positions_to_slots(
     # The torch form is its own definition.
     if block_table.shape[1] == 0 or B == 0:
         return _slots(positions, out).fill_(-1)
-    if positions.device.type == "cpu":
-        check_request_ids(request_ids, B)
     if request_ids is None:
         request_ids = torch.arange(T, device=positions.device) // max(T // max(B, 1), 1)
     block = positions.clamp(min=0) // block_size

@@ -28,7 +28,7 @@ class MlaLayerConfig:
             if field.name != "rope_theta":
                 check_range(field.name, value, 1, 2**31 - 1)
                 object.__setattr__(self, field.name, int(value))  # of NumPy's, too
-            elif not isinstance(value, Real) or not value < math.inf or value <= 0:
+            elif isinstance(value, bool) or not isinstance(value, Real) or not 0 < value < math.inf:
                 raise ValueError(f"Expected a finite rope_theta > 0, got {value!r}")
         if self.rope_dim % 2:
             raise ValueError(f"Expected an even rope_dim, got {self.rope_dim}")

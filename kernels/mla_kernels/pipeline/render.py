@@ -27,6 +27,7 @@ def timeline_text(timeline: Timeline, width: int = 100) -> str:
         starts = [e.start for e in timeline.events if e.phase == phase]
         if starts:
             left = round(min(starts) * scale)
+            marks[left:] = " " * (width - left)  # one that begins with the phase before is that one
             marks[left : left + len(phase) + 1] = "^" + phase
     lines = [f"{unit:7}{''.join(row)}|" for unit, row in zip(UNITS, rows, strict=True)]
     return "\n".join([*lines, " " * 7 + "".join(marks)[:width].rstrip()])

@@ -221,6 +221,7 @@ def _check_arguments(
     for name, tensor, shape, of in results:
         if tensor is not None:
             checks.check_shape(name, tensor, shape)
+            checks.check_written(name, tensor)
             checks.check_dtype(name, tensor, (of,))
             tensors[name] = tensor
             checks.check_contiguous(name, tensor)

@@ -11,6 +11,7 @@ import torch
 from mla_kernels.indexer.api import HEAD_DIM, MAX_HEADS
 from mla_kernels.topk.api import MAX_K
 from mla_kernels.topk.plan import MAX_WIDTH
+from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 from vllm.forward_context import get_forward_context
 from vllm.utils.torch_utils import direct_register_custom_op
 
@@ -127,6 +128,7 @@ def run_indexer(
     layer.run(q, k, weights, topk_indices, cache.kv_cache, rows, metadata.slot_mapping)
 
 
+@eager_break_during_capture  # graphs of VLLM_USE_BREAKABLE_CUDAGRAPH know no splitting_ops
 def _op(
     q: torch.Tensor,
     k: torch.Tensor,

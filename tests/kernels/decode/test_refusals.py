@@ -66,6 +66,10 @@ BAD = {
         lambda c: {"out": c.poisoned_out()[..., :256]},
         r"out of shape \[2, 1, 16, 512\]",
     ),
+    "out that autograd watches": (
+        lambda c: {"out": c.poisoned_out().requires_grad_()},
+        "out without requires_grad, as it is written to",
+    ),
     "out of another dtype": (lambda c: {"out": c.poisoned_out().float()}, r"out.dtype.*float32"),
     "no tensor": (lambda c: {"seq_lens": [5, 70]}, r"seq_lens to be a tensor, got list"),
     "scale of a tensor": (lambda c: {"scale": torch.tensor(0.1)}, r"softmax scale.*tensor"),

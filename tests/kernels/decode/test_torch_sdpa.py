@@ -192,3 +192,47 @@ def test_large_memory_is_not_kept():
     larger = torch_scratch.scratch("large", (size + 1,), torch.float32)
     assert larger.data_ptr() != kept.data_ptr()
     assert torch_scratch.scratch("large", (size,), torch.float32).data_ptr() == kept.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("length", [3, 100])
+def test_a_score_of_infinity_shows_in_its_row_alone(dtype, length):
+    """Torch's operator says 0, from some number of keys on."""
+    case = decode_case([length, 90], num_heads=2, dtype=dtype)
+    case.q[0, 0, 1], case.q[0, 0, 1, 0] = 0.0, 1.0
+    case.q[0, 0, 0, 0] = case.q[1] = 0.0  # of the other rows no score is infinite
+    case.kv_cache[int(case.block_table[0, 0]), 2, 0] = torch.inf
+    out, lse = mla_decode(*case.args, **case.options, rescale="flash")
+    assert lse[0, 0, 1].isnan() and out[0, 0, 1].isnan().all()
+    assert lse[1].isfinite().all() and out[1].isfinite().all()
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_keys_of_no_weight_count_for_nothing(monkeypatch, parts):
+    """Whose scores are all -inf: finite inputs of which a product overflows. Torch's operator says
+    that their lse is 0."""
+    if parts:
+        monkeypatch.setattr(torch_sdpa, "LEAST_PART", 64)
+        monkeypatch.setattr(torch_sdpa.torch, "get_num_threads", lambda: 64)
+    case = decode_case([640, 200, 130], num_heads=1)
+    case.q.fill_(0.02)
+    case.q[..., 0] = 1e20
+    for b, length in enumerate(case.seq_lens.tolist()):
+        rows = case.kv_cache[case.block_table[b, : -(-length // 64)].long()]
+        rows[..., 0] = -3e-19
+        rows[:4, :, 0] = -1e20  # the first 256 tokens
+        case.kv_cache[case.block_table[b, : len(rows)].long()] = rows
+    expected, expected_lse = mla_decode(*case.args, **case.options, impl="torch", rescale="pow2")
+    out, lse = mla_decode(*case.args, **case.options, rescale="flash")
+    assert lse.flatten()[1:].tolist() == [-torch.inf] * 2 and not out[1:].any()
+    assert lse[0].isfinite().all() and (lse - expected_lse)[0].abs().max() < 1e-3
+    assert (out.float() - expected.float()).abs().max() < 1e-2
+
+
+def test_a_cache_of_zeros_weighs_something():
+    """Its lse is that of torch's operator for nothing where it is of one token: 0."""
+    case = decode_case([1, 1, 5], num_heads=2)
+    case.kv_cache.zero_()
+    out, lse = mla_decode(*case.args, **case.options, rescale="flash")
+    assert not out.any()
+    assert torch.allclose(lse[:, 0, 0], torch.tensor([1.0, 1.0, 5.0]).log(), atol=1e-6)
