@@ -5,6 +5,7 @@ import asyncio
 import json
 
 import pytest
+from mla_serving.server.auth import ApiKey
 from prometheus_client import REGISTRY
 
 # Of vLLM's 400 for chat, and for embeddings and scores of a model that is served for these.
@@ -218,6 +219,39 @@ def test_a_page_reads_refusals_too(stand):
 def test_the_scheme_is_of_any_case_and_any_space_is_behind_it(stand, words):
     headers = {"Authorization": words}
     assert stand(keys=["secret"]).request("GET", "/mla/info", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("words", ["bearer secret", "Bearer  secret", "BEARER   secret "])
+def test_vllms_check_behind_ours_reads_the_same_key(words):
+    """vLLM's takes all behind the first space for the key."""
+    seen = []
+
+    async def app(scope, receive, send):
+        seen.append(scope["headers"])
+
+    scope = {"type": "http", "path": "/v1/models"}
+    scope["headers"] = [(b"host", b"x"), (b"authorization", words.encode())]
+    asyncio.run(ApiKey(app, ["secret"], [])(scope, None, None))
+    assert seen == [[(b"host", b"x"), (b"authorization", b"Bearer secret")]]
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/metrics/", "/metricsx"])
+def test_a_websocket_to_metrics_is_closed(stand, path):
+    """The application that vLLM mounts there fails at one."""
+    s, sent = stand(), []
+
+    async def fail(scope, receive, send):
+        raise AssertionError
+
+    s.vllm_app.router.routes.clear()
+    s.vllm_app.mount("", fail)
+
+    async def send(message):
+        sent.append((message["type"], message.get("code")))
+
+    scope = {"type": "websocket", "path": path, "headers": [], "query_string": b""}
+    asyncio.run(s.app(scope, None, send))
+    assert sent == [("websocket.close", 1008)]
 
 
 @pytest.mark.parametrize("path", ["/v1/realtime", "/metrics"])

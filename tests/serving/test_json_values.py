@@ -99,6 +99,24 @@ def test_a_name_without_end_is_cut():
             )
             for name in (b"max_pattern_size", b"min_pattern_size", b"min_count")
         ),
+        *(
+            (b'{"messages": %s}' % value, "messages", "must be a list")
+            for value in (b"null", b"5", b"true", b"{}", b'"a"')
+        ),
+        (rb'{"m\u0065ssages": null}', "messages", "must be a list"),
+        *(
+            (
+                b'{"input": [{"role": "user", "content": "a"}, '
+                b'{"type": "message", "role": "assistant", "content": %s}]}' % content,
+                f"input[1].content{place}",
+                words,
+            )
+            for content, place, words in (
+                (b"[]", "", "is empty"),
+                (b"[\n]", "", "is empty"),
+                (b'[{"type": "refusal", "refusal": "no"}]', "[0]", "is a refusal"),
+            )
+        ),
         (b'{"structured_outputs": "a"}', "structured_outputs", "JSON object"),
         (b'{"structured_outputs" :\t[{"regex": "a"}]}', "structured_outputs", "JSON object"),
         (b'{"structured_outputs":3}', "structured_outputs", "JSON object"),
@@ -136,6 +154,13 @@ def test_a_field_that_vllm_reads_unchecked(stand, openai_error, body, field, wor
         b'{"top_k": "12345678901234567890x", "repetition_detection": 5}',
         b'{"seed": 18446744073709551616}',
         b'{"structured_outputs": null}',
+        b'{"messages": [], "input": {"content": []}}',
+        b'{"messages": null, "prompt": "a"}',
+        b'{"messages": null, "input": "a"}',
+        b'{"input": [{"role": "assistant", "content": []}, 5]}',
+        b'{"input": [{"type": "reasoning", "content": []}]}',
+        b'{"input": [{"type": "message", "role": "assistant", "content": "a"}], "content": []}',
+        b'{"input": [{"type": "message", "role": "assistant", "content": [5]}], "content": []}',
         b'{"tool_choice": {"function": {"name": "f"}}, "tools": [{"function": {"name": 5}}]}',
         b'{"tool_choice": {"function": {"name": "f"}}, "tools": [null, {"function": 5}]}',
         b'{"tool_choice": {"function": {"name": "f"}}, "tools": {}}',

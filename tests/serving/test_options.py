@@ -211,13 +211,55 @@ def test_an_option_that_another_one_needs(demo_checkpoint, monkeypatch):
         _parse_all(given)
 
 
-@pytest.mark.parametrize("option", ["--ssl-certfile", "--ssl-keyfile", "--ssl-ca-certs"])
-def test_a_certificate_that_is_not_there(parser, tmp_path, option):
-    from mla_serving.server.args import _parse, _refuse_missing_certificate
+def test_a_model_behind_an_option_of_several_values(tmp_path):
+    """argparse takes it for one more: a second key that is valid, of the demo model."""
+    for name in (str(tmp_path), "deepseek-ai/DeepSeek-V2-Lite"):
+        said = r"^the last value of --api-key looks like a model.* `mla-backend serve MODEL --api-k"
+        with pytest.raises(ValueError, match=said) as refused:
+            _parse_all(["--port", "1", "--api-key", "s3cret", name])
+        assert "s3cret" not in str(refused.value) and name not in str(refused.value)
+        with pytest.raises(ValueError, match=f"^the last value of --served-model-name, {name}, lo"):
+            _parse_all(["--served-model-name", "x", name, "--port", "1"])
 
-    _refuse_missing_certificate(_parse(parser, ["m", option, str(tmp_path)]))
-    with pytest.raises(ValueError, match=f"{option} .*nowhere: no such file or directory"):
-        _refuse_missing_certificate(_parse(parser, ["m", option, str(tmp_path / "nowhere")]))
+
+def test_values_that_are_no_model(parser, monkeypatch):
+    from mla_serving.server.args import _parse, _refuse_model_among
+
+    for given in (
+        ["--api-key", "a", "b" * 5000],
+        ["--api-key", "a/b"],
+        ["m", "--api-key", "a", "b/c"],
+        ["--model", "m", "--served-model-name", "a", "b/c"],
+    ):
+        _refuse_model_among(_parse(parser, given), given)
+    named = ["--served-model-name", "a", "b/c"]
+    _refuse_model_among(_parse(parser, named), [])  # in a file, where nothing stands behind it
+
+
+@pytest.mark.parametrize("option", ["--h11-max-header-count", "--h11-max-incomplete-event-size"])
+@pytest.mark.parametrize("value", ["0", "-5"])
+def test_limits_within_which_no_request_fits(option, value):
+    with pytest.raises(ValueError, match=f"^{option} must be 1 or more, got {value}$"):
+        _parse_all([f"{option}={value}"])
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [("/api", "/api"), ("/api/", "/api"), ("/a/b//", "/a/b"), ("/", "")]
+)
+def test_a_root_path_ends_without_a_slash(demo_checkpoint, monkeypatch, given, expected):
+    """Routes behind one would not be found."""
+    from mla_serving.server import args as server_args
+
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    monkeypatch.setattr(server_args.toolchain, "compile_obstacle", lambda: None)
+    args = _parse_all([str(demo_checkpoint("v3")), "--root-path", given])
+    assert (args.root_path or "") == expected
+
+
+@pytest.mark.parametrize("given", ["api", "/a b", "/a\t", "http://x/api"])
+def test_a_root_path_that_is_none(given):
+    with pytest.raises(ValueError, match=r"^--root-path '.*': expected a path such as /api"):
+        _parse_all(["--root-path", given])
 
 
 @pytest.mark.parametrize("named", ["CUSTOM", "custom", "MLA_BACKEND", None])

@@ -175,6 +175,59 @@ def test_a_date_is_text(date, tmp_path):
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("0123", "0x1F", "0b11", "12:30:00", "1_000", "+49", "00"),
+        *("1_0.5", "12:30:00.5", "+1.50", "007.5"),
+    ],
+)
+def test_what_only_yaml_takes_for_a_number_is_text(text, tmp_path):
+    """It may be a key."""
+    path = write(tmp_path, f"api-key: {text}\ncompilation-config: {{a: {text}}}\n")
+    assert read_settings(["--config", path], {}).arguments(OPTIONS) == [
+        "--api-key", text, "--compilation-config", json.dumps({"a": text}),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("0", 0),
+        ("10", 10),
+        ("-7", -7),
+        ("0.5", 0.5),
+        ("-1.25", -1.25),
+        (".5", 0.5),
+        ("1.e-6", 1e-6),
+    ],
+)
+def test_a_number_is_one(text, value, tmp_path):
+    path = write(tmp_path, f"compilation-config: {{a: {text}}}\n")
+    expected = ["--compilation-config", json.dumps({"a": value})]
+    assert read_settings(["--config", path], {}).arguments(OPTIONS) == expected
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *((key, value) for key in ("api-key", "model", "port") for value in ("", "null", "~")),
+        *(("api-key", value) for value in ("[]", "[null]", "[a, null]")),
+        ("lora-modules", "[]"),
+        ("middleware", "[null]"),
+    ],
+)
+def test_nothing_is_no_value(key, value, tmp_path):
+    """Else the name None, and of keys an open server."""
+    path = write(tmp_path, f"{key}: {value}\n")
+    with pytest.raises(ValueError, match=f"^{key}: it is empty; leave it out$"):
+        read_settings(["--config", path], {}).arguments(OPTIONS)
+    if value.startswith("["):
+        name = "MLA_SERVE_" + key.upper().replace("-", "_")
+        with pytest.raises(ValueError, match=f"^{name}: it is empty; leave it out$"):
+            read_settings([], {name: value}).arguments(OPTIONS)
+
+
 def test_a_value_of_the_wrong_kind_is_named(tmp_path):
     for text in ("maybe", "2", ""):  # would be taken for the positional model
         with pytest.raises(

@@ -28,7 +28,9 @@ class MlaLayerConfig:
             if field.name != "rope_theta":
                 check_range(field.name, value, 1, 2**31 - 1)
                 object.__setattr__(self, field.name, int(value))  # of NumPy's, too
-            elif isinstance(value, bool) or not isinstance(value, Real) or not 0 < value < math.inf:
+            elif isinstance(value, bool) or not isinstance(value, Real):
+                raise ValueError(f"Expected a number for rope_theta, got {value!r}")
+            elif not value < math.inf or value <= 0:
                 raise ValueError(f"Expected a finite rope_theta > 0, got {value!r}")
         if self.rope_dim % 2:
             raise ValueError(f"Expected an even rope_dim, got {self.rope_dim}")

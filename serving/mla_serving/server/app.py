@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from http import HTTPMethod
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, WebSocket
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 
@@ -66,6 +66,7 @@ def build_root_app(
 
     _read_only(app, "/health", health)
     _read_only(app, "/mla/info", mla_info)
+    app.add_api_websocket_route("/metrics{rest:path}", _no_websocket)  # vLLM's fails at one
     app.mount("/", vllm_app)  # last: our routes win
     # A mounted application's lifespan is not run by its parent.
     app.router.lifespan_context = lambda _: vllm_app.router.lifespan_context(vllm_app)  # type: ignore[assignment]
@@ -93,6 +94,10 @@ def build_root_app(
     app.add_middleware(OpenAIErrors)
     app.add_middleware(Counted)
     return app
+
+
+async def _no_websocket(websocket: WebSocket) -> None:
+    await websocket.close(1008)
 
 
 def _read_only(app: FastAPI, path: str, answer: Callable[[], Awaitable[Response]]) -> None:

@@ -3,7 +3,7 @@
 
 import math
 from argparse import ArgumentTypeError, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,8 @@ from mla_kernels.layouts import BLOCK_SIZE
 from mla_backend import envs, toolchain
 from mla_backend.plugin import OWN_NAME, WORKER_EXTENSION_CLASS
 from mla_serving.demo_model import FAMILIES, SERVED_NAME, demo_model_path
-from mla_serving.server import environment, vllm_api
-from mla_serving.server.settings import Settings
+from mla_serving.server import environment, tls, vllm_api
+from mla_serving.server.settings import Settings, looks_like_a_model
 
 DEFAULT_HOST = "127.0.0.1"
 _NOT_MLA = (
@@ -129,9 +129,13 @@ def parse(settings: Settings) -> Namespace:
     _refuse_missing_path(args.model)
     _refuse_missing_path(args.tokenizer, "--tokenizer ")
     _refuse_missing_path(args.hf_config_path, "--hf-config-path ")
-    _refuse_missing_certificate(args)
+    _refuse_model_among(args, settings.command_line)
+    _refuse_small_heads(args)
+    tls.check(args)
     defaults: list[str] = []
     unset: list[str] = []  # behind what was given: vLLM reads "" as None, which would undo these
+    if args.root_path:
+        unset += ["--root-path", _root_path(args.root_path)]
     demo = args.model is None
     if demo:
         args.model = str(demo_model_path(args.mla_demo))
@@ -227,13 +231,35 @@ def _refuse_missing_path(name: str | None, option: str = "") -> None:
         raise ValueError(f"{option}{name}: no such file or directory")
 
 
-def _refuse_missing_certificate(args: Namespace) -> None:
-    """Python names no file, and only when the model is loaded."""
-    for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
-        path = getattr(args, name)
-        if path and not Path(path).exists():
-            option = name.replace("_", "-")
-            raise ValueError(f"--{option} {path}: no such file or directory")
+def _refuse_model_among(args: Namespace, command_line: Sequence[str]) -> None:
+    """A model behind an option of several values is one of these to argparse: a key, or a name of
+    the demo model. Keys are secret: not repeated here."""
+    if args.model is not None:
+        return
+    for option, values in (
+        ("--api-key", args.api_key or []),
+        ("--served-model-name", args.served_model_name or []),
+    ):
+        if len(values) > 1 and values[-1] in command_line and looks_like_a_model(values[-1]):
+            last = "" if option == "--api-key" else f", {values[-1]},"
+            raise ValueError(
+                f"the last value of {option}{last} looks like a model, and none is given: the "
+                f"model comes first, as in `mla-backend serve MODEL {option} ...`"
+            )
+
+
+def _refuse_small_heads(args: Namespace) -> None:
+    """Within which no request would fit."""
+    for name in ("h11_max_header_count", "h11_max_incomplete_event_size"):
+        if (value := getattr(args, name)) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be 1 or more, got {value}")
+
+
+def _root_path(given: str) -> str:
+    """Routes are matched against what follows it, which begins with a slash."""
+    if not given.startswith("/") or any(character.isspace() for character in given):
+        raise ValueError(f"--root-path {given!r}: expected a path such as /api, without spaces")
+    return given.rstrip("/")
 
 
 def _refuse_follower(args: Namespace) -> None:

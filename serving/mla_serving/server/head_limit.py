@@ -6,15 +6,14 @@ would stop the server for all others. vLLM's limits are for h11, which runs only
 is missing.
 """
 
-import json
 from http import HTTPStatus
 from typing import Any
 
-from mla_serving.server.errors import error_body
+from mla_serving.server.head_wait import HeadWait
 from mla_serving.server.upgrade import IgnoreUpgrade
 
 
-class HeadLimit(IgnoreUpgrade):
+class HeadLimit(HeadWait, IgnoreUpgrade):
     """uvicorn's HTTP protocol: 431 for a head above `max_bytes` or `max_headers`.
 
     Also gives the 400 of what is no HTTP the shape of all other errors.
@@ -47,18 +46,7 @@ class HeadLimit(IgnoreUpgrade):
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        self._answer(HTTPStatus.BAD_REQUEST, msg)
+        self.answer(HTTPStatus.BAD_REQUEST, msg)
 
     def _refuse_head(self, most: str) -> None:
-        self._answer(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"Request head: at most {most}.")
-
-    def _answer(self, status: HTTPStatus, message: str) -> None:
-        if self.transport.is_closing():  # refused already
-            return
-        body = json.dumps(error_body(status, message)).encode()
-        head = (
-            f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
-        )
-        self.transport.write(head.encode() + body)
-        self.transport.close()
+        self.answer(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"Request head: at most {most}.")

@@ -50,7 +50,9 @@ def make_server(app: Any, args: Namespace, on_listening: Callable[[], None]) -> 
 def _protocol(args: Namespace) -> Any:
     """What parses HTTP, within --h11-max-incomplete-event-size and --h11-max-header-count."""
     if find_spec("httptools") is None:
-        return "h11"  # uvicorn bounds this one itself
+        from mla_serving.server.head_wait_h11 import H11Wait
+
+        return H11Wait  # uvicorn bounds the size of this one itself
     from mla_serving.server.head_limit import HeadLimit
 
     return partial(

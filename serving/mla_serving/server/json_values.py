@@ -24,6 +24,9 @@ _SUSPECT = re.compile(
     rb'|"(?:top_k|stream_interval|max_pattern_size|min_pattern_size|min_count)"\s*:\s*(?:"|\d{20})'
     rb'|"structured_outputs"\s*:\s*[^\s{n]'
     rb'|"tool_choice"\s*:\s*\{'
+    rb'|"messages"\s*:\s*[^\s\[]'
+    rb'|"content"\s*:\s*\[\s*\]'
+    rb'|"type"\s*:\s*"refusal"'
     rb"|\\u00(?:5[fF]|6[1-9a-fA-F]|7[0-9aA])"
 )
 _UNBOUNDED = ("top_k", "stream_interval")
@@ -31,6 +34,8 @@ _REPETITION = ("max_pattern_size", "min_pattern_size", "min_count")
 _MOST = 2**64 - 1  # what vLLM can pass on to its engine
 _HALF = re.compile("[\ud800-\udfff]")
 _LONGEST_PATH = 200  # of the field's name in an answer
+_OTHER_PROMPTS = {"prompt", "input"}
+_ASSISTANT = ("message", "assistant")
 _HOLDS_TEXT = (str, list, dict)
 
 
@@ -102,7 +107,26 @@ def _odd_field(content: dict[str, Any]) -> tuple[str, str] | None:
             return field, f"{field} must be at most {_MOST}, got {number}."
     if not isinstance(outputs, dict | None):
         return "structured_outputs", "structured_outputs must be a JSON object."
-    return _nameless_tool(content.get("tools"), content.get("tool_choice"))
+    # Beside another prompt, of routes that are not chat's, it is passed over.
+    if not (_OTHER_PROMPTS & content.keys() or isinstance(content.get("messages", []), list)):
+        return "messages", "messages must be a list."
+    return _wordless_message(content.get("input")) or _nameless_tool(
+        content.get("tools"), content.get("tool_choice")
+    )
+
+
+def _wordless_message(items: Any) -> tuple[str, str] | None:
+    """vLLM reads the text of the first part of an assistant's message, of responses alone."""
+    for i, item in enumerate(items if isinstance(items, list) else ()):
+        if isinstance(item, dict) and (item.get("type"), item.get("role")) == _ASSISTANT:
+            parts = item.get("content")
+            if parts == []:
+                return f"input[{i}].content", f"input[{i}].content is empty; send text."
+            first = parts[0] if isinstance(parts, list) else None
+            if isinstance(first, dict) and first.get("type") == "refusal":
+                place = f"input[{i}].content[0]"
+                return place, f"{place} is a refusal; send its text as output_text."
+    return None
 
 
 def _nameless_tool(tools: Any, choice: Any) -> tuple[str, str] | None:

@@ -10,6 +10,7 @@ Needs no vLLM: the model must be known before vLLM is imported.
 
 import argparse
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,12 @@ ENV_PREFIX = "MLA_SERVE_"
 _HUB_NAME = re.compile(r'(?:^|[="])(\w[\w.-]*/\w[\w.-]*)(?=$|")')
 _FLAG_WORDS = {"true": True, "yes": True, "on": True, "1": True}
 _FLAG_WORDS |= {"false": False, "no": False, "off": False, "0": False}
+
+
+def looks_like_a_model(text: str) -> bool:
+    """Whether it is a path that is there, or may be a name of the Hub."""
+    there = os.path.exists(text)  # noqa: PTH110 - to Path one that is too long is an error
+    return there or _HUB_NAME.fullmatch(text) is not None
 
 
 @dataclass(frozen=True)
@@ -129,11 +136,22 @@ def _yaml(source: str, text: str, secret: bool = False) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """A date stays the text that it is written as: JSON has none, and 2026-02-30 is an error."""
+    """A date stays the text that it is written as: JSON has none, and 2026-02-30 is an error. So
+    does what is a number to YAML alone, or another one (0123, 0x1F, 12:30:00, 1_000): a key may
+    look so."""
 
 
+# What remains of YAML's forms; None: nothing does.
+_FORMS = {
+    "tag:yaml.org,2002:timestamp": None,
+    "tag:yaml.org,2002:int": re.compile(r"(?:0|-?[1-9][0-9]*)$"),
+    "tag:yaml.org,2002:float": re.compile(
+        r"(?:(?:-?(?:0|[1-9][0-9]*)\.[0-9]*|\.[0-9]+)(?:[eE][-+][0-9]+)?"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+    ),
+}
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, form) for tag, form in known if not tag.endswith(":timestamp")]
+    first: [(tag, left) for tag, form in known if (left := _FORMS.get(tag, form)) is not None]
     for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 
@@ -166,14 +184,18 @@ def _flatten(name: str, key: str, value: Any, options: Mapping[str, argparse.Act
         raise ValueError(f"{name}: expected {expected}, got {value}")
     if isinstance(value, bool):
         return [flag] if value else [negative] if negative in options else []
-    if isinstance(value, list) and isinstance(action, argparse._AppendAction):
-        return [word for item in value for word in (flag, _word(item))]
-    words = list(map(_word, value if isinstance(value, list) and action.nargs else [value]))
+    again = isinstance(action, argparse._AppendAction)
+    values = value if isinstance(value, list) and (again or action.nargs) else [value]
+    if None in values or not (values or again):  # the name "None", and no key at all
+        raise ValueError(f"{name}: it is empty; leave it out")
+    words = list(map(_word, values))
+    if again and isinstance(value, list):
+        return [argument for word in words for argument in (flag, word)]
     if len(words) == 1 and words[0].startswith("-"):  # by itself argparse takes it for an option
         return [f"{flag}={words[0]}"]
     if any(word.startswith("-") for word in words):  # which may be a key: not repeated
         raise ValueError(f"{name}: expected several values none of which begins with a dash")
-    return [flag, *words] if words else []
+    return [flag, *words]
 
 
 def _word(value: Any) -> str:

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of TLS that do not go together are refused by name, before a model is loaded."""
+
+import shutil
+import subprocess
+from argparse import Namespace
+
+import pytest
+from mla_serving.server import tls
+
+NOTHING = dict.fromkeys(("ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_ciphers"))
+NOTHING |= {"ssl_cert_reqs": 0, "enable_ssl_refresh": False}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A certificate, its key, another key, what is none of them, and a file that is not there."""
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl to make certificates with")
+    folder = tmp_path_factory.mktemp("tls")
+    paths = {name: folder / f"{name}.pem" for name in ("cert", "key", "other", "junk", "nowhere")}
+    for cert, key in (("cert", "key"), ("junk", "other")):
+        made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+        made += ["-nodes", "-subj", "/CN=x", "-keyout", paths[key], "-out", paths[cert]]
+        subprocess.run(made, check=True, capture_output=True)
+    paths["junk"].write_text("junk\n")
+    return {name: str(path) for name, path in paths.items()} | {"folder": str(folder)}
+
+
+def check(files, **given):
+    tls.check(Namespace(**NOTHING | {name: files.get(x, x) for name, x in given.items()}))
+
+
+def test_what_goes_together(files):
+    check(files)
+    both = {"ssl_certfile": "cert", "ssl_keyfile": "key"}
+    check(files, **both, ssl_ca_certs="cert", ssl_cert_reqs=2, enable_ssl_refresh=True)
+    check(files, **both, ssl_ciphers="ECDHE+AESGCM")
+
+
+@pytest.mark.parametrize("name", ["ssl_certfile", "ssl_keyfile", "ssl_ca_certs"])
+def test_a_file_that_is_not_there(files, name):
+    option = "--" + name.replace("_", "-")
+    with pytest.raises(ValueError, match=f"^{option} .*nowhere.pem: no such file or directory"):
+        check(files, **{name: "nowhere"})
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"ssl_keyfile": "key"},
+        {"ssl_ca_certs": "cert"},
+        {"ssl_ciphers": "x"},
+        {"ssl_cert_reqs": 2},
+        {"enable_ssl_refresh": True},
+    ],
+)
+def test_what_needs_a_certificate(files, given):
+    option = "--" + next(iter(given)).replace("_", "-")
+    with pytest.raises(ValueError, match=f"^{option} needs --ssl-certfile"):
+        check(files, **given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"ssl_certfile": "cert"},  # without its key
+        {"ssl_certfile": "cert", "ssl_keyfile": "other"},
+        {"ssl_certfile": "junk", "ssl_keyfile": "key"},
+        {"ssl_certfile": "folder", "ssl_keyfile": "key"},
+        {"ssl_certfile": "cert", "ssl_keyfile": "key", "ssl_ca_certs": "junk"},
+        {"ssl_certfile": "cert", "ssl_keyfile": "key", "ssl_ciphers": "ZZZ"},
+        {"ssl_certfile": "cert", "ssl_keyfile": "key", "ssl_cert_reqs": 9},
+    ],
+)
+def test_what_does_not_go_together_is_named(files, given):
+    with pytest.raises(ValueError, match=r"^--ssl-certfile .+: .") as refused:
+        check(files, **given)
+    for name, value in given.items():
+        assert f"--{name.replace('_', '-')} {files.get(value, value)}" in str(refused.value)
+
+
+def test_the_server_asks(files):
+    from mla_serving.server import args
+    from mla_serving.server.settings import read_settings
+
+    given = ["--ssl-certfile", files["cert"], "--ssl-keyfile", files["other"]]
+    with pytest.raises(ValueError, match=f"^--ssl-certfile {files['cert']} --ssl-keyfile .*"):
+        args.parse(read_settings(given, {}))
