@@ -121,8 +121,8 @@ class MlaCpuPlatform(CpuPlatform):
 
         Raises RuntimeError for a vLLM outside the supported range, ValueError for a model
         without MLA, one with linear attention beside it, LoRA with a model of experts, a KV cache
-        dtype or a block size that the kernels do not take, decode context parallelism,
-        batch-invariant mode, and a setting that does not parse.
+        dtype or a block size that the kernels do not take, decode context parallelism, speculative
+        tokens with pipeline parallelism, batch-invariant mode, and a setting that does not parse.
         """
         model = vllm_config.model_config
         if model is None or not is_selected(vllm_config):
@@ -140,6 +140,9 @@ class MlaCpuPlatform(CpuPlatform):
         if vllm_config.parallel_config.decode_context_parallel_size > 1:
             # vLLM before 0.28 does not ask the class of a layer, and would start.
             raise cannot_serve(support.dcp_on_cpu_reason())
+        stages = vllm_config.parallel_config.pipeline_parallel_size
+        if stages > 1 and vllm_config.speculative_config is not None:
+            raise cannot_serve(support.drafts_in_stages_on_cpu_reason())
         if vllm_envs.VLLM_BATCH_INVARIANT:
             raise cannot_serve(support.batch_invariance_on_cpu_reason())
         asked = _Asked.read(vllm_config)

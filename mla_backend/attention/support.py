@@ -45,6 +45,15 @@ def dcp_on_cpu_reason() -> str:
     return f"decode context parallelism on a CPU. {_NO_DCP}"
 
 
+def drafts_in_stages_on_cpu_reason() -> str:
+    """vLLM 0.32 ends with a Python error; releases that lack the line at fault would start."""
+    return (
+        "speculative tokens with pipeline parallelism on a CPU, where vLLM's stages before the "
+        "last lose which drafts were accepted. Mend: --pipeline-parallel-size 1, or leave out "
+        "--speculative-config"
+    )
+
+
 def batch_invariance_on_cpu_reason() -> str:
     """vLLM's own operators of that mode are Triton kernels, of which it has none for a CPU."""
     what = "batch-invariant mode on a CPU, where vLLM has no operators for it"

@@ -112,6 +112,14 @@ def test_context_parallelism_before_any_layer_is_there(start_up, demo_checkpoint
         start_up(demo_checkpoint("v3"), tensor_parallel_size=2, decode_context_parallel_size=2)
 
 
+def test_drafts_with_pipeline_parallelism(start_up, demo_checkpoint):
+    """vLLM would end with a Python error, or compute wrong tokens."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+    said = r"cannot serve speculative tokens with pipeline parallelism on a CPU, .*Mend: --pipeline"
+    with pytest.raises(ValueError, match=said):
+        start_up(demo_checkpoint("v3"), pipeline_parallel_size=2, speculative_config=drafts)
+
+
 def test_batch_invariant_mode_before_any_layer_is_there(start_up, demo_checkpoint, monkeypatch):
     """vLLM would load the model, and fail in the experts or in the first step."""
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
