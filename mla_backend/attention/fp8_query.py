@@ -10,7 +10,7 @@ and softmax weights keep 4 significant bits.
 from collections.abc import Sequence
 from typing import Any
 
-from mla_backend import compat, envs
+from mla_backend import envs
 
 VARIABLE = "MLA_BACKEND_FP8_QUERY"
 MEND = f"unset {VARIABLE}"
@@ -47,8 +47,6 @@ def lacking_hopper(capability: Sequence[int] | None, impl: str) -> list[str]:
         found.append("an sm_90 GPU, not a CPU")
     elif tuple(capability) != CAPABILITY:
         found.append(f"an sm_90 GPU, not sm_{capability[0]}{capability[1]}")
-    elif compat.on_amd_gpu():
-        found.append("an sm_90 GPU, not one of AMD")
     if impl not in IMPLS:
         found.append(f"MLA_BACKEND_IMPL of {' or '.join(IMPLS)}, not {impl}")
     return found

@@ -148,15 +148,17 @@ def _gpu_reasons(dtype: str, sparse: bool, capability: tuple[int, int]) -> list[
 def _amd_reasons(kv_cache_dtype: str, sparse: bool) -> list[str]:
     """No engine has run on one. What is known to differ is refused."""
     reasons = []
+    if fp8_query.asked():  # gfx90a calls itself 9.0
+        reasons.append(f"{fp8_query.VARIABLE}=1 on an AMD GPU. Mend: {fp8_query.MEND}")
     if sparse:
         reasons.append(
             "DeepSeek Sparse Attention on an AMD GPU, where vLLM's own part of the indexer is "
             f"another. {ELSE}"
         )
-    if kv_cache_dtype in fp8_query.KV_CACHE_DTYPES and compat.fp8_is_fnuz():
+    if kv_cache_dtype.startswith("fp8") and compat.fp8_is_fnuz():
         reasons.append(
-            f"KV cache dtype {kv_cache_dtype} on this AMD GPU, where it is e4m3fnuz; the kernels "
-            "read e4m3fn. Mend: --kv-cache-dtype bfloat16"
+            f"KV cache dtype {kv_cache_dtype} on this AMD GPU, where vLLM's fp8 is e4m3fnuz; the "
+            "kernels read e4m3fn. Mend: --kv-cache-dtype bfloat16"
         )
     return reasons
 

@@ -52,9 +52,9 @@ def test_a_gpu_takes(changes):
     "capability, fnuz, changes, words",
     [
         ((9, 4), True, {}, None),
-        ((9, 4), True, {"kv_cache_dtype": "fp8_ds_mla"}, None),
         ((9, 5), False, {"kv_cache_dtype": "fp8"}, None),
         ((9, 4), True, {"kv_cache_dtype": "fp8"}, "KV cache dtype fp8 on this AMD GPU, .*e4m3fnuz"),
+        ((9, 4), True, {"kv_cache_dtype": "fp8_ds_mla"}, "KV cache dtype fp8_ds_mla on this AMD"),
         ((9, 5), False, {"use_sparse": True}, "DeepSeek Sparse Attention on an AMD GPU"),
     ],
 )
@@ -71,12 +71,11 @@ def test_what_is_refused_on_gpus_of_amd(monkeypatch, capability, fnuz, changes, 
         assert re.match(words, found[0])
 
 
-def test_hopper_kernels_are_not_for_a_gpu_of_amd_that_calls_itself_9_0(monkeypatch):
-    from mla_backend.attention.sparse import fp8_indexer
-
-    assert fp8_indexer.is_on((9, 0), "auto", deterministic=False)
-    monkeypatch.setattr(compat, "on_amd_gpu", lambda: True)
-    assert not fp8_indexer.is_on((9, 0), "auto", deterministic=False)
+def test_fp8_queries_are_not_for_a_gpu_of_amd_that_calls_itself_9_0(fp8_query):
+    fp8_query.setattr(compat, "on_amd_gpu", lambda: True)
+    fp8_query.setattr(compat, "fp8_is_fnuz", lambda: False)
+    (reason,) = reasons(DeviceCapability(9, 0), kv_cache_dtype="fp8")
+    assert reason == "MLA_BACKEND_FP8_QUERY=1 on an AMD GPU. Mend: unset MLA_BACKEND_FP8_QUERY"
 
 
 @pytest.mark.parametrize("impl", ["auto", "torch"])

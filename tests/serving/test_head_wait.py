@@ -83,7 +83,7 @@ def refused(answer):
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 408 ") and b"connection: close" in head
     error = json.loads(body)["error"]
-    return error["message"] == f"The request's head did not come within {SECONDS:g} seconds."
+    return error["message"] == f"No whole head of a request came within {SECONDS:g} seconds."
 
 
 def test_who_sends_nothing(protocol):

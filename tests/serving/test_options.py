@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The options of this server alone refuse values that would mean nothing."""
 
+from pathlib import Path
+
 import pytest
 
 
@@ -230,6 +232,8 @@ def test_values_that_are_no_model(parser, monkeypatch):
         ["--api-key", "a/b"],
         ["m", "--api-key", "a", "b/c"],
         ["--model", "m", "--served-model-name", "a", "b/c"],
+        ["--mla-demo", "v3", "--served-model-name", "a", "b/c"],
+        ["--api-key", "a", str(Path(__file__))],
     ):
         _refuse_model_among(_parse(parser, given), given)
     named = ["--served-model-name", "a", "b/c"]

@@ -211,14 +211,13 @@ def test_a_number_is_one(text, value, tmp_path):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        *((key, value) for key in ("api-key", "model", "port") for value in ("", "null", "~")),
+        *((key, value) for key in ("api-key", "model") for value in ("", "null", "~")),
         *(("api-key", value) for value in ("[]", "[null]", "[a, null]")),
-        ("lora-modules", "[]"),
         ("middleware", "[null]"),
     ],
 )
-def test_nothing_is_no_value(key, value, tmp_path):
-    """Else the name None, and of keys an open server."""
+def test_nothing_is_no_key_and_no_name(key, value, tmp_path):
+    """Else an open server, or the name None."""
     path = write(tmp_path, f"{key}: {value}\n")
     with pytest.raises(ValueError, match=f"^{key}: it is empty; leave it out$"):
         read_settings(["--config", path], {}).arguments(OPTIONS)
@@ -226,6 +225,32 @@ def test_nothing_is_no_value(key, value, tmp_path):
         name = "MLA_SERVE_" + key.upper().replace("-", "_")
         with pytest.raises(ValueError, match=f"^{name}: it is empty; leave it out$"):
             read_settings([], {name: value}).arguments(OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *((key, value) for key in ("port", "compilation-config") for value in ("", "null", "~")),
+        *((key, value) for key in ("lora-modules", "middleware") for value in ("", "null", "[]")),
+    ],
+)
+def test_an_empty_value_of_others_is_none(key, value, tmp_path):
+    """As `vllm serve --config` reads null."""
+    path = write(tmp_path, f"{key}: {value}\nmodel: m\n")
+    assert read_settings(["--config", path], {}).arguments(OPTIONS) == ["--model", "m"]
+
+
+@pytest.mark.parametrize("text", ["1.50", ".5", "1.10", ".inf"])
+def test_a_number_that_may_be_a_key_is_as_it_was_written(text, tmp_path):
+    path = write(tmp_path, f"api-key: [{text}, a]\nmodel: {text}\n")
+    expected = ["--api-key", text, "a", "--model", text]
+    assert read_settings(["--config", path], {}).arguments(OPTIONS) == expected
+
+
+def test_a_word_of_a_list_that_yaml_takes_for_true_or_false(tmp_path):
+    path = write(tmp_path, "api-key: [on, a]\n")
+    with pytest.raises(ValueError, match=r"^api-key: YAML takes a value for true or false"):
+        read_settings(["--config", path], {}).arguments(OPTIONS)
 
 
 def test_a_value_of_the_wrong_kind_is_named(tmp_path):

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options of TLS that do not go together are refused by name, before a model is loaded."""
 
+import os
 import shutil
 import subprocess
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 from mla_serving.server import tls
@@ -87,3 +89,12 @@ def test_the_server_asks(files):
     given = ["--ssl-certfile", files["cert"], "--ssl-keyfile", files["other"]]
     with pytest.raises(ValueError, match=f"^--ssl-certfile {files['cert']} --ssl-keyfile .*"):
         args.parse(read_settings(given, {}))
+
+
+def test_what_can_be_read_once_is_left_to_the_server(files, tmp_path):
+    """A pipe would then be empty, and a passphrase asked for twice."""
+    locked, pipe = tmp_path / "locked.pem", tmp_path / "pipe"
+    locked.write_text(f"-----BEGIN ENCRYPTED PRIVATE KEY-----\n{Path(files['other']).read_text()}")
+    os.mkfifo(pipe)
+    for key in (locked, pipe):
+        check(files, ssl_certfile="cert", ssl_keyfile=str(key))

@@ -171,14 +171,14 @@ def _attend(
     if endless.any():
         out = out.masked_fill(endless[..., None], torch.nan)
         lse = lse.masked_fill(endless, torch.nan)
-    weightless = _weightless(q, keys, mask, scale, out, lse)
-    if weightless is not None:
-        lse = lse.masked_fill(weightless, -torch.inf)
     if limit is not None:  # of a row that sees nothing the operator's lse is 0
         nothing = (limit <= 0).repeat_interleave(q.shape[2] // limit.shape[2], 2)
         lse = lse.masked_fill(nothing, -torch.inf)
         if nothing.any():  # of a NaN in its query the operator's output is NaN
             out = out.masked_fill(nothing[..., None], 0.0)
+    weightless = _weightless(q, keys, mask, scale, out, lse)
+    if weightless is not None:
+        lse = lse.masked_fill(weightless, -torch.inf)
     return out, lse
 
 

@@ -234,7 +234,7 @@ def _refuse_missing_path(name: str | None, option: str = "") -> None:
 def _refuse_model_among(args: Namespace, command_line: Sequence[str]) -> None:
     """A model behind an option of several values is one of these to argparse: a key, or a name of
     the demo model. Keys are secret: not repeated here."""
-    if args.model is not None:
+    if args.model is not None or any(word.startswith("--mla-demo") for word in command_line):
         return
     for option, values in (
         ("--api-key", args.api_key or []),
@@ -244,7 +244,8 @@ def _refuse_model_among(args: Namespace, command_line: Sequence[str]) -> None:
             last = "" if option == "--api-key" else f", {values[-1]},"
             raise ValueError(
                 f"the last value of {option}{last} looks like a model, and none is given: the "
-                f"model comes first, as in `mla-backend serve MODEL {option} ...`"
+                f"model comes first, as in `mla-backend serve MODEL {option} ...`; to mean the "
+                "demo model, name it by --mla-demo"
             )
 
 

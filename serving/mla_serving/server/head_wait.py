@@ -25,7 +25,7 @@ class HeadWait(_Protocol):
         super().__init__(*args, **kwargs)
         self._seconds = seconds
         self._deadline: asyncio.TimerHandle | None = None
-        self._begun = False  # something has come since the last request
+        self._begun = False  # something has come
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -45,7 +45,6 @@ class HeadWait(_Protocol):
         answering = self.cycle is not None and not self.cycle.response_complete
         # A websocket's are no longer among them, nor those that are lost.
         if answering or self not in self.connections:
-            self._begun = False
             if self._deadline is not None:
                 self._deadline.cancel()
                 self._deadline = None
@@ -54,7 +53,7 @@ class HeadWait(_Protocol):
 
     def _give_up(self) -> None:
         if self._begun:
-            text = f"The request's head did not come within {self._seconds:g} seconds."
+            text = f"No whole head of a request came within {self._seconds:g} seconds."
             self.answer(HTTPStatus.REQUEST_TIMEOUT, text)
         self.transport.close()
 

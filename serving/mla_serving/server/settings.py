@@ -24,13 +24,15 @@ from mla_backend.envs import of_a_service
 ENV_PREFIX = "MLA_SERVE_"
 # org/name, by itself, behind --option= or as a string within JSON.
 _HUB_NAME = re.compile(r'(?:^|[="])(\w[\w.-]*/\w[\w.-]*)(?=$|")')
+# Else an open server, and the demo model. An empty value of others is none, as `vllm serve` has it.
+_NEVER_EMPTY = ("api-key", "model")
 _FLAG_WORDS = {"true": True, "yes": True, "on": True, "1": True}
 _FLAG_WORDS |= {"false": False, "no": False, "off": False, "0": False}
 
 
 def looks_like_a_model(text: str) -> bool:
-    """Whether it is a path that is there, or may be a name of the Hub."""
-    there = os.path.exists(text)  # noqa: PTH110 - to Path one that is too long is an error
+    """Whether it is a folder that is there, or may be a name of the Hub."""
+    there = os.path.isdir(text)  # noqa: PTH112 - to Path one that is too long is an error
     return there or _HUB_NAME.fullmatch(text) is not None
 
 
@@ -150,6 +152,24 @@ _FORMS = {
         r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
     ),
 }
+
+
+class _Written(float):
+    """A number that is written as it was: it may be a key, or a name."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def _written(loader: _Loader, node: yaml.ScalarNode) -> _Written:
+    number = _Written(loader.construct_yaml_float(node))
+    number.text = node.value
+    return number
+
+
+_Loader.add_constructor("tag:yaml.org,2002:float", _written)
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, left) for tag, form in known if (left := _FORMS.get(tag, form)) is not None]
     for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
@@ -186,8 +206,13 @@ def _flatten(name: str, key: str, value: Any, options: Mapping[str, argparse.Act
         return [flag] if value else [negative] if negative in options else []
     again = isinstance(action, argparse._AppendAction)
     values = value if isinstance(value, list) and (again or action.nargs) else [value]
-    if None in values or not (values or again):  # the name "None", and no key at all
+    empty = value is None or values == []
+    if empty and key not in _NEVER_EMPTY:
+        return []
+    if empty or None in values:  # which would be the name "None"
         raise ValueError(f"{name}: it is empty; leave it out")
+    if any(isinstance(item, bool) for item in values):
+        raise ValueError(f"{name}: YAML takes a value for true or false; write it in quotes")
     words = list(map(_word, values))
     if again and isinstance(value, list):
         return [argument for word in words for argument in (flag, word)]

@@ -23,6 +23,8 @@ def check(args: Namespace) -> None:
         return
     if not args.ssl_certfile:
         raise ValueError(f"{_option(given[0])} needs --ssl-certfile; without one this is no HTTPS")
+    if not _may_be_read_twice(args):
+        return
     try:
         create_ssl_context(
             args.ssl_certfile,
@@ -36,6 +38,15 @@ def check(args: Namespace) -> None:
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
         said = " ".join(f"{_option(name)} {getattr(args, name)}" for name in given)
         raise ValueError(f"{said}: {error}") from None
+
+
+def _may_be_read_twice(args: Namespace) -> bool:
+    """Not a pipe, nor a key whose passphrase a terminal is asked for."""
+    paths = [Path(path) for name in _FILES if (path := getattr(args, name))]
+    if not all(path.is_file() or path.is_dir() for path in paths):
+        return False
+    key = Path(args.ssl_keyfile or args.ssl_certfile)
+    return key.is_dir() or b"ENCRYPTED" not in key.read_bytes()
 
 
 def _option(name: str) -> str:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each check of the doctor, by facts of a machine that is not this one."""
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -206,6 +207,13 @@ def test_a_healthy_machine_passes_every_check():
     gpus = [replace(HEALTHY, **versions(triton=v), **seen(gpus=[GPU])) for v in ("3.6.0", "3.9.1")]
     for facts in (HEALTHY, *gpus):
         assert [r for r in run_all(facts).values() if r.status != "ok" or r.mend] == []
+
+
+def test_a_machine_without_vllm_is_judged_too(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    monkeypatch.setitem(sys.modules, "vllm.platforms", None)
+    hopper = replace(HEALTHY, **seen(gpus=[GPU]))
+    assert run_all(hopper)["fp8 indexer"].status == "ok"
 
 
 @pytest.mark.parametrize(("name", "change", "status", "says"), BROKEN)

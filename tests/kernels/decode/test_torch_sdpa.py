@@ -229,6 +229,23 @@ def test_keys_of_no_weight_count_for_nothing(monkeypatch, parts):
     assert (out.float() - expected.float()).abs().max() < 1e-2
 
 
+def test_rows_that_see_nothing_cost_no_look_at_scores(monkeypatch):
+    """Parts behind the end of a shorter request, in every step."""
+    looked = []
+    monkeypatch.setattr(torch_sdpa, "LEAST_PART", 40)
+    monkeypatch.setattr(torch_sdpa.torch, "get_num_threads", lambda: 64)
+    weightless = torch_sdpa._weightless
+
+    def look(*args):
+        looked.append(weightless(*args))
+        return looked[-1]
+
+    monkeypatch.setattr(torch_sdpa, "_weightless", look)
+    case = decode_case([300, 150], num_heads=2)
+    assert_decoded(case, *decode(case))
+    assert looked and all(found is None for found in looked)
+
+
 def test_a_cache_of_zeros_weighs_something():
     """Its lse is that of torch's operator for nothing where it is of one token: 0."""
     case = decode_case([1, 1, 5], num_heads=2)
