@@ -98,3 +98,12 @@ def test_what_can_be_read_once_is_left_to_the_server(files, tmp_path):
     os.mkfifo(pipe)
     for key in (locked, pipe):
         check(files, ssl_certfile="cert", ssl_keyfile=str(key))
+
+
+def test_a_file_that_may_not_be_read(files, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(ValueError, match=r"^--ssl-certfile .*--ssl-keyfile .*Permission denied"):
+        check(files, ssl_certfile="cert", ssl_keyfile="key")

@@ -23,18 +23,17 @@ def check(args: Namespace) -> None:
         return
     if not args.ssl_certfile:
         raise ValueError(f"{_option(given[0])} needs --ssl-certfile; without one this is no HTTPS")
-    if not _may_be_read_twice(args):
-        return
     try:
-        create_ssl_context(
-            args.ssl_certfile,
-            args.ssl_keyfile,
-            None,
-            SSL_PROTOCOL_VERSION,
-            args.ssl_cert_reqs,
-            args.ssl_ca_certs,
-            args.ssl_ciphers or _DEFAULT_CIPHERS,
-        )
+        if _may_be_read_twice(args):
+            create_ssl_context(
+                args.ssl_certfile,
+                args.ssl_keyfile,
+                None,
+                SSL_PROTOCOL_VERSION,
+                args.ssl_cert_reqs,
+                args.ssl_ca_certs,
+                args.ssl_ciphers or _DEFAULT_CIPHERS,
+            )
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
         said = " ".join(f"{_option(name)} {getattr(args, name)}" for name in given)
         raise ValueError(f"{said}: {error}") from None
