@@ -155,7 +155,7 @@ def _amd_reasons(kv_cache_dtype: str, sparse: bool) -> list[str]:
             "DeepSeek Sparse Attention on an AMD GPU, where vLLM's own part of the indexer is "
             f"another. {ELSE}"
         )
-    if kv_cache_dtype.startswith("fp8") and compat.fp8_is_fnuz():
+    if str(kv_cache_dtype).startswith("fp8") and compat.fp8_is_fnuz():
         reasons.append(
             f"KV cache dtype {kv_cache_dtype} on this AMD GPU, where vLLM's fp8 is e4m3fnuz; the "
             "kernels read e4m3fn. Mend: --kv-cache-dtype bfloat16"

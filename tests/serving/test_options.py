@@ -226,6 +226,7 @@ def test_a_model_behind_an_option_of_several_values(tmp_path):
 
 def test_values_that_are_no_model(parser, monkeypatch):
     from mla_serving.server.args import _parse, _refuse_model_among
+    from mla_serving.server.settings import Settings
 
     for given in (
         ["--api-key", "a", "b" * 5000],
@@ -235,9 +236,13 @@ def test_values_that_are_no_model(parser, monkeypatch):
         ["--mla-demo", "v3", "--served-model-name", "a", "b/c"],
         ["--api-key", "a", str(Path(__file__))],
     ):
-        _refuse_model_among(_parse(parser, given), given)
-    named = ["--served-model-name", "a", "b/c"]
-    _refuse_model_among(_parse(parser, named), [])  # in a file, where nothing stands behind it
+        _refuse_model_among(_parse(parser, given), Settings({}, {}, tuple(given)))
+    named = _parse(parser, ["--served-model-name", "a", "b/c"])
+    behind = ("--served-model-name", "a", "b/c")
+    _refuse_model_among(named, Settings({}, {}, ()))  # in a file, where nothing stands behind it
+    for demo in ({"mla_demo": "v3"}, {}), ({}, {"mla-demo": "v3"}):
+        _refuse_model_among(named, Settings(*demo, behind))
+    _refuse_model_among(named, Settings({}, {}, ("--mla_demo=v3", *behind)))
 
 
 @pytest.mark.parametrize("option", ["--h11-max-header-count", "--h11-max-incomplete-event-size"])

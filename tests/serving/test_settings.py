@@ -235,9 +235,12 @@ def test_nothing_is_no_key_and_no_name(key, value, tmp_path):
     ],
 )
 def test_an_empty_value_of_others_is_none(key, value, tmp_path):
-    """As `vllm serve --config` reads null."""
     path = write(tmp_path, f"{key}: {value}\nmodel: m\n")
     assert read_settings(["--config", path], {}).arguments(OPTIONS) == ["--model", "m"]
+    if value == "[]":  # of a variable it would say no, and the file's stand
+        with pytest.raises(ValueError, match=r"^MLA_SERVE_\w+: it is empty; leave it out$"):
+            name = "MLA_SERVE_" + key.upper().replace("-", "_")
+            read_settings([], {name: "[]"}).arguments(OPTIONS)
 
 
 @pytest.mark.parametrize("text", ["1.50", ".5", "1.10", ".inf"])
@@ -245,6 +248,19 @@ def test_a_number_that_may_be_a_key_is_as_it_was_written(text, tmp_path):
     path = write(tmp_path, f"api-key: [{text}, a]\nmodel: {text}\n")
     expected = ["--api-key", text, "a", "--model", text]
     assert read_settings(["--config", path], {}).arguments(OPTIONS) == expected
+    for keys in (f"[{text}]", f'["a", {text}]'):
+        _, *found = read_settings([], {"MLA_SERVE_API_KEY": keys}).arguments(OPTIONS)
+        assert found[-1] == text
+
+
+@pytest.mark.parametrize("value", ["!!float s3cret", "!!bool s3cret"])
+def test_a_value_that_is_not_what_its_tag_says_names_its_source(value, tmp_path):
+    path = write(tmp_path, f"api-key: {value}\n")
+    with pytest.raises(ValueError, match=f"^{path}: "):
+        read_settings(["--config", path], {}).arguments(OPTIONS)
+    with pytest.raises(ValueError, match=r"^MLA_SERVE_API_KEY: no YAML") as error:
+        read_settings([], {"MLA_SERVE_API_KEY": f"[{value}]"}).arguments(OPTIONS)
+    assert "s3cret" not in str(error.value)
 
 
 def test_a_word_of_a_list_that_yaml_takes_for_true_or_false(tmp_path):

@@ -107,3 +107,12 @@ def test_a_file_that_may_not_be_read(files, monkeypatch):
     monkeypatch.setattr(Path, "read_bytes", refuse)
     with pytest.raises(ValueError, match=r"^--ssl-certfile .*--ssl-keyfile .*Permission denied"):
         check(files, ssl_certfile="cert", ssl_keyfile="key")
+
+
+def test_a_folder_that_may_not_be_searched(files, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    with pytest.raises(ValueError, match=r"^--ssl-certfile .*cert.pem: Permission denied$"):
+        check(files, ssl_certfile="cert", ssl_keyfile="key")

@@ -3,7 +3,7 @@
 
 import math
 from argparse import ArgumentTypeError, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +129,7 @@ def parse(settings: Settings) -> Namespace:
     _refuse_missing_path(args.model)
     _refuse_missing_path(args.tokenizer, "--tokenizer ")
     _refuse_missing_path(args.hf_config_path, "--hf-config-path ")
-    _refuse_model_among(args, settings.command_line)
+    _refuse_model_among(args, settings)
     _refuse_small_heads(args)
     tls.check(args)
     defaults: list[str] = []
@@ -231,19 +231,20 @@ def _refuse_missing_path(name: str | None, option: str = "") -> None:
         raise ValueError(f"{option}{name}: no such file or directory")
 
 
-def _refuse_model_among(args: Namespace, command_line: Sequence[str]) -> None:
+def _refuse_model_among(args: Namespace, settings: Settings) -> None:
     """A model behind an option of several values is one of these to argparse: a key, or a name of
     the demo model. Keys are secret: not repeated here."""
-    if args.model is not None or any(word.startswith("--mla-demo") for word in command_line):
+    if args.model is not None or settings.names("mla-demo"):
         return
     for option, values in (
         ("--api-key", args.api_key or []),
         ("--served-model-name", args.served_model_name or []),
     ):
-        if len(values) > 1 and values[-1] in command_line and looks_like_a_model(values[-1]):
-            last = "" if option == "--api-key" else f", {values[-1]},"
+        last = values[-1] if len(values) > 1 else ""
+        if last in settings.command_line and looks_like_a_model(last):
+            said = "" if option == "--api-key" else f", {last},"
             raise ValueError(
-                f"the last value of {option}{last} looks like a model, and none is given: the "
+                f"the last value of {option}{said} looks like a model, and none is given: the "
                 f"model comes first, as in `mla-backend serve MODEL {option} ...`; to mean the "
                 "demo model, name it by --mla-demo"
             )

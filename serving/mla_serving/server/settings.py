@@ -24,7 +24,7 @@ from mla_backend.envs import of_a_service
 ENV_PREFIX = "MLA_SERVE_"
 # org/name, by itself, behind --option= or as a string within JSON.
 _HUB_NAME = re.compile(r'(?:^|[="])(\w[\w.-]*/\w[\w.-]*)(?=$|")')
-# Else an open server, and the demo model. An empty value of others is none, as `vllm serve` has it.
+# Else an open server, and the demo model. Others that are empty in the file are left out.
 _NEVER_EMPTY = ("api-key", "model")
 _FLAG_WORDS = {"true": True, "yes": True, "on": True, "1": True}
 _FLAG_WORDS |= {"false": False, "no": False, "off": False, "0": False}
@@ -56,6 +56,12 @@ class Settings:
             named = str(self.file["model"])
         return named
 
+    def names(self, option: str) -> bool:
+        """Whether any source has it: its name without dashes in front."""
+        given = [word.removeprefix("--").partition("=")[0] for word in self.command_line]
+        keys = [*given, *map(str, self.file), *self.environment]
+        return option in (key.replace("_", "-") for key in keys)
+
     def is_local(self) -> bool:
         """Whether all that is named (model, tokenizer, draft, adapters) is on this machine.
 
@@ -83,7 +89,11 @@ class Settings:
             weak += _flatten(str(key), str(key), value, options)
         for key, text in self.environment.items():
             name = ENV_PREFIX + key.upper().replace("-", "_")
-            weak += _flatten(name, key, _typed(name, text, options.get(f"--{key}")), options)
+            value = _typed(name, text, options.get(f"--{key}"))
+            words = _flatten(name, key, value, options)
+            if not words and isinstance(value, list):  # which would not undo what the file says
+                raise ValueError(f"{name}: it is empty; leave it out")
+            weak += words
         # A positional after `--api-key a b` would be taken for one more key: it goes first.
         positional = int(bool(self.command_line) and not self.command_line[0].startswith("-"))
         head, rest = self.command_line[:positional], self.command_line[positional:]
@@ -132,7 +142,7 @@ def _yaml(source: str, text: str, secret: bool = False) -> Any:
     """secret: the text may be a key, which an error must not repeat."""
     try:
         return yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, KeyError, TypeError) as error:  # of !!float x, !!bool x
         what = getattr(error, "problem", None) or "no YAML" if secret else error
         raise ValueError(f"{source}: {what}") from None
 
@@ -159,14 +169,18 @@ class _Written(float):
 
     text: str
 
+    @classmethod
+    def of(cls, text: str, value: float | None = None) -> "_Written":
+        number = cls(text if value is None else value)
+        number.text = text
+        return number
+
     def __str__(self) -> str:
         return self.text
 
 
 def _written(loader: _Loader, node: yaml.ScalarNode) -> _Written:
-    number = _Written(loader.construct_yaml_float(node))
-    number.text = node.value
-    return number
+    return _Written.of(str(loader.construct_scalar(node)), loader.construct_yaml_float(node))
 
 
 _Loader.add_constructor("tag:yaml.org,2002:float", _written)
@@ -184,7 +198,7 @@ def _typed(name: str, text: str, action: argparse.Action | None) -> Any:
     if not text.lstrip().startswith(("[", "{")):
         return text
     try:
-        return json.loads(text)
+        return json.loads(text, parse_float=_Written.of)
     except ValueError:
         return _yaml(name, text, secret=True)
 

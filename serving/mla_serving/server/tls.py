@@ -16,7 +16,11 @@ def check(args: Namespace) -> None:
     """Raises ValueError for a file that is not there or none of TLS, and for what needs others."""
     for name in _FILES:
         path = getattr(args, name)
-        if path and not Path(path).exists():
+        try:
+            missing = path and not Path(path).exists()
+        except OSError as error:  # a folder that may not be searched
+            raise ValueError(f"{_option(name)} {path}: {error.strerror}") from None
+        if missing:
             raise ValueError(f"{_option(name)} {path}: no such file or directory")
     given = [name for name in (*_FILES, *_OTHERS) if getattr(args, name)]
     if not given:
