@@ -3,13 +3,12 @@
 
 import asyncio
 import json
-import socket
-from contextlib import asynccontextmanager
 from functools import partial
 
 import pytest
-import uvicorn
 from mla_serving.server.head_limit import HeadLimit
+
+from tests.serving.connection import connected
 
 BYTES, HEADERS = 100_000, 20
 TOO_LARGE = 431
@@ -28,30 +27,15 @@ async def app(scope, receive, send):
     await send({"type": "http.response.body", "body": body})
 
 
-@asynccontextmanager
-async def connection():
-    """A reader and a writer of a server with this protocol."""
-    sock = socket.socket()
-    sock.bind(("127.0.0.1", 0))
-    protocol = partial(HeadLimit, max_bytes=BYTES, max_headers=HEADERS)
-    config = uvicorn.Config(app, http=protocol, lifespan="off", log_level="critical")
-    server = uvicorn.Server(config)
-    config.load()
-    server.lifespan = config.lifespan_class(config)
-    await server.startup(sockets=[sock])
-    try:
-        reader, writer = await asyncio.open_connection(*sock.getsockname())
-        yield reader, writer
-        writer.close()
-    finally:
-        server.servers[0].close()
+def connection():
+    return connected(app, partial(HeadLimit, max_bytes=BYTES, max_headers=HEADERS))
 
 
 def ask(*pieces):
     """Status and body of the answer to `pieces`, sent one by one until there is an answer."""
 
     async def run():
-        async with connection() as (reader, writer):
+        async with connection() as (reader, writer, _):
             answer = asyncio.create_task(reader.readuntil(b"\r\n\r\n"))
             for piece in pieces:
                 if answer.done():
@@ -173,7 +157,7 @@ def test_requests_behind_those_that_ask_for_another_protocol():
     plain = head(b"Connection: close", b"Content-Length: 2") + b"ab"
 
     async def run():
-        async with connection() as (reader, writer):
+        async with connection() as (reader, writer, _):
             writer.write(post + get + post + plain)
             return await asyncio.wait_for(reader.read(), 5)
 

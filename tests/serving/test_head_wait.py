@@ -3,14 +3,13 @@
 
 import asyncio
 import json
-import socket
-from contextlib import asynccontextmanager
 from functools import partial
 
 import pytest
-import uvicorn
 from mla_serving.server.head_limit import HeadLimit
 from mla_serving.server.head_wait_h11 import H11Wait
+
+from tests.serving.connection import connected
 
 SECONDS, LONGER = 0.3, 0.9
 HEAD = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n"
@@ -49,26 +48,8 @@ def answering(reads=True, wait=0.0):
 def run(protocol, client, app=None):
     """What `client` returns, of a reader, a writer and the server's state."""
 
-    @asynccontextmanager
-    async def connection():
-        sock = socket.socket()
-        sock.bind(("127.0.0.1", 0))
-        config = uvicorn.Config(
-            app or answering(), http=protocol, lifespan="off", log_level="critical"
-        )
-        server = uvicorn.Server(config)
-        config.load()
-        server.lifespan = config.lifespan_class(config)
-        await server.startup(sockets=[sock])
-        try:
-            reader, writer = await asyncio.open_connection(*sock.getsockname())
-            yield reader, writer, server.server_state
-            writer.close()
-        finally:
-            server.servers[0].close()
-
     async def whole():
-        async with connection() as (reader, writer, state):
+        async with connected(app or answering(), protocol) as (reader, writer, state):
             return await asyncio.wait_for(client(reader, writer, state), 10)
 
     return asyncio.run(whole())

@@ -100,19 +100,17 @@ def test_what_can_be_read_once_is_left_to_the_server(files, tmp_path):
         check(files, ssl_certfile="cert", ssl_keyfile=str(key))
 
 
-def test_a_file_that_may_not_be_read(files, monkeypatch):
+@pytest.mark.parametrize(
+    ("asks", "said"),
+    [
+        ("read_bytes", r"^--ssl-certfile .*--ssl-keyfile .*Permission denied"),
+        ("exists", r"^--ssl-certfile .*cert.pem: Permission denied$"),  # of its folder
+    ],
+)
+def test_a_file_that_may_not_be_looked_at(files, monkeypatch, asks, said):
     def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)
-    with pytest.raises(ValueError, match=r"^--ssl-certfile .*--ssl-keyfile .*Permission denied"):
-        check(files, ssl_certfile="cert", ssl_keyfile="key")
-
-
-def test_a_folder_that_may_not_be_searched(files, monkeypatch):
-    def refuse(path):
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(Path, "exists", refuse)
-    with pytest.raises(ValueError, match=r"^--ssl-certfile .*cert.pem: Permission denied$"):
+    monkeypatch.setattr(Path, asks, refuse)
+    with pytest.raises(ValueError, match=said):
         check(files, ssl_certfile="cert", ssl_keyfile="key")
