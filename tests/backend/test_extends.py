@@ -214,6 +214,7 @@ def test_every_step_that_pays_has_room():
 
 def common(query_lens, seq_lens):
     return SimpleNamespace(
+        num_reqs=len(query_lens),
         max_query_len=max(query_lens),
         num_actual_tokens=sum(query_lens),
         query_start_loc_cpu=torch.tensor([0, *query_lens]).cumsum(0).int(),
