@@ -182,6 +182,7 @@ class Stand:
         hang_timeout=0.1,
         kv_transfer=None,
         open_metrics=False,
+        request_ids=False,
     ):
         self.engine = FakeEngine(kv_transfer)
         self.events = []
@@ -194,6 +195,7 @@ class Stand:
             root_path=root_path,
             mla_max_body_mib=body_mib,
             mla_open_metrics=open_metrics,
+            enable_request_id_headers=request_ids,
             **CORS,
         )
         self.watchdog = Watchdog(self.engine, hang_timeout)

@@ -20,6 +20,7 @@ from mla_serving.server.info import Info
 from mla_serving.server.json_object import JsonObject
 from mla_serving.server.json_values import JsonValues
 from mla_serving.server.metrics import Counted
+from mla_serving.server.request_id import RequestId
 from mla_serving.server.watchdog import Watchdog, is_retired
 
 MIB = 1024 * 1024
@@ -45,7 +46,8 @@ def build_root_app(
         gate: counts and admits requests; the drain closes it.
         info: answers /mla/info.
         watchdog: knows whether the engine hangs.
-        args: root_path, mla_max_body_mib, mla_open_metrics and vLLM's options of CORS.
+        args: root_path, mla_max_body_mib, mla_open_metrics, enable_request_id_headers and vLLM's
+            options of CORS.
         keys: API keys; empty leaves the server open.
     """
     app = FastAPI(
@@ -92,6 +94,8 @@ def build_root_app(
         allow_headers=args.allowed_headers,
     )
     app.add_middleware(OpenAIErrors)
+    if args.enable_request_id_headers:
+        app.add_middleware(RequestId)
     app.add_middleware(Counted)
     return app
 
