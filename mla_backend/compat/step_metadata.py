@@ -93,18 +93,22 @@ def without_padding(common: Any) -> Any:
     tokens behind (0.28 and 0.29), and with VLLM_USE_BREAKABLE_CUDAGRAPH=1 (0.26) tokens and
     requests of any step whose graphs end where attention begins.
     """
-    starts = common.query_start_loc_cpu
-    T, new = int(starts[-1]), starts.diff()
-    some = new > 0
-    if bool(some.all()):
-        return common.replace(num_actual_tokens=T) if T < common.num_actual_tokens else common
+    import numpy as np
+
     longest = common.max_query_len
-    whole_step = bool((new[some] == longest).all())
+    if longest == 1 and common.num_actual_tokens == common.num_reqs:
+        return common  # a step of decode tokens, whether the last requests are padding or not
+    starts = common.query_start_loc_cpu.numpy()  # whose operators take a fraction of torch's time
+    T, new = int(starts[-1]), np.diff(starts)
+    some = new > 0
+    if some.all():
+        return common.replace(num_actual_tokens=T) if T < common.num_actual_tokens else common
+    whole_step = (new[some] == longest).all()
     if whole_step and common.num_actual_tokens == common.num_reqs * longest:
         return common
     if T == 0 or not _pads_requests():
         return common
-    B = int(some.nonzero()[-1]) + 1
+    B = int(np.flatnonzero(some)[-1]) + 1
     upper = common.seq_lens_cpu_upper_bound  # which vLLM's own `unpadded` leaves out
     cut = common.unpadded(T, B)
     return cut.replace(seq_lens_cpu_upper_bound=None if upper is None else upper[:B])
