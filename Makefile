@@ -23,6 +23,7 @@ HOST =
 PORT =
 DTYPE =
 ARGS =
+JOBS = $(shell nproc 2>/dev/null || echo 2)
 
 RUNTIME := $(VENV)/.installed-$(DEVICE)
 DEV := $(VENV)/.installed-dev
@@ -38,7 +39,8 @@ help: ## this list
 	    while IFS='|' read -r target what; do printf '  make %-13s %s\n' "$$target" "$$what"; done
 	@echo
 	@echo "  Variables of serve: MODEL=name-or-path (default: a demo model), FAMILY=v2-lite|v3|v3.2|v3-default-rope,"
-	@echo "  HOST, PORT, DTYPE, ARGS='more options of mla-backend serve'. For all: PYTHON, DEVICE=cpu|cuda."
+	@echo "  HOST, PORT, DTYPE, ARGS='more options of mla-backend serve'. Of tests: JOBS=processes."
+	@echo "  For all: PYTHON, DEVICE=cpu|cuda."
 
 setup: $(DEV) ## install everything, then check the installation
 	@$(BIN)/mla-backend doctor
@@ -48,14 +50,16 @@ serve: $(RUNTIME) ## serve a model on http://127.0.0.1:8000 (OpenAI-compatible)
 	    $(if $(HOST),--host "$(HOST)") $(if $(PORT),--port "$(PORT)") \
 	    $(if $(DTYPE),--dtype "$(DTYPE)") $(ARGS)
 
-test: lint ## lint, then all tests
-	$(BIN)/python -m pytest --durations=10
+PYTEST = $(BIN)/python -m pytest --durations=10 -n $(JOBS) --maxprocesses 8 --dist loadgroup
+
+test: lint ## lint, then all tests, in JOBS processes
+	$(PYTEST)
 
 test-gpu: $(DEV) ## the tests that need a GPU: kernels, and engines beside vLLM's own MLA backends
 	$(BIN)/python -m pytest tests/gpu tests/kernels -m gpu $(ARGS)
 
 test-fast: $(DEV) ## the tests that start no engine
-	$(BIN)/python -m pytest -m "not engine"
+	$(PYTEST) -m "not engine"
 
 bench: $(DEV) ## our backend against stock vLLM, serving the demo model on this machine
 	$(BIN)/python benchmarks/serve_cpu.py $(ARGS)

@@ -30,6 +30,12 @@ if not torch.cuda.is_available():
     interpret_kernels()
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Engines start one after the other, in one of xdist's processes."""
+    if item.get_closest_marker("engine") and item.config.pluginmanager.hasplugin("xdist"):
+        item.add_marker(pytest.mark.xdist_group("engine"))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A test that is skipped without a GPU and is not marked would run nowhere: machines with one
     run `-m gpu`."""
