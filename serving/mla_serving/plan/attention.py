@@ -22,10 +22,12 @@ Floor = Callable[[int, int, float], tuple[float, float]]
 class KernelTime:
     """Microseconds of our kernel in one decode step, or why there are none.
 
-    us          the nearest measured case's, by the ratio of the floors; but no less than the least
-                that was measured with this cache, as a launch has its price, and no more than a
-                case of as many requests, heads and tokens or more
-    case        name of the case that it is by
+    us          between the times of the nearest measured cases with a lower and with a higher floor
+                by where its floor lies between theirs; if it is not between two, by the ratio of
+                its floor to the nearest's. No less than a case of as many requests, heads and
+                tokens or fewer, nor than the least that was measured with this cache, as a launch
+                has its price; no more than a case of as many of each or more
+    case        name of the case that it is by, or that is nearest
     at_most     whether it is the time of that case as it is, which has a higher floor
     unmeasured  why there is no time
     """
@@ -135,14 +137,25 @@ def _time(
     if not cases:
         return KernelTime(unmeasured=why)
     here = max(floor(batch, heads, context))
-    case = min(cases, key=lambda case: case.distance(batch, heads, context))
-    us = case.us * here / max(floor(case.batch, case.heads, case.context))
-    least = min(cases, key=lambda case: case.us)
+    floors = {case: max(floor(case.batch, case.heads, case.context)) for case in cases}
+
+    def nearest(some: list[Case]) -> Case:
+        return min(some, key=lambda case: case.distance(batch, heads, context))
+
+    case = nearest(cases)
+    us = case.us * here / floors[case]
+    below = [case for case in cases if floors[case] < here]
+    above = [case for case in cases if floors[case] >= here]
+    if below and above:  # a multiple of a small case would be one of its launch
+        low, high = nearest(below), nearest(above)
+        share = (here - floors[low]) / (floors[high] - floors[low])
+        us = low.us + share * (high.us - low.us)
+    smaller = [c for c in cases if c.batch <= batch and c.heads <= heads and c.context <= context]
+    least = max(smaller, key=lambda c: c.us, default=min(cases, key=lambda c: c.us))
     if us < least.us:
         us, case = least.us, least
     larger = [c for c in cases if c.batch >= batch and c.heads >= heads and c.context >= context]
     most = min(larger, key=lambda case: case.us, default=None)
     if most is not None and us > most.us:
         us, case = most.us, most
-    more = max(floor(case.batch, case.heads, case.context)) > here
-    return KernelTime(calls * us, case.name, at_most=us == case.us and more)
+    return KernelTime(calls * us, case.name, at_most=us == case.us and floors[case] > here)

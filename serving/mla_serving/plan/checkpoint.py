@@ -34,7 +34,7 @@ def read(model: str) -> tuple[dict[str, Any], str]:
     config = _object(path)
     if path.name == _OF_MISTRAL:
         return _translated(config, path), (path.parent.name if here else model) or model
-    if config.get("quantization_config") is None:
+    if config.get("quantization_config") is None and config.get("compression_config") is None:
         file = path.with_name(QUANTISATION_FILE) if here else _also_on_hub(model)
         if file is not None and file.exists():
             config["quantization_config"] = _object(file)

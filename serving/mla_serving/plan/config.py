@@ -14,6 +14,8 @@ _MOST = 1_000_000_000  # of a width or a count
 _MOST_LAYERS = 10_000
 # Keys of models whose other layers are linear attention (Kimi Linear, Ling 2.5).
 _HYBRID = ("linear_attn_config", "layer_group_size")
+# Where a checkpoint says how it is quantised; the second is an older name, of compressed-tensors.
+_QUANTISATION = ("quantization_config", "compression_config")
 # Where a wrapper has its language model; the second is DeepSeek-VL2's.
 _WRAPPED = ("text_config", "language_config")
 # Keys of models with experts; how many is read as vLLM's DeepSeek model reads it.
@@ -35,7 +37,7 @@ def load(model: str, weight_bits: float | None = None) -> MlaModel:
 def from_config(config: Mapping[str, Any], name: str, weight_bits: float | None = None) -> MlaModel:
     """`config`: the content of config.json, of a model or of a wrapper around one; as its
     quantization_config also that of the file that older ModelOpts write beside it."""
-    quantisation = config.get("quantization_config")
+    outer = config
     key = next(filter(config.get, _WRAPPED), None)
     config = config[key] if key else config
     if not isinstance(config, Mapping):
@@ -44,10 +46,12 @@ def from_config(config: Mapping[str, Any], name: str, weight_bits: float | None 
     read = partial(_integer, name, config)
     layers = read("num_hidden_layers", most=_MOST_LAYERS)
     experts, index_topk = read(_EXPERTS, 0, 0), read("index_topk", 0, 0)
-    dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    said = [scope.get(key) for scope in (outer, config) for key in ("dtype", "torch_dtype")]
+    dtype = str(next(filter(None, said), "bfloat16"))
     if dtype not in DTYPE_BYTES:
         raise ValueError(f"{name}: expected a dtype in {list(DTYPE_BYTES)}, got {dtype}")
-    quantisation = quantisation or config.get("quantization_config")
+    said = [scope.get(key) for scope in (outer, config) for key in _QUANTISATION]
+    quantisation = next(filter(None, said), None)
     if quantisation is not None and not isinstance(quantisation, Mapping):
         raise ValueError(f"{name}: expected a mapping as quantization_config, got {quantisation!r}")
     try:
@@ -95,6 +99,8 @@ def _refuse_other_models(config: Mapping[str, Any], name: str) -> None:
             "layers have two attentions and two dense MLPs each: the plan does not count those"
         )
     hybrid = [key for key in _HYBRID if config.get(key) not in (None, 1)]
+    if "linear_attention" in (config.get("layer_types") or ()):
+        hybrid.append("linear_attention in layer_types")
     if hybrid:
         raise ValueError(
             f"{name}: config.json has {hybrid[0]}: not all its layers are latent attention, and "

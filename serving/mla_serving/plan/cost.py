@@ -73,7 +73,7 @@ def make(question: Question) -> Plan:
     model, layout = question.model, question.layout
     layout.check(model)
     dtype = _kv_cache_dtype(question)
-    served.check(model, layout, dtype)
+    served.check(model, layout, dtype, question.context)
     usable = question.memory * question.utilization
     stages = [
         (layout.weights(model, layers), kv_cache.token_bytes(model, dtype, layers))

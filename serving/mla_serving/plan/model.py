@@ -56,9 +56,14 @@ class MlaModel:
         return self.scheme is not None and self.scheme.covers(f"model.layers.{layer}.{matrix}")
 
     def block(self, matrix: str, layers: Sequence[int]) -> int:
-        """Of whole multiples of it are the slices of `matrix` that GPUs can hold, in elements."""
-        quantised = any(self.quantised(layer, matrix) for layer in layers)
-        return math.lcm(*self.scheme.sides) if self.scheme and quantised else 1
+        """Of whole multiples of it are the slices of `matrix` that GPUs can hold, in elements.
+
+        A matrix whose input is cut is cut between groups. vLLM has kernels of experts for others.
+        """
+        if self.scheme is None or not any(self.quantised(layer, matrix) for layer in layers):
+            return 1
+        by_input = matrix.endswith(("o_proj", "down_proj")) and ".experts." not in matrix
+        return math.lcm(*self.scheme.sides, self.scheme.group if by_input else 1)
 
     def stored(self, layer: int, matrices: Mapping[str, int]) -> float:
         """Bytes of matrices of `layer`, each as the checkpoint has it, scales included."""

@@ -13,6 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 _MOST = 65536  # of a group, or of a side of a block
+# Layers that vLLM's DeepSeek model makes one of.
+_JOINED = dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj")
+_JOINED |= dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa"), "fused_qkv_a_proj")
 
 
 @dataclass(frozen=True)
@@ -21,22 +24,33 @@ class Scheme:
     sides    of the blocks of weights that share a scale; empty: no such blocks
     skipped  patterns of the linear layers that are not quantised
     only     patterns of those that are; None: all others
+    group    of weights along a matrix's input that share a scale; 1: no such groups
+    joined   whether vLLM holds the patterns against the names of its own layers, where experts are
+             one, and gate and up
     """
 
     bits: float | None
     sides: tuple[int, ...] = ()
     skipped: tuple[re.Pattern[str], ...] = ()
     only: tuple[re.Pattern[str], ...] | None = None
+    group: int = 1
+    joined: bool = False
 
     def covers(self, module: str) -> bool:
         """Whether a linear layer, by its path in the checkpoint, is quantised."""
         experts = re.match(r".*\.experts(?=\.)", module)  # a list may name them as one
         names = [module, experts[0]] if experts else [module]
+        if self.joined:
+            parent, _, last = module.rpartition(".")
+            own = f"{parent}.{_JOINED.get(last, last)}"
+            names = [experts[0]] if experts else [module, own]
 
         def found(patterns: Iterable[re.Pattern[str]]) -> bool:
             return any(pattern.match(name) for pattern in patterns for name in names)
 
-        return not found(self.skipped) and (self.only is None or found(self.only))
+        # Nor does it ask then whether experts are among those that are.
+        only = None if self.joined and experts else self.only
+        return not found(self.skipped) and (only is None or found(only))
 
 
 def read(config: Mapping[str, Any] | None, bits: float | None) -> Scheme | None:
@@ -90,22 +104,25 @@ def _fp8(config: Mapping[str, Any]) -> Scheme:
 
 def _modelopt(config: Mapping[str, Any]) -> Scheme:
     inner = _mapping(config, "quantization") or config
-    nvfp4 = _grouped(4, _integer(inner, "group_size") or 16, 8)
+    group = _integer(inner, "group_size") or 16
+    nvfp4 = _grouped(4, group, 8)
     sizes = {"FP8": 8, "FP8_PER_CHANNEL_PER_TOKEN": 8, "MXFP8": _grouped(8, 32, 8)}
     sizes |= {"NVFP4": nvfp4, "W4A16_NVFP4": nvfp4, "FP8_PB_WO": 8 + 32 / 128**2}
     algorithm = str(inner.get("quant_algo")).upper()
     names = inner.get("exclude_modules") or inner.get("ignore")
     skipped = _patterns(names, _within, fnmatch.translate)
     sides = (128, 128) if algorithm == "FP8_PB_WO" else ()
-    return Scheme(sizes.get(algorithm), sides, skipped)
+    groups = {"NVFP4": group, "W4A16_NVFP4": group, "MXFP8": 32}
+    return Scheme(sizes.get(algorithm), sides, skipped, group=groups.get(algorithm, 1))
 
 
 def _awq(config: Mapping[str, Any]) -> Scheme:
     bits = _integer(config, "bits") or _integer(config, "w_bit")
     group = _integer(config, "group_size") or _integer(config, "q_group_size")
     zero = bits if config.get("zero_point") else 0
-    names = config.get("modules_to_not_convert")
-    return Scheme(_grouped(bits, group, 16, zero), skipped=_patterns(names, _within))
+    skipped = _patterns(config.get("modules_to_not_convert"), _within)
+    size = _grouped(bits, group, 16, zero)
+    return Scheme(size, skipped=skipped, group=group or 1, joined=True)
 
 
 def _gptq(config: Mapping[str, Any]) -> Scheme:
@@ -118,8 +135,10 @@ def _gptq(config: Mapping[str, Any]) -> Scheme:
     if isinstance(names, list):  # also of lists, one for each step
         names = [x for item in names for x in (item if isinstance(item, list) else [item])]
     only = _patterns(names, _within) or None
-    size = _grouped(bits, _integer(config, "group_size"), 16, bits)
-    return Scheme(size, skipped=_patterns(skipped, _exact), only=only)
+    group = _integer(config, "group_size")
+    size = _grouped(bits, group, 16, bits)
+    patterns = _patterns(skipped, _exact)
+    return Scheme(size, skipped=patterns, only=only, group=group or 1, joined=True)
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> Scheme:
@@ -127,6 +146,7 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Scheme:
     sizes: set[float | None] = set()
     targets: list[str] = []
     sides: tuple[int, ...] = ()
+    shared = 1
     for group in groups:
         weights = _mapping(group, "weights")
         sides = _sides(weights.get("block_structure"), "block_structure")
@@ -135,13 +155,15 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Scheme:
         if sides and bits:
             sizes.add(bits + 32 / math.prod(sides))
         else:
-            sizes.add(_grouped(bits, _integer(weights, "group_size"), 8 if floats else 16, zero))
+            shared = _integer(weights, "group_size") or 1
+            sizes.add(_grouped(bits, shared if shared > 1 else None, 8 if floats else 16, zero))
         targets += _names(group.get("targets"))
     skipped = _patterns(config.get("ignore"), _exact)
     by_class = {x for x in targets if not x.startswith("re:") and "." not in x}
     if len(sizes) != 1 or not targets or by_class - {"Linear"}:
         return Scheme(None, skipped=skipped)
-    return Scheme(sizes.pop(), sides, skipped, None if by_class else _patterns(targets, _exact))
+    only = None if by_class else _patterns(targets, _exact)
+    return Scheme(sizes.pop(), sides, skipped, only, group=1 if sides else shared)
 
 
 _READERS = {

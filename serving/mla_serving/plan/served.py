@@ -4,7 +4,7 @@
 from mla_kernels.indexer.api import HEAD_DIM as INDEX_DIM
 from mla_kernels.indexer.api import MAX_HEADS as MAX_INDEX_HEADS
 from mla_kernels.topk.api import MAX_K
-from mla_kernels.topk.plan import MAX_MERGED, next_power_of_2
+from mla_kernels.topk.plan import MAX_MERGED, MAX_WIDTH, next_power_of_2
 
 from mla_backend.attention import support
 from mla_serving.plan.layout import Layout
@@ -15,13 +15,19 @@ from mla_serving.plan.rates import SM_10X, SM_80
 _LAST_OF_SPARSE = dict.fromkeys(SM_80, "0.28") | dict.fromkeys(SM_10X, "0.32")
 
 
-def check(model: MlaModel, layout: Layout, kv_cache_dtype: str) -> None:
+def check(model: MlaModel, layout: Layout, kv_cache_dtype: str, context: int) -> None:
     """ValueError naming the value, what is allowed and, where there is one, the mend."""
     _check_rows(model, kv_cache_dtype)
     _check_heads(model, layout)
     if model.sparse:
         _check_ranks(model, layout)
+        _check_stages(model, layout)
         _check_indexer(model)
+        if context > MAX_WIDTH:
+            raise ValueError(
+                f"Expected --context up to {MAX_WIDTH} for the sparse attention of {model.name}, "
+                f"whose top-k takes no more scores, got {context}"
+            )
 
 
 def last_vllm(model: MlaModel, gpu: str) -> str | None:
@@ -75,6 +81,17 @@ def _check_ranks(model: MlaModel, layout: Layout) -> None:
             f"Expected --dcp up to {most} for the sparse attention of {model.name}, whose ranks "
             f"bring {model.index_topk} candidates each, got {layout.dcp}"
         )
+
+
+def _check_stages(model: MlaModel, layout: Layout) -> None:
+    for stage in layout.stages(model.layers)[1:]:
+        if stage.start in model.index_shared:
+            raise ValueError(
+                f"--pp {layout.pp} begins a stage at layer {stage.start} of {model.name}, which "
+                "reads the choice of an earlier one: vLLM does not pass the choice on. Mend: "
+                "--pp 1, or another number of stages; where no other fits, the server's "
+                "VLLM_PP_LAYER_PARTITION cuts them elsewhere, which the plan does not know"
+            )
 
 
 def _check_indexer(model: MlaModel) -> None:

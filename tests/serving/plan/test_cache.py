@@ -7,7 +7,7 @@ from mla_serving.plan.config import from_config
 from mla_serving.plan.kv_cache import indexer_row_bytes, row_bytes
 from mla_serving.plan.layout import GIB, Layout
 
-from tests.serving.plan.plan_models import FP8, REAL, ROOFS, config, question, weights
+from tests.serving.plan.plan_models import FP8, REAL, ROOFS, V32, config, question, weights
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_cache_bytes_of_v32(v32):
 )
 def test_layers_that_share_an_indexer_have_no_cache_of_keys(v32, changes, indexers):
     changes |= {"num_hidden_layers": 61, "quantization_config": FP8}
-    shared = from_config(config("deepseek-v3.2-5-layers", **changes), "shared")
+    shared = from_config(config(V32, **changes), "shared")
     assert shared.indexers(range(61)) == indexers and v32.indexers(range(61)) == 61
     layout = Layout(tp=8)
     plan = cost.make(question(shared, layout, kv_cache_dtype="fp8_ds_mla"))
@@ -50,14 +50,23 @@ def test_layers_that_share_an_indexer_have_no_cache_of_keys(v32, changes, indexe
     quantised = 1536 * 64 * 128  # of wq_b; vLLM joins wk with the head weights, in bf16
     each = quantised * (1 + 4 / 128**2) + (indexer - quantised) * 2
     assert less == pytest.approx((61 - indexers) * each)
-    ample = {"kv_cache_dtype": "fp8_ds_mla", "memory": 1000 * GIB}  # so that weights weigh little
-    halves = cost.make(question(shared, Layout(tp=4, pp=2), **ample))
-    stages = [range(31), range(31, 61)]
-    assert halves.gpu_token_bytes == max(len(s) * 656 + shared.indexers(s) * 132 for s in stages)
     load = {"rates": ROOFS, "kv_cache_dtype": "fp8_ds_mla", "context": 16384}
     times = cost.make(question(shared, layout, **load)).attention
     read = 64 * (61 * 2048 * 656 + indexers * 16384 * 132)
     assert times.floor_us == pytest.approx(read / 4000e3, rel=1e-4) and times.bound == "memory"
+
+
+def test_stages_of_layers_that_share_an_indexer():
+    """Each has to begin with a layer that chooses: vLLM passes no choice on."""
+    shared = {"num_hidden_layers": 61, "index_topk_freq": 4, "quantization_config": FP8}
+    # So that weights weigh little; the halves are layers 0 to 30 and 31 to 60.
+    ample = {"layout": Layout(tp=4, pp=2), "kv_cache_dtype": "fp8_ds_mla", "memory": 1000 * GIB}
+    model = from_config(config(V32, **shared, index_skip_topk_offset=4), "m")  # 0 to 3, 7, ..., 31
+    halves = cost.make(question(model, **ample))
+    assert halves.gpu_token_bytes == max(31 * 656 + 10 * 132, 30 * 656 + 8 * 132)
+    model = from_config(config(V32, **shared), "m")  # 0, 1, 5, ..., 29, 33
+    with pytest.raises(ValueError, match=r"--pp 2 begins a stage at layer 31 of m, which reads"):
+        cost.make(question(model, **ample))
 
 
 def test_tokens_that_fit(lite):

@@ -58,13 +58,13 @@ def test_the_largest_stage_is_the_one_with_more_indexers():
 
 
 def test_the_slowest_stage_may_have_fewer_layers():
-    """Over a long context indexers read more than attention: 15 layers with 5 of them, layers 0, 1,
-    5, 9 and 13, take longer than 16 with 4."""
-    layers = {"num_hidden_layers": 61, "index_topk_freq": 4, "quantization_config": FP8}
+    """Over a long context indexers read more than attention: 15 layers with 5 of them take longer
+    than 16 with 4."""
+    stages = [(15, 5), (15, 4), (16, 4), (15, 3)]
+    pattern = "".join(("F" * indexers).ljust(layers, "S") for layers, indexers in stages)
+    layers = {"num_hidden_layers": 61, "index_topk_pattern": pattern, "quantization_config": FP8}
     model, layout = from_config(config(V32, **layers), "m"), Layout(tp=8, pp=4)
-    assert [(len(x), model.indexers(x)) for x in layout.stages(61)] == [
-        (15, 5), (15, 4), (16, 4), (15, 3),
-    ]  # fmt: skip
+    assert [(len(x), model.indexers(x)) for x in layout.stages(61)] == stages
     sparse = {"kv_cache_dtype": "fp8_ds_mla", "context": 131_072}
     plan = cost.make(question(model, layout, rates=ROOFS, **sparse))
     read = 64 * (15 * 2048 * 656 + 5 * 131_072 * 132)

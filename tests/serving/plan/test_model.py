@@ -58,6 +58,7 @@ def test_parameters_of_v2_lite(lite):
         ({"moe_intermediate_size": None}, "lacks moe_intermediate_size"),
         ({"torch_dtype": "float64"}, "got float64"),
         ({"linear_attn_config": {"kda_layers": [1]}}, "m: config.json has linear_attn_config: not"),
+        ({"layer_types": ["linear_attention", "full_attention"]}, "has linear_attention in layer_"),
         ({"layer_group_size": 5}, "has layer_group_size"),
         ({"learnable_sink": True}, "has learnable attention sinks, which the vLLM backend refuses"),
         ({"model_type": "hy_v4"}, "learnable attention sinks"),
@@ -149,3 +150,12 @@ def test_weight_bits_and_wrapped_configs():
     model = from_config({"text_config": inner, "quantization_config": FP8}, "wrapped")
     assert model.scheme.bits == 8 + 32 / 128**2
     assert from_config({"language_config": inner}, "DeepSeek-VL2").layers == 5
+
+
+def test_a_wrappers_dtype_is_the_models():
+    inner = config(V3)
+    inner.pop("torch_dtype", None)
+    for key in ("dtype", "torch_dtype"):
+        assert from_config({"text_config": inner, key: "float16"}, "m").dtype == "float16"
+    both = {"text_config": {**inner, "dtype": "bfloat16"}, "torch_dtype": "float16"}
+    assert from_config(both, "m").dtype == "float16"

@@ -109,6 +109,86 @@ def test_layers_that_are_not_quantised(quantisation, plain):
         assert {name for name in parts if parts[name] == whole[name]} == {plain, "embeddings"}
 
 
+GATES = ("mlp.gate_proj", "mlp.up_proj", "mlp.shared_experts.up_proj")
+
+
+@pytest.mark.parametrize(
+    "quantisation, skipped",
+    [
+        # vLLM asks about gate_up_proj, and about all experts of a layer at once.
+        (AWQ | {"modules_to_not_convert": ["gate"]}, GATES),
+        (AWQ | {"modules_to_not_convert": ["mlp.gate."]}, ()),
+        (AWQ | {"modules_to_not_convert": ["experts"]}, (
+            "mlp.experts.0.gate_proj", "mlp.experts.0.down_proj", "mlp.shared_experts.up_proj")),
+        (GPTQ | {"dynamic": {r"-:.*gate.*": {}}}, GATES),
+        (GPTQ | {"dynamic": {r"-:.*mlp\.experts$": {}}}, (
+            "mlp.experts.0.gate_proj", "mlp.experts.0.down_proj")),
+        (GPTQ | {"modules_in_block_to_quantize": ["mlp"]}, ("self_attn.o_proj",)),
+        # nor whether experts are among those that are quantised
+        (GPTQ | {"modules_in_block_to_quantize": ["self_attn"]}, (*GATES, "mlp.down_proj")),
+    ],
+)  # fmt: skip
+def test_names_that_vllm_asks_about(quantisation, skipped):
+    asked = model(quantisation)
+    names = ["self_attn.o_proj", *(f"mlp.{kind}_proj" for kind in ("gate", "up", "down"))]
+    names += ["mlp.experts.0.gate_proj", "mlp.experts.0.down_proj", "mlp.shared_experts.up_proj"]
+    plain = {name for name in names if not asked.quantised(0, name)}
+    assert plain == set(skipped)
+
+
+def test_awq_skips_what_it_skips_in_vllm():
+    from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
+
+    fused = {"gate_up_proj": ["gate_proj", "up_proj"]}
+    for name in ("gate", "mlp.gate.", "experts", "self_attn", "down_proj", "layers.0."):
+        asked, listed = model(AWQ | {"modules_to_not_convert": [name]}), [name]
+        for ours, theirs in (
+            ("mlp.gate_proj", "mlp.gate_up_proj"),
+            ("mlp.up_proj", "mlp.gate_up_proj"),
+            ("mlp.down_proj", "mlp.down_proj"),
+            ("mlp.experts.0.gate_proj", "mlp.experts"),
+            ("mlp.experts.0.down_proj", "mlp.experts"),
+            ("self_attn.o_proj", "self_attn.o_proj"),
+        ):
+            path = f"model.layers.0.{theirs}"
+            skips = is_layer_skipped(path, listed, fused, match_mode="substring")
+            assert asked.quantised(0, ours) is not skips, (listed, ours)
+
+
+INT4_64 = packed(group(4, type="int", group_size=64, symmetric=True))
+
+
+@pytest.mark.parametrize("quantisation", [AWQ, GPTQ, INT4_64, NVFP4 | {"group_size": 64}])
+@pytest.mark.parametrize(
+    "change, tp, said",
+    [
+        ({"intermediate_size": 10944}, 2, "2 GPUs cannot slice dense MLPs of width 10944"),
+        ({"moe_intermediate_size": 1408}, 4, "4 GPUs cannot slice shared experts of width 1408"),
+        ({"v_head_dim": 96}, 128, "128 GPUs cannot slice the attention's output of width 12288"),
+    ],
+)
+def test_groups_that_a_slice_would_cut(quantisation, change, tp, said):
+    """vLLM refuses them where the input of a matrix is cut; of experts it has kernels for any."""
+    Layout(tp=8).check(model(quantisation))
+    cut = from_config(V3 | change | {"quantization_config": quantisation}, "m")
+    Layout(tp=1).check(cut)
+    with pytest.raises(
+        ValueError, match=rf"{said} in blocks of {cut.scheme.group}\. Mend: a lower"
+    ):
+        Layout(tp=tp).check(cut)
+    Layout(tp=tp, ep=True).check(from_config(V3 | change, "m"))
+
+
+def test_an_older_name_of_the_quantisation(folder):
+    """Which vLLM reads where the other is missing, of compressed-tensors."""
+    for config in (V3, {"text_config": V3}):
+        found = from_config(config | {"compression_config": packed(INT4)}, "m")
+        assert found.scheme.bits == 4.5
+    inner = V3 | {"compression_config": packed(INT4)}
+    assert from_config({"text_config": inner}, "m").scheme.bits == 4.5
+    assert load(str(folder(FILE, compression_config=packed(INT4)))).scheme.bits == 4.5
+
+
 def test_an_nvfp4_release_with_plain_attention():
     plain = model(NVFP4 | {"ignore": ["*self_attn*"]})
     parts = Layout(tp=4).weights(plain, LAYERS)

@@ -4,9 +4,10 @@
 import re
 
 import pytest
+from mla_kernels.topk.plan import MAX_WIDTH
 from mla_serving.plan import cost
 from mla_serving.plan.config import from_config
-from mla_serving.plan.layout import Layout
+from mla_serving.plan.layout import GIB, Layout
 
 from mla_backend.attention import support
 from tests.serving.plan.plan_models import V3, V32, config, question
@@ -43,6 +44,16 @@ def test_what_the_backend_refuses_is_refused(folder, changes, layout, said):
     model = from_config(config(folder, **changes), "m")
     with pytest.raises(ValueError, match=re.escape(said)):
         cost.make(question(model, Layout(**layout)))
+
+
+def test_more_tokens_than_the_indexer_chooses_among_are_refused(v32, v3):
+    long = {"context": MAX_WIDTH + 1, "batch": 1, "memory": 1000 * GIB, "rates": None}
+    with pytest.raises(
+        ValueError, match=f"Expected --context up to {MAX_WIDTH} for the sparse att"
+    ):
+        cost.make(question(v32, Layout(tp=8), **long))
+    cost.make(question(v32, Layout(tp=8), **long | {"context": MAX_WIDTH}))
+    cost.make(question(v3, Layout(tp=8), **long))
 
 
 def test_what_the_backend_takes_is_planned(v3):

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What our kernels take, by measured cases, and why of some there is no time."""
 
+import itertools
 import json
+import math
+import statistics
+from dataclasses import replace
 
 import pytest
 from mla_serving.plan import cost, rates, report
@@ -43,12 +47,12 @@ def test_what_of_sparse_attention_was_not_measured(v32):
         assert indexer.unmeasured == "only 64 heads that choose 2048 tokens were measured"
 
 
-def time_of(case, folder, gpu="h200", heads=128):
+def time_of(case, folder, gpu="h200", heads=128, by=None):
     """Of one layer, with everything as in `case`."""
     shape = {"num_hidden_layers": 1, "first_k_dense_replace": 1, "num_attention_heads": heads}
     dtype = {"16 bit": "auto"}.get(case.cache, case.cache)
     load = {"batch": case.batch, "context": case.context, "kv_cache_dtype": dtype}
-    at = {"gpu": gpu, "rates": rates.load(gpu), "memory": 10_000 * GIB}
+    at = {"gpu": gpu, "rates": by or rates.load(gpu), "memory": 10_000 * GIB}
     return cost.make(
         question(from_config(config(folder, **shape), "m"), Layout(tp=1), **at, **load)
     )
@@ -91,25 +95,60 @@ def test_no_time_is_less_than_the_least_measured(v3, dtype, cache):
 
 
 def test_no_time_is_more_than_that_of_a_larger_case(v32):
-    """Four requests are nearer to one than to 32, and cost far less than four times as much."""
+    """64 requests are between 32 and 128."""
     load = {"kv_cache_dtype": "fp8_ds_mla", "context": 32768}
     measured = {case.name: case.us for case in rates.load("h200").cases[rates.SPARSE]}
-    for batch, by, times, at_most in (
-        (4, "b8_h128_q1_32k_fp8_ds_mla", 1, True),
-        (32, "b32_h16_q1_32k_fp8_ds_mla", 1, False),
-        (64, "b32_h16_q1_32k_fp8_ds_mla", 2, False),
-        (512, "b128_h16_q1_32k_fp8_ds_mla", 4, False),  # of none that large
+    one, some, many = (measured[f"b{b}_h16_q1_32k_fp8_ds_mla"] for b in (1, 32, 128))
+    for batch, by, us in (
+        (4, "b1_h16_q1_32k_fp8_ds_mla", one + (some - one) * 3 / 31),
+        (32, "b32_h16_q1_32k_fp8_ds_mla", some),
+        (64, "b32_h16_q1_32k_fp8_ds_mla", some + (many - some) * 32 / 96),
+        (4096, "b128_h16_q1_32k_fp8_ds_mla", 32 * many),  # of none that large
     ):
         plan = cost.make(question(v32, Layout(tp=8), batch=batch, memory=1000 * GIB, **load))
         found = plan.attention.kernels["attention"]
-        assert (found.case, found.at_most) == (by, at_most)
-        assert found.us == pytest.approx(61 * times * measured[by])
+        assert (found.case, found.at_most) == (by, False)
+        assert found.us == pytest.approx(61 * us)
+
+
+@pytest.mark.parametrize("gpu", ["h200", "h100"])
+@pytest.mark.parametrize("folder, cache", [(V3, "auto"), (V3, "fp8"), (V32, "fp8_ds_mla")])
+@pytest.mark.parametrize("tp", [1, 2, 8])
+def test_more_requests_take_hardly_less(gpu, folder, cache, tp):
+    """No more than a tenth, where the nearest cases are others."""
+    model = from_config(config(folder), "m")
+    at = {"gpu": gpu, "rates": rates.load(gpu), "memory": 10_000 * GIB, "kv_cache_dtype": cache}
+    for context in (256, 1024, 4096, 8192, 32768, 131_072):
+        times = []
+        for batch in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512):
+            load = {"batch": batch, "context": context}
+            plan = cost.make(question(model, Layout(tp=tp), **at, **load)).attention
+            times.append([kernel.us or 0 for kernel in plan.kernels.values()])
+        for fewer, more in itertools.pairwise(times):
+            assert all(b >= 0.9 * a for a, b in zip(fewer, more, strict=True)), (context, times)
+
+
+def test_a_case_that_was_not_measured_is_guessed_by_the_others():
+    """Each case by all others of its cache: the mean factor, and that of the worst but three."""
+    factors = []
+    for gpu in ("h200", "h100"):
+        of = rates.load(gpu)
+        for benchmark, name in ((rates.DENSE, "attention"), (rates.INDEXER, "indexer")):
+            for case in of.cases[benchmark]:
+                rest = [other for other in of.cases[benchmark] if other is not case]
+                few = replace(of, cases={**of.cases, benchmark: tuple(rest)})
+                folder = V3 if benchmark == rates.DENSE else V32
+                heads = case.heads if benchmark == rates.DENSE else 128
+                found = time_of(case, folder, gpu, heads, few).attention.kernels[name]
+                factors.append(math.exp(abs(math.log(found.us / case.us))))
+    assert len(factors) > 70
+    assert statistics.geometric_mean(factors) < 1.08 and sorted(factors)[-4] < 1.3
 
 
 @pytest.mark.parametrize("page, compared", [("sparse_steps", 4), ("sparse_steps_fp8_ds_mla", 10)])
 def test_sparse_attention_in_the_engine_takes_what_the_plan_says(page, compared):
-    """All of it on the GPU, also what makes slots. Of 128 requests within 3 %; of fewer, where no
-    case is as near, within 16 %, or hardly more than a bound."""
+    """All of it on the GPU, also what makes slots, which the plan does not count: within 12 %, or
+    hardly more than a bound."""
     of_page = json.loads((ROOT / f"benchmarks/results/h200/{page}.json").read_text())["rows"]
     rows = [row for row in of_page if row["backend"] == "CUSTOM"]
     assert len(rows) == 16
@@ -121,8 +160,7 @@ def test_sparse_attention_in_the_engine_takes_what_the_plan_says(page, compared)
         if any(kernel.at_most for kernel in times.kernels.values()):
             assert row["attention_ms"] < 1.04 * planned, row
         else:
-            bar = 0.03 if row["batch"] == 128 else 0.16
-            assert planned == pytest.approx(row["attention_ms"], rel=bar), row
+            assert planned == pytest.approx(row["attention_ms"], rel=0.12), row
             compared -= 1
     assert compared == 0
 
