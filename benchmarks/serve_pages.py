@@ -36,20 +36,19 @@ def serve_lines(report: Report) -> list[str]:
 def _conditions(report: Report, loads: list[Row]) -> str:
     """Which model, servers and loads: the paragraph above the tables."""
     settings = report.settings
-    model = f"the shapes in configs/models/{settings['model']}"
     layers = settings["layers"]
     layers = layers[0] if isinstance(layers, list) else layers  # a number in older results
-    if not settings["as_is"]:
-        heads = settings["heads"][0]
-        model = f"{layers} dense layers of DeepSeek-V3's width, {heads} heads"
-        if heads < RELEASED_HEADS:
-            ranks = RELEASED_HEADS // heads
-            model += f" and 1 / {ranks} of the MLP, as on one of {ranks} tensor-parallel GPUs"
+    sparse = settings.get("family") == "v3.2"
+    cache = settings.get("kv_cache_dtype", "auto")
+    options = settings.get("server_options") or []
+    caching, asked = "--enable-prefix-caching" in options, " ".join(options)
     together = (
         "all servers hold their share of the GPU's memory from the start and are loaded one at a "
         "time, so while one is measured the others do nothing; "
     )
-    open_loops = f"Open loops: {settings['open_requests']} requests, Poisson arrivals. "
+    clients = max(settings.get("concurrency") or [0])
+    room = f", of which up to {clients} run at once, as of the closed loops" if clients else ""
+    open_loops = f"Open loops: {settings['open_requests']} requests, Poisson arrivals{room}. "
     which = "All loads" if all("spread" in row for row in loads) else "Those loads with brackets"
     repeated = (
         f"{which} were repeated{', another server first each time' * settings['together']}: "
@@ -57,26 +56,43 @@ def _conditions(report: Report, loads: list[Row]) -> str:
         "the most of all runs. "
     )
     goodput = f"Goodput: requests a second within {settings['slo']}, in milliseconds. "
-    prefill = "Prefill is vLLM's own in every row."
+    prefill = "Prefill is vLLM's own in every row. "
     few_layers = (
-        " So few layers make steps of a few milliseconds: with many clients the HTTP server and "
+        "So few layers make steps of a few milliseconds: with many clients the HTTP server and "
         "the load generator, which are Python, take as long as the GPU."
     )
-    return (
-        f"Random weights of {model}; the vocabulary is the tokenizer's, the demo models' of 2048 "
-        f"where {settings['model']} has none. {settings['dtype']}, "
+    words = (
+        f"Random weights of {_model(settings, layers, sparse)}; the vocabulary is the tokenizer's, "
+        f"the demo models' of 2048 where {settings['model']} has none. {settings['dtype']}, "
+        f"{f'KV cache dtype {cache}, ' if cache != 'auto' else ''}"
         f"{'torch.compile' if settings['compile'] else 'no torch.compile'}, "
-        f"{'no CUDA graphs' if settings['eager'] else 'CUDA graphs of decode steps'}, no prefix "
-        "caching; vLLM's server with the same options for every backend, "
+        f"{'no CUDA graphs' if settings['eager'] else 'CUDA graphs of decode steps'}, "
+        f"{'' if caching else 'no '}prefix caching; vLLM's server with the same options for every "
+        f"backend, {f'among them {asked}, ' if options else ''}"
         f"{together if settings['together'] else ''}loaded by `vllm bench serve` with random "
         "prompts, the same for every backend, at temperature 1. "
         f"Closed loops: {settings['rounds']} requests a client, {FEWEST} in all at least. "
         f"{open_loops if any(row.get('loop') == 'open' for row in report.rows) else ''}"
         f"{repeated if any('spread' in row for row in loads) else ''}"
         f"{goodput if settings['slo'] else ''}"
-        f"{'' if settings.get('family') == 'v3.2' else prefill}"
+        f"{'' if sparse else prefill}"
         f"{few_layers if not settings['as_is'] and layers < FEW_LAYERS else ''}"
     )
+    return words.rstrip()
+
+
+def _model(settings: dict[str, Any], layers: int, sparse: bool) -> str:
+    if settings["as_is"]:
+        return f"the shapes in configs/models/{settings['model']}"
+    heads = settings["heads"][0]
+    model = f"{layers} dense layers of DeepSeek-V3's width, {heads} heads"
+    if sparse:
+        model = f"{layers} layers of DeepSeek-V3.2 without experts, each with its indexer (2048 "
+        model += f"tokens are read), {heads} heads"
+    if heads < RELEASED_HEADS:
+        ranks = RELEASED_HEADS // heads
+        model += f" and 1 / {ranks} of the MLP, as on one of {ranks} tensor-parallel GPUs"
+    return model
 
 
 def _late_line(row: Row) -> str:
@@ -108,7 +124,8 @@ def _gate_lines(rows: list[Row]) -> list[str]:
     for row in rows:
         if nats:
             said = row["nats_from_first"]
-            cell = "none to compare" if said is None else f"{said:.3f}"
+            alone = said is None or len(rows) == 1
+            cell = "none to compare" if alone else f"{said:.3f}"
         else:
             cell = f"{row['same_tokens_as_first']:.1%}"
         lines.append(f"| {label(row['backend'])} | {cell} | {row['start_s']:.0f} |")

@@ -16,10 +16,7 @@ MEANS = {"step_ms": "Whole steps", "gpu_ms": "GPU", "attention_ms": "Attention"}
 def steps_lines(report: Report) -> list[str]:
     settings = report.settings
     sparse = settings.get("family") == "v3.2"
-    model = settings["model"] if settings["as_is"] else (
-        "dense layers of DeepSeek-V3's width, as many as a heading says, 128 heads, or 16 with an "
-        "eighth of the MLP as on one of 8 tensor-parallel GPUs"
-    )  # fmt: skip
+    model = settings["model"] if settings["as_is"] else _dense(settings.get("heads", [128, 16]))
     if sparse and not settings["as_is"]:
         few = "; fewer than 128 heads with their share of the MLP, as on a tensor-parallel GPU"
         model = (
@@ -53,6 +50,18 @@ def steps_lines(report: Report) -> list[str]:
         lines += [f"## {heads} heads, {depth} layers", ""] if not settings["as_is"] else []
         lines += _steps_table(report, heads)
     return lines + _gate(report) + _steps_counted(report) + _disturbed(report)
+
+
+def _dense(heads: list[int]) -> str:
+    """Which layers of DeepSeek-V3 these are."""
+    width = "dense layers of DeepSeek-V3's width, as many as a heading says, "
+    if set(heads) == {128, 16}:
+        return width + (
+            "128 heads, or 16 with an eighth of the MLP as on one of 8 tensor-parallel GPUs"
+        )
+    few = "; fewer than 128 with their share of the MLP, as on a tensor-parallel GPU"
+    counts = " and ".join(map(str, heads))
+    return f"{width}{counts} heads{few if min(heads) < 128 else ''}"
 
 
 def _gate(report: Report) -> list[str]:

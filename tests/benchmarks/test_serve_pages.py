@@ -94,6 +94,51 @@ def test_an_fp8_cache_compares_ours_with_and_without_fp8_queries(tmp_path):
     assert "mla-backend, fp8 queries: step, GPU, attn" in page and "rounded to e4m3" in page
 
 
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"kv_cache_dtype": "fp8"}, "bfloat16, KV cache dtype fp8, no torch.compile"),
+        ({"family": "v3.2"}, "4 layers of DeepSeek-V3.2 without experts, each with its indexer"),
+        ({"heads": [32]}, "32 heads and 1 / 4 of the MLP, as on one of 4 tensor-parallel"),
+        ({"server_options": ["--enable-prefix-caching", "-x"]}, "graphs of decode steps, prefix "
+         "caching; vLLM's server with the same options for every backend, among them "
+         "--enable-prefix-caching -x, loaded by"),
+        ({"concurrency": [1, 8]}, "5 requests, Poisson arrivals, of which up to 8 run at once, as"),
+    ],
+)  # fmt: skip
+def test_a_page_says_what_was_served(changes, said):
+    from serve_report import Report
+    from serve_results import markdown
+
+    settings = {"model": "m", "dtype": "bfloat16", "compile": False, "rounds": 3, "layers": 4}
+    settings |= {"open_requests": 5, "together": False, "slo": "", "as_is": False}
+    settings |= {"heads": [128], "eager": False, "reduced": False}
+    rows = [serve_row("CUSTOM", 100.0) | {"loop": "open", "rate": 0.5}]
+    assert said in markdown(Report("serve", "", {}, settings | changes, rows))
+
+
+@pytest.mark.parametrize("heads, said", [
+    ([128, 16], "128 heads, or 16 with an eighth of the MLP as on one of 8 tensor-parallel GPUs"),
+    ([32], "says, 32 heads; fewer than 128 with their share of the MLP, as on a tensor-parallel"),
+    ([128], "as many as a heading says, 128 heads. bfloat16"),
+])  # fmt: skip
+def test_a_page_of_steps_names_its_heads(heads, said):
+    from serve_report import Report
+    from serve_results import markdown
+
+    settings = {"model": "m", "dtype": "bfloat16", "compile": False, "as_is": False, "eager": False}
+    assert said in markdown(Report("steps", "", {}, settings | {"heads": heads}, []))
+
+
+def test_one_server_alone_has_none_to_compare():
+    from serve_pages import _gate_lines
+
+    first = {"backend": "CUSTOM", "start_s": 40.0, "nats_from_first": 0.0}
+    assert _gate_lines([first])[-1] == "| mla-backend | none to compare | 40 |"
+    second = {"backend": "FLASHMLA", "start_s": 40.0, "nats_from_first": 0.031}
+    assert _gate_lines([first, second])[-2] == "| mla-backend | 0.000 | 40 |"
+
+
 def test_report_of_serving(tmp_path):
     from load import METRICS, STATISTICS
     from serve_report import Report
@@ -122,6 +167,10 @@ def test_report_of_serving(tmp_path):
     assert "Open loops" not in markdown(Report("serve", "", {}, settings, closed))
     assert "Goodput" not in markdown(Report("serve", "", {}, settings | {"slo": ""}, rows))
     assert "4 dense layers of DeepSeek-V3's width, 128 heads" in page
+    assert (
+        "CUDA graphs of decode steps, no prefix caching; vLLM's server with the same options for"
+        in page
+    )
     assert "loaded one at a time" in page and "A reduced list of loads" in page
     assert "| mla-backend | 100.0% | 40 |" in page
     assert "* GPU memory of mla-backend at the end: 9.5 GiB" in page
