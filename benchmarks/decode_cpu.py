@@ -6,6 +6,7 @@
 One layer's attention of one step, shuffled block tables. Stock is the operator that vLLM serves
 with on this machine: `amx` for bf16 on a CPU with AMX tiles (blocks of 128 tokens), `cpu` otherwise
 (16, the only size it takes). Ours takes blocks of 64, and rescale "flash" as in an engine on a CPU.
+Both are checked against the reference first; a case of which one fails is reported and not timed.
 Times in milliseconds, the least of alternating repetitions. Writes decode.json and decode.md to
 results/cpu beside this file; of other threads or heads, and while it runs, the same with _partial
 in their names.
@@ -14,7 +15,8 @@ in their names.
 import argparse
 import sys
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -39,6 +41,9 @@ SHAPES.sort()
 SECONDS = 0.3
 THREADS, HEADS = (1, 2), 16
 DTYPES = (torch.bfloat16, torch.float32)
+# What fails one case, of checks, operators and memory. Anything else would fail them all.
+FAULTS = (RuntimeError, AssertionError, ValueError)
+Row = dict[str, Any]
 
 
 def paged(lens: list[int], block: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -146,7 +151,27 @@ def check(out: torch.Tensor, want: torch.Tensor, case: str) -> None:
         raise RuntimeError(f"{case} differs from the reference: {failures}")
 
 
-def markdown(report: dict[str, Any]) -> str:
+def tried(case: Row, measure: Callable[[], dict[str, float]]) -> Row:
+    """The row of a case: its times, or what failed; the next case is measured all the same."""
+    try:
+        row = {**case, **measure()}
+    except FAULTS as problem:
+        traceback.print_exc()
+        said = " ".join(str(problem).split())  # a line of the page
+        row = {**case, "failed": f"{type(problem).__name__}: {said}"[:200]}
+    print(row, flush=True)
+    return row
+
+
+def not_timed(rows: list[Row], keys: Sequence[str]) -> list[str]:
+    """The cases that failed, each named by some of its row."""
+    failed = [row for row in rows if "failed" in row]
+    named = [", ".join(f"{key} {row[key]}" for key in keys) for row in failed]
+    listed = [f"* {name}: {row['failed']}" for name, row in zip(named, failed, strict=True)]
+    return ["", "Not timed:", "", *listed] if failed else []
+
+
+def markdown(report: Row) -> str:
     machine = report["machine"]
     lines = [
         "# Decode attention on a CPU",
@@ -159,14 +184,17 @@ def markdown(report: dict[str, Any]) -> str:
         "|--:|---|---|--:|--:|--:|--:|--:|",
     ]
     for r in report["rows"]:
+        if "failed" in r:
+            continue
         lines.append(
             f"| {r['threads']} | {r['dtype']} | {r['operator']} | {r['batch']} | {r['lengths']} "
             f"| {r['ours']:.2f} | {r['stock']:.2f} | {r['stock'] / r['ours']:.2f} |"
         )
+    lines += not_timed(report["rows"], ("threads", "dtype", "batch", "lengths"))
     return "\n".join(lines) + "\n"
 
 
-def write_report(report: dict[str, Any], folder: Path, ending: str) -> None:
+def write_report(report: Row, folder: Path, ending: str) -> None:
     """decode.json and .md in `folder`, with `ending` behind their names."""
     write_json(folder / f"decode{ending}.json", report)
     write(folder / f"decode{ending}.md", markdown(report))
@@ -194,21 +222,20 @@ def main(argv: list[str] | None = None) -> int:
     current_platform.import_kernels()
     torch.manual_seed(0)
 
-    def measure_case(case: tuple[int, torch.dtype, tuple[int, int, bool]]) -> list[dict[str, Any]]:
+    def measure_case(case: tuple[int, torch.dtype, tuple[int, int, bool]]) -> list[Row]:
         threads, dtype, (batch, longest, mixed) = case
         torch.set_num_threads(threads)
-        times = measure(batch, longest, mixed, args.heads, dtype, args.repetitions)
-        row = {"threads": threads, "dtype": str(dtype).removeprefix("torch.")}
+        row: Row = {"threads": threads, "dtype": str(dtype).removeprefix("torch.")}
         row |= {"operator": stock_operator(dtype), "batch": batch}
-        row |= {"lengths": f"{longest // 16}-{longest}" if mixed else str(longest), **times}
-        print(row, flush=True)
-        return [row]
+        row |= {"lengths": f"{longest // 16}-{longest}" if mixed else str(longest)}
+        how = (args.heads, dtype, args.repetitions)
+        return [tried(row, lambda: measure(batch, longest, mixed, *how))]
 
     report = {"command": command("decode_cpu", argv), "machine": describe_machine()}
     report["heads"] = args.heads
     cases = list(product(args.threads, DTYPES, SHAPES))
-    gather("decode", report, cases, measure_case, write_report, args, some=args.some)
-    return 0
+    rows = gather("decode", report, cases, measure_case, write_report, args, some=args.some)
+    return 1 if any("failed" in row for row in rows) else 0
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 """The dense decode benchmark's cases, their data on the GPU, and what they cost at least."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from mla_kernels.cache.rows import rows_as_float
@@ -114,7 +114,7 @@ SHAPES = [
 
 @dataclass
 class Batch:
-    """A shape's tensors. Rows past a request's end are NaN."""
+    """A shape's tensors. Rows past a request's end are NaN, but for those of `zero_tails`."""
 
     shape: Shape
     q: torch.Tensor
@@ -145,12 +145,27 @@ def make_batch(shape: Shape, device: str = "cuda", seed: int = 0) -> Batch:
             for part in cache.flatten(0, 1).split(2**18)
         ]
         cache = torch.cat(rows).view(total, PAGE, -1)
-    last = table.gather(1, (blocks - 1).clamp(min=0).long()[:, None]).flatten()
-    for block, tail in zip(last.tolist(), (lens % PAGE).tolist(), strict=True):
-        if tail:
-            cache[block, tail:] = 0x7F if shape.cache == "fp8_ds_mla" else torch.nan
+    fill_tails(cache, table, shape, 0x7F if shape.cache == "fp8_ds_mla" else torch.nan)
     q = torch.randn(len(shape.lengths), shape.s_q, shape.heads, WIDTH, device=device).div_(3)
     return Batch(shape, q.bfloat16(), cache, table, lens)
+
+
+def fill_tails(cache: torch.Tensor, table: torch.Tensor, shape: Shape, value: float) -> None:
+    """`value` into the rows behind each request's end, in its last block."""
+    for pages, length in zip(table, shape.lengths, strict=True):
+        if length % PAGE:
+            cache[int(pages[length // PAGE]), length % PAGE :] = value
+
+
+def has_tails(shape: Shape) -> bool:
+    return any(length % PAGE for length in shape.lengths)
+
+
+def zero_tails(batch: Batch) -> Batch:
+    """The batch over a cache of its own, with zeros behind each request's end."""
+    cache = batch.kv_cache.clone()
+    fill_tails(cache, batch.block_table, batch.shape, 0)
+    return replace(batch, kv_cache=cache)
 
 
 def golden(batch: Batch, requests: list[int]) -> torch.Tensor:

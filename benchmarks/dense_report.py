@@ -33,7 +33,8 @@ def stem(mode: str) -> str:
 
 def write_report(report: dict[str, Any], folder: Path, ending: str = "") -> None:
     """dense_decode.json, .md and .png in `folder`; of another mode than cold dense_<mode>, with an
-    ending `ending` behind the name, and then no picture."""
+    ending `ending` behind the name, and then no picture. One that cannot be drawn is taken away:
+    what is there is of other rows."""
     name = f"{stem(report['mode'])}{ending}"
     write_json(folder / f"{name}.json", report)
     write(folder / f"{name}.md", markdown(report))
@@ -70,13 +71,13 @@ def markdown(report: dict[str, Any]) -> str:
         + " | hopper: best peer | triton: vLLM Triton | hopper TFLOPS | hopper GB/s |",
         "|---" * (len(impls) + 6) + "|",
     ]  # fmt: skip
-    wins = []
+    wins: list[float] = []
+    beside_all: list[float] = []
     for case, rows in cases.items():
         cells = [case, str(next(iter(rows.values()))["floor_us"])]
         cells += [_us(rows.get(impl)) for impl in impls]
-        best_peer = min(
-            (rows[p]["us"] for p in FAST_PEERS if "us" in rows.get(p, {})), default=None
-        )
+        peers = [rows[p]["us"] for p in FAST_PEERS if "us" in rows.get(p, {})]
+        best_peer = min(peers, default=None)
         hopper, triton = (rows.get(name, {}).get("us") for name in OURS)
         cells.append(_ratio(best_peer, hopper))
         cells.append(_ratio(rows.get("peer/vllm_triton", {}).get("us"), triton))
@@ -84,18 +85,37 @@ def markdown(report: dict[str, Any]) -> str:
         lines.append("| " + " | ".join(cells) + " |")
         if best_peer and hopper:
             wins.append(best_peer / hopper)
+            beside_all += wins[-1:] * (len(peers) == len(FAST_PEERS))
     if wins:
         mean = statistics.geometric_mean(wins)
         won = sum(w >= 1 for w in wins)
         lines += ["", f"Hopper kernel against the better peer: geometric mean {mean:.3f}, at least "
                   f"as fast in {won} of {len(wins)} cases."]  # fmt: skip
+        if 0 < len(beside_all) < len(wins):
+            mean = statistics.geometric_mean(beside_all)
+            lines[-1] += f" Of the {len(beside_all)} in which both peers are: {mean:.3f}."
     lines += fp8_queries(cases)
     lines += energy(report, cases, impls)
+    lines += zeroed(report["rows"])
     failed = [row for row in report["rows"] if "failed" in row]
     if failed:
         lines += ["", "Not timed:", ""]
         lines += [f"* {row['case']} {row['impl']}: {row['failed']}" for row in failed]
     return "\n".join(lines) + "\n"
+
+
+def zeroed(rows: list[dict[str, Any]]) -> list[str]:
+    """What was given other caches than the rest of its case; nothing if there was none."""
+    found = [row for row in rows if row.get("tails") == "zeros" and "us" in row]
+    lines = [
+        "",
+        "Behind a request's end the rows of its last block are NaN: they are none of its own. With",
+        "these the results of a peer below are not finite, so that it was checked and timed over",
+        "zeros there.",
+        "",
+        *(f"* {row['case']} {row['impl']}" for row in found),
+    ]
+    return lines if found else []
 
 
 def fp8_queries(cases: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
@@ -175,6 +195,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
     try:
         import matplotlib
     except ImportError:
+        path.unlink(missing_ok=True)
         print("matplotlib is not installed: no plot")
         return
     matplotlib.use("Agg")

@@ -7,9 +7,10 @@
 This backend as it chooses (absorbed form for short ends), with every end in expanded form
 (MLA_BACKEND_EXTEND_TOKENS=0), and on a GPU vLLM's own backends, engines side by side that take
 turns. All must agree: the best first tokens of either have nearly the same logprobs in the other
-(TOLERANCE); weights are such that attention decides them. Without a GPU the model is two layers of
-DeepSeek-V2-Lite. Writes extends.json and extends.md to results/h200 or cpu beside this file; of
-some heads, contexts or ends, and while it runs, the same with _partial in their names.
+(TOLERANCE); weights are such that attention decides them. An engine that does not start is listed,
+the others are timed without it. Without a GPU the model is two layers of DeepSeek-V2-Lite. Writes
+extends.json and extends.md to results/h200 or cpu beside this file; of some heads, contexts or
+ends, and while it runs, the same with _partial in their names.
 
 --sparse: DeepSeek-V3.2's layers and prompts that see at most `index_topk` tokens, in absorbed form
 (MLA_BACKEND_EXPAND_PROMPTS=0) and in expanded form (=1, the default); writes sparse_extends.json
@@ -28,12 +29,13 @@ from pathlib import Path
 from typing import Any
 
 from arguments import count, length
+from cells import number
 from ending import CUT_OFF, NO_TIME, exit_code, exit_on_signals, shortage
 from machine import describe_machine, nvidia_smi
 from outputs import claim, command, write, write_json
 from partial import PARTIAL, lacks, take_away
-from serve_cases import MODEL, SPARSE_MODEL, dense_overrides
-from serve_gate import drift
+from serve_cases import MODEL, SPARSE_MODEL, dense_overrides, heads_of_a_rank
+from serve_gate import ALONE, drift
 from step_driver import ROUNDS, Engine, all_ask
 
 WORKER = Path(__file__).with_name("extend_worker.py")
@@ -60,7 +62,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     gpu = bool(nvidia_smi("name"))
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     heads = [128, 16] if gpu else [16]
-    parser.add_argument("--heads", nargs="+", type=count, default=heads)
+    parser.add_argument("--heads", nargs="+", type=heads_of_a_rank, default=heads)
     parser.add_argument("--layers", type=count, default=6 if gpu else 2, help="with dense MLPs")
     parser.add_argument("--contexts", nargs="+", type=length, help="tokens that are cached")
     parser.add_argument("--new", nargs="+", type=count, help="tokens behind them")
@@ -101,10 +103,10 @@ def engine_options(args: argparse.Namespace, heads: int) -> Row:
         "seed": 0,
     }
     if not args.gpu:
-        layers = {"num_hidden_layers": args.layers, "first_k_dense_replace": args.layers}
-        if args.sparse:
-            layers = dense_overrides(args.layers, heads)
-        return options | {"enforce_eager": True, "hf_overrides": layers}
+        overrides = dense_overrides(args.layers, heads)
+        if not args.sparse:  # its MLP is small as it is
+            del overrides["intermediate_size"]
+        return options | {"enforce_eager": True, "hf_overrides": overrides}
     return options | {
         "kv_cache_memory_bytes": 6 << 30,
         "gpu_memory_utilization": 0.2,
@@ -147,7 +149,16 @@ def in_turns(engines: dict[str, Engine], ask: Row) -> dict[str, Row]:
 
 
 def measure(args: argparse.Namespace, heads: int, deadline: float) -> Iterator[Row]:
-    """Rows {heads, context, new, ms of each engine} or {..., not_run}, as they come."""
+    """Rows {heads, context, new, ms of each engine} or {..., not_run}, as they come; before them
+    {heads, backend, error} of each engine that did not start."""
+    cases = [
+        {"heads": heads, "context": context, "new": new}
+        for context in args.contexts
+        for new in args.new
+    ]
+    if time.monotonic() > deadline:  # engines take minutes to build
+        yield from (row | {"not_run": NO_TIME} for row in cases)
+        return
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         engines = {}
         for name, (backend, env) in args.engines.items():
@@ -158,24 +169,30 @@ def measure(args: argparse.Namespace, heads: int, deadline: float) -> Iterator[R
             engines[name] = engine
         for engine in engines.values():
             engine.answer()  # that vLLM is imported
-        for name, said in zip(engines, all_ask(list(engines.values()), "build"), strict=True):
+        for name, said in zip(list(engines), all_ask(list(engines.values()), "build"), strict=True):
             if "error" in said:
-                print(engines[name].log.read_text()[-4000:], file=sys.stderr)
-                raise RuntimeError(f"{name}: {said['error']}")
-        for context in args.contexts:
-            for new in args.new:
-                row: Row = {"heads": heads, "context": context, "new": new}
-                if time.monotonic() > deadline:
-                    yield row | {"not_run": NO_TIME}
-                    continue
-                found = in_turns(engines, {"context": context, "new": new, "repeats": args.repeats})
-                errors = [f"{n}: {said['error']}" for n, said in found.items() if "error" in said]
-                if wrong := errors or disagreements(found):
-                    row["not_run"] = "; ".join(wrong)
-                else:
-                    row["ms"] = {n: min(said["ms"]) for n, said in found.items()}
-                print(json.dumps(row), flush=True)
-                yield row
+                print(engines.pop(name).log.read_text()[-4000:], file=sys.stderr)
+                yield {"heads": heads, "backend": name, **said}
+        for row in cases:
+            if time.monotonic() > deadline:
+                yield row | {"not_run": NO_TIME}
+                continue
+            yield time_case(engines, row, args.repeats)
+
+
+def time_case(engines: dict[str, Engine], row: Row, repeats: int) -> Row:
+    """`row`, which says of what, with the ms of each engine, or why it was not run."""
+    if len(engines) < 2:
+        return row | {"not_run": ALONE}
+    ask = {"context": row["context"], "new": row["new"], "repeats": repeats}
+    found = in_turns(engines, ask)
+    errors = [f"{name}: {said['error']}" for name, said in found.items() if "error" in said]
+    if wrong := errors or disagreements(found):
+        row = row | {"not_run": "; ".join(wrong)}
+    else:
+        row = row | {"ms": {name: min(said["ms"]) for name, said in found.items()}}
+    print(json.dumps(row), flush=True)
+    return row
 
 
 def markdown(result: Row) -> str:
@@ -217,17 +234,37 @@ def markdown(result: Row) -> str:
         "|---" * (4 + len(engines) + bool(peers)) + "|",
     ]
     for row in result["rows"]:
+        if "backend" in row:
+            continue
         cells = [row["heads"], row["context"], row["new"]]
         if "ms" not in row:
-            lines.append(f"| {' | '.join(map(str, cells))} | {row['not_run']} |")
+            lines.append(f"| {' | '.join(map(str, cells))} | {first_line(row['not_run'])} |")
             continue
         ms = row["ms"]
-        cells += [f"{ms[name]:.2f}" for name in engines]
-        cells.append(f"{ms[other] / ms[default]:.2f}")
+        cells += [number(ms.get(name), 2) for name in engines]
+        cells.append(ratio(ms, [other], default))
         if peers:
-            cells.append(f"{min(ms[name] for name in peers) / ms[default]:.2f}")
+            cells.append(ratio(ms, peers, default))
         lines.append(f"| {' | '.join(map(str, cells))} |")
+    failed = [
+        f"* heads {row['heads']} backend {row['backend']}: {first_line(row['error'])}"
+        for row in result["rows"]
+        if "backend" in row
+    ]
+    if failed:
+        lines += ["", "Not measured:", "", *failed]
     return "\n".join([*lines, ""])
+
+
+def ratio(ms: dict[str, float], over: list[str], under: str) -> str:
+    """The cell of the best of `over` that started over `under`; empty if there are no two."""
+    found = [ms[name] for name in over if name in ms]
+    return f"{min(found) / ms[under]:.2f}" if found and under in ms else ""
+
+
+def first_line(error: str) -> str:
+    """What a table has room for; the JSON has all of it."""
+    return error.strip().splitlines()[0]
 
 
 def main(argv: list[str] | None = None) -> int:

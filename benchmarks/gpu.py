@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the GPU benchmarks share: the machine and its measured roofs, timing by graph replays."""
+"""What the GPU benchmarks share: the machine and its measured roofs, timing by graph replays, and
+whether peers are there."""
 
+import importlib.util
 import statistics
 import time
 from collections.abc import Callable
@@ -29,6 +31,12 @@ def need_gpu() -> None:
             "this benchmark needs an NVIDIA GPU, and torch sees none: `mla-backend doctor` says "
             "what is missing, benchmarks/README.md what runs without one"
         )
+
+
+def without_vllm(problem: Exception) -> bool:
+    """Whether a peer cannot be imported because vLLM is not installed. Where it is, what does not
+    load is a fault, of which a page without that peer would say nothing."""
+    return isinstance(problem, ImportError) and importlib.util.find_spec("vllm") is None
 
 
 class Timer:

@@ -132,6 +132,13 @@ def score_error(scores: torch.Tensor, rows: list[int], want: torch.Tensor) -> fl
     return float(torch.linalg.norm(got - want[seen]) / torch.linalg.norm(want[seen]))
 
 
+def poison(scores: torch.Tensor, lengths: torch.Tensor) -> None:
+    """NaN in the place of every score that a row sees, so that one which is not written is wrong:
+    what is in the buffer are those of a run before. What lies behind stays, as torch.topk needs."""
+    seen = torch.arange(scores.shape[1], device=scores.device) < lengths[:, None]
+    scores.masked_fill_(seen, torch.nan)
+
+
 def sorted_topk(scores: torch.Tensor, lengths: torch.Tensor, k: int) -> torch.Tensor:
     """[T, k] int32 by a stable sort: ascending indices, then -1."""
     n = scores.shape[1]

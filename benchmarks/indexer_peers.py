@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other projects' indexer logits and top-k kernels, as vLLM 0.26 ships and calls them."""
+"""Other projects' indexer logits and top-k kernels, as vLLM 0.26 ships and calls them; the logits
+as 0.33 does, too."""
 
+import inspect
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from indexer_cases import DIM, Batch
@@ -19,6 +22,10 @@ def deepgemm_logits(batch: Batch) -> Run | None:
     return prefill_logits(batch) if batch.shape.prefill else paged_logits(batch)
 
 
+def takes(call: Callable[..., Any], option: str) -> bool:
+    return option in inspect.signature(call).parameters
+
+
 def paged_logits(batch: Batch) -> Run:
     """Of decode rows, from the pages; the schedule is computed once."""
     from vllm.utils import deep_gemm
@@ -33,11 +40,13 @@ def paged_logits(batch: Batch) -> Run:
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     schedule = deep_gemm.get_paged_mqa_logits_metadata(lengths, BLOCK_SIZE, sms)
     cache = case.k_cache.unsqueeze(2)
+    logits = deep_gemm.fp8_fp4_paged_mqa_logits
+    # From 0.33 on nothing behind the lengths is ever cleaned, and there is no option.
+    options = {"clean_logits": False} if takes(logits, "clean_logits") else {}
 
     def run() -> torch.Tensor:
-        return deep_gemm.fp8_fp4_paged_mqa_logits(
-            (q, None), cache, case.weights, lengths, table, schedule, batch.shape.keys, False
-        )
+        sizes = (lengths, table, schedule, batch.shape.keys)
+        return logits((q, None), cache, case.weights, *sizes, **options)
 
     return run
 
@@ -53,8 +62,11 @@ def prefill_logits(batch: Batch) -> Run:
     codes = pages[:, : BLOCK_SIZE * DIM].contiguous().view(torch.float8_e4m3fn).view(-1, DIM)
     scales = pages[:, BLOCK_SIZE * DIM :].contiguous().view(torch.float32).flatten()
     starts = torch.zeros_like(batch.lengths)
+    options: dict[str, Any] = {"clean_logits": False}
+    if takes(fp8_fp4_mqa_logits, "max_seqlen_k"):  # from 0.33 on: so many columns, from its start
+        options = {"max_seqlen_k": batch.shape.keys}
     return lambda: fp8_fp4_mqa_logits(
-        (case.q, None), (codes, scales), case.weights, starts, batch.lengths, clean_logits=False
+        (case.q, None), (codes, scales), case.weights, starts, batch.lengths, **options
     )
 
 

@@ -13,8 +13,9 @@ and loads it with vLLM's own generator: closed loops and Poisson arrivals, all o
 times, as a process has slow spells. Weights are random, of the shapes in configs/models. A server
 that answers otherwise than the first is not loaded, such an engine is not timed (serve_gate.py).
 Results go to results/h200 beside this file, of a cache that is not bf16 under a name that says so;
-while it runs, and of some backends, heads, cases or loads, with _partial behind it. `--report FILE`
-only renders a result again. Exits with 1 if anything failed, disagrees or is withheld.
+while it runs, and of some backends, heads, cases or loads, or of another dtype, model or way to
+launch, with _partial behind it. `--report FILE` only renders a result again. Exits with 1 if
+anything failed, disagrees or is withheld.
 """
 
 import argparse
@@ -25,11 +26,12 @@ from pathlib import Path
 from typing import Any
 
 from arguments import count, objectives, rate
-from ending import CUT_OFF, exit_code, exit_on_signals, shortage
+from ending import CUT_OFF, NO_TIME, exit_code, exit_on_signals, shortage
 from outputs import claim, command
 from partial import PARTIAL, lacks, take_away
 from serve_cases import (
     BACKENDS,
+    CACHE_GIB,
     CONCURRENCY,
     FP8_BACKENDS,
     FP8_CACHES,
@@ -40,9 +42,11 @@ from serve_cases import (
     SPARSE_BATCHES,
     SPARSE_CONTEXTS,
     SPARSE_FP8_BACKENDS,
+    SPARSE_FP8_CACHE,
     SPARSE_MODEL,
     Shape,
     depths_of,
+    heads_of_a_rank,
     loads,
     step_cases,
 )
@@ -67,7 +71,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--compile", action="store_true", help="with torch.compile (slower start); else graphs only"
     )
-    parser.add_argument("--heads", nargs="+", type=count, help="serve: the first")
+    parser.add_argument("--heads", nargs="+", type=heads_of_a_rank, help="serve: the first")
     parser.add_argument(
         "--layers",
         nargs="+",
@@ -77,7 +81,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--as-is", action="store_true", help="the model's own layers and heads")
     parser.add_argument(
-        "--cache-gib", type=float, default=19, help="KV cache of each engine, at most"
+        "--cache-gib",
+        type=float,
+        help=f"KV cache of each engine, at most (default: {CACHE_GIB}; serve without --together: "
+        "what is left of the GPU)",
     )
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     default = Path(__file__).parent / "results" / "h200"
@@ -115,7 +122,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     sparse = args.family == "v3.2"
     if sparse:
-        compared = SPARSE_FP8_BACKENDS if "fp8" in args.kv_cache_dtype else SPARSE_BACKENDS
+        if "fp8" in args.kv_cache_dtype and args.kv_cache_dtype != SPARSE_FP8_CACHE:
+            parser.error(
+                f"--kv-cache-dtype {args.kv_cache_dtype} of --family v3.2 is another layout in "
+                f"FLASHMLA_SPARSE than in ours; say {SPARSE_FP8_CACHE}"
+            )
+        fp8 = args.kv_cache_dtype == SPARSE_FP8_CACHE
+        compared = SPARSE_FP8_BACKENDS if fp8 else SPARSE_BACKENDS
     else:
         compared = FP8_BACKENDS if args.kv_cache_dtype in FP8_CACHES else BACKENDS
     args.backends = args.backends or list(compared)
@@ -123,6 +136,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     args.heads = args.heads or ([128] if sparse else [128, 16])
     if args.mode == "serve":
         args.layers = depths_of(args.heads[0], args.layers)[:1]
+    if args.cache_gib is None and (args.mode == "steps" or args.together):
+        args.cache_gib = CACHE_GIB
     if sparse:
         args.batches = args.batches or list(SPARSE_BATCHES)
         args.contexts = args.contexts or list(SPARSE_CONTEXTS)
@@ -130,10 +145,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def is_some(args: argparse.Namespace) -> bool:
-    """Whether less is measured than by default: other layers and repetitions do not count."""
+    """Whether less is measured than by default, or other work: other layers and repetitions do not
+    count, nor what has a name of its own (Report.stem)."""
     words = ["--mode", args.mode, "--family", args.family, "--kv-cache-dtype", args.kv_cache_dtype]
     whole = parse_arguments(words)
-    if lacks(args.backends, whole.backends):
+    if lacks(args.backends, whole.backends) or is_other(args, whole):
         return True
     if args.mode == "serve":
         mine, every = (
@@ -142,6 +158,21 @@ def is_some(args: argparse.Namespace) -> bool:
         return lacks(mine, every)
     mine, every = (step_cases(a.batches, a.contexts) for a in (args, whole))
     return lacks(mine, every) or (not args.as_is and lacks(args.heads, whole.heads))
+
+
+def is_other(args: argparse.Namespace, whole: argparse.Namespace) -> bool:
+    """Whether the engines are of another model than those of `whole`, or are launched otherwise."""
+    options = ("dtype", "eager", "compile", "server_options")
+    if any(vars(args)[name] != vars(whole)[name] for name in options):
+        return True
+    return not args.as_is and args.model.resolve() != whole.model.resolve()
+
+
+def not_whole(rows: list[Row]) -> str:
+    """The note of results for some of which no time was left; "" if there are none."""
+    late = sum("not_profiled" in row for row in rows)
+    profiles = f"Not whole: {NO_TIME} to profile {late} rows." if late else ""
+    return " ".join(filter(None, (shortage(rows), profiles)))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -175,7 +206,7 @@ def main(argv: list[str] | None = None) -> int:
         from serve_load import run
     try:
         run(args, save)
-        report.note = shortage(report.rows)
+        report.note = not_whole(report.rows)
     finally:
         report.rows = withhold(report.rows)
         some = bool(report.note) or is_some(args)

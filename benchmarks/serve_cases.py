@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What benchmarks/serve.py compares: backends, load shapes and decode steps, most telling first."""
 
+from argparse import ArgumentTypeError
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from arguments import count
 
 OURS = "CUSTOM"
 # Ours with queries of e4m3, which FLASHMLA always has where the cache is fp8.
@@ -11,6 +14,7 @@ FP8_QUERY = "CUSTOM+fp8_query"
 BACKENDS = (OURS, "FLASHMLA", "FLASH_ATTN_MLA", "TRITON_MLA")
 FP8_BACKENDS = (OURS, FP8_QUERY, "FLASHMLA", "TRITON_MLA")
 FP8_CACHES = ("fp8", "fp8_e4m3")
+CACHE_GIB = 19  # of an engine of steps, and of servers that share a GPU
 LABELS = {OURS: "mla-backend", FP8_QUERY: "mla-backend, fp8 queries"}
 MODEL = Path(__file__).parents[1] / "configs" / "models" / "deepseek-v3-5-layers"
 RELEASED_HEADS = 128
@@ -18,6 +22,7 @@ RELEASED_HEADS = 128
 SPARSE_MODEL = MODEL.with_name("deepseek-v3.2-5-layers")
 SPARSE_BACKENDS = (OURS, "FLASHMLA_SPARSE", "FLASH_ATTN_MLA_SPARSE")
 SPARSE_FP8_BACKENDS = SPARSE_BACKENDS[:2]  # the last one takes rows of 16 bits alone
+SPARSE_FP8_CACHE = "fp8_ds_mla"  # what vLLM makes of any fp8 for FLASHMLA_SPARSE, not for ours
 SPARSE_BATCHES, SPARSE_CONTEXTS = (1, 8, 32, 128), (8192, 32768)
 # Layers of an engine by heads, the deepest first, for caches that are too large for more of them.
 # A released model has 61, whose steps are longer than the host needs for one (5 ms for 128
@@ -65,13 +70,14 @@ class Load:
 SHORT, MIDDLE, LONG = SHAPES = (Shape(1024, 1024), Shape(8192, 1024), Shape(32768, 256))
 CONCURRENCY = (1, 8, 32, 96, 128)
 SHARES = (0.5, 0.8)
-# Open loops come before closed ones of more clients, whose long prompts take minutes.
+# Open loops of a given rate come before closed ones of more clients, whose long prompts take
+# minutes.
 OPEN_AFTER = 64
 FEWEST = 2  # requests of a closed loop
 # Once, in about two minutes of one GPU for four servers; the most telling first.
 REDUCED = (
-    Load(MIDDLE, 32), Load(SHORT, 32), Load(LONG, 8), Load(SHORT, 1), Load(SHORT, share=0.7),
-    Load(SHORT, 128), Load(MIDDLE, 8),
+    Load(MIDDLE, 32), Load(SHORT, 32), Load(LONG, 8), Load(SHORT, 1), Load(SHORT, 128),
+    Load(SHORT, share=0.7), Load(MIDDLE, 8),
 )  # fmt: skip
 
 
@@ -80,18 +86,22 @@ def loads(
 ) -> list[Load]:
     """REDUCED, or for each shape closed loops and open ones, `rates` or else SHARES.
 
-    In the order of the prompts' tokens at a time: a run short of time leaves the longest out.
+    In the order of the prompts' tokens at a time: a run short of time leaves the longest out. A
+    share is behind all closed loops of its shape, any of which may be the fullest.
     """
     if reduced:
         return list(REDUCED)
-    result = []
-    for shape in shapes:
-        result += [Load(shape, clients) for clients in concurrency]
-        if rates is None:
-            result += [Load(shape, share=share) for share in SHARES]
-        else:
-            result += [Load(shape, rate=rate) for rate in rates]
-    return sorted(result, key=lambda load: load.shape.input_len * (load.concurrency or OPEN_AFTER))
+    most = max([OPEN_AFTER, *concurrency])
+
+    def tokens(load: Load) -> int:
+        return load.shape.input_len * (load.concurrency or (most if load.share else OPEN_AFTER))
+
+    closed = [Load(shape, clients) for shape in shapes for clients in concurrency]
+    if rates is None:
+        opened = [Load(shape, share=share) for shape in shapes for share in SHARES]
+    else:
+        opened = [Load(shape, rate=rate) for shape in shapes for rate in rates]
+    return sorted(closed + opened, key=tokens)
 
 
 def depths_of(heads: int, asked: list[int] | None) -> list[int]:
@@ -119,6 +129,15 @@ def step_cases(batches: list[int] | None, contexts: list[int] | None) -> list[tu
     contexts = contexts or sorted({c for _, c in STEPS})
     asked = [(b, c) for c in contexts for b in batches]
     return sorted(asked, key=lambda case: STEPS.index(case) if case in STEPS else len(STEPS))
+
+
+def heads_of_a_rank(text: str) -> int:
+    """The argument that says how many heads one of several tensor-parallel GPUs has."""
+    heads = count(text)
+    if RELEASED_HEADS % heads:
+        allowed = [n for n in range(1, RELEASED_HEADS + 1) if not RELEASED_HEADS % n]
+        raise ArgumentTypeError(f"expected one of {', '.join(map(str, allowed))}, got {heads}")
+    return heads
 
 
 def dense_overrides(layers: int, heads: int) -> dict[str, Any]:

@@ -6,9 +6,10 @@
 Both servers run the demo model with the same options and are loaded by vLLM's own generator, one
 after the other, again and again (ours, stock, ours, stock, ...), because the speed of a shared
 machine drifts. Before any timing, whatever the dtypes, both must give the same greedy tokens in
-fp32; if they do not, nothing is measured. Writes serving.json and serving.md to results/cpu beside
-this file; of some dtypes or clients, another model, other lengths or without torch.compile, and
-while it runs, the same with _partial in their names.
+fp32; if they do not, nothing is measured. A load of which a request failed counts as not measured.
+Writes serving.json and serving.md to results/cpu beside this file; of some dtypes or clients,
+another model, other lengths or without torch.compile, where the tokens differ, and while it runs,
+the same with _partial in their names.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import os
 import statistics
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,18 +41,21 @@ GATE_TOKENS = 32
 STOCK_FP32 = ["--attention-backend", "CPU_MLA"]
 # {option: (default, with --quick)}
 DEFAULTS = {"repetitions": (5, 2), "output_len": (128, 32)}
+DISAGREE = "The backends disagree in fp32: no speed is reported."
 Row = dict[str, Any]
 
 
-def measure(dtype: str, args: argparse.Namespace, logs: Path) -> tuple[list[Row], Row]:
-    """All timed rows of one dtype, and what the gate saw. Empty rows when the gate is red, or when
-    nobody asked for fp32, of which the gate is needed all the same."""
+def measure(
+    dtype: str, args: argparse.Namespace, logs: Path, report: Row, save: Callable[[], None]
+) -> Row:
+    """What the gate of one dtype saw, which goes into the report as all timed rows do; it is saved
+    after each number of clients. No rows when the gate is red, or when nobody asked for fp32, of
+    which the gate is needed all the same."""
     model = demo_model_path(args.family)
     options = ["--served-model-name", NAME, "--dtype", dtype]
     # Stock switches prefix caching off for MLA on a CPU; hits would be no comparison of attention.
     options += ["--max-model-len", str(MAX_MODEL_LEN), "--no-enable-prefix-caching"]
     options += ["--enforce-eager"] if args.eager else ["--no-enforce-eager"]
-    rows: list[Row] = []
     with contextlib.ExitStack() as stack:
         servers = []
         for backend in BACKENDS:
@@ -62,29 +67,39 @@ def measure(dtype: str, args: argparse.Namespace, logs: Path) -> tuple[list[Row]
         gate: Row = {"dtype": dtype, "same_tokens": agreement(*said)}
         gate["attention"] = {server.backend: server.attention() for server in servers}
         print(f"{dtype}: same greedy tokens {gate['same_tokens']:.1%}", gate["attention"])
+        report["gates"].append(gate)
         if dtype not in args.dtype or red(gate):
-            return [], gate
+            return gate
         for concurrency in args.concurrency:
-            for repetition in range(-1, args.repetitions):  # -1 warms up
-                for server in servers:
-                    row = run_load(
-                        server.url,
-                        model,
-                        served_name=NAME,
-                        concurrency=concurrency,
-                        requests=concurrency * (1 if repetition < 0 else args.rounds),
-                        input_len=args.input_len,
-                        output_len=args.output_len,
-                        seed=1000 * concurrency + repetition,
-                    )
-                    if row["failed"]:
-                        raise RuntimeError(f"{server.backend}: {row['failed']} requests failed")
-                    if repetition < 0:
-                        continue
-                    key = {"dtype": dtype, "concurrency": concurrency, "backend": server.backend}
-                    rows.append({**key, "repetition": repetition, **row})
-                    print(key, f"{row['output_tok_s']:.1f} tok/s", flush=True)
-    return rows, gate
+            report["rows"] += load_in_turn(servers, model, dtype, concurrency, args)
+            save()
+    return gate
+
+
+def load_in_turn(
+    servers: list[Server], model: Path, dtype: str, concurrency: int, args: argparse.Namespace
+) -> list[Row]:
+    """The rows of so many clients: repetitions, and a warm-up (-1) if a request of it failed."""
+    rows: list[Row] = []
+    for repetition in range(-1, args.repetitions):
+        for server in servers:
+            row = run_load(
+                server.url,
+                model,
+                served_name=NAME,
+                concurrency=concurrency,
+                requests=concurrency * (1 if repetition < 0 else args.rounds),
+                input_len=args.input_len,
+                output_len=args.output_len,
+                seed=1000 * concurrency + repetition,
+            )
+            if repetition < 0 and not row["failed"]:
+                continue
+            key = {"dtype": dtype, "concurrency": concurrency, "backend": server.backend}
+            rows.append({**key, "repetition": repetition, **row})
+            said = f"{row['failed']} requests failed"
+            print(key, said if row["failed"] else f"{row['output_tok_s']:.1f} tok/s", flush=True)
+    return rows
 
 
 def red(gate: Row) -> bool:
@@ -93,9 +108,12 @@ def red(gate: Row) -> bool:
 
 
 def summary(rows: list[Row]) -> list[Row]:
-    """Medians over the repetitions, one row per dtype, concurrency and backend."""
+    """Medians over the repetitions of which no request failed, one row per dtype, concurrency and
+    backend."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
+        if row["failed"]:
+            continue
         groups.setdefault((row["dtype"], row["concurrency"], row["backend"]), []).append(row)
     names = ["output_tok_s", *(f"{m}_{s}" for m in METRICS for s in STATISTICS)]
     result = []
@@ -150,11 +168,17 @@ def markdown(report: Row) -> str:
     ]
     by_key = {(r["dtype"], r["concurrency"], r["backend"]): r for r in report["summary"]}
     for (dtype, concurrency, backend), row in by_key.items():
-        if backend == "ours":
-            stock = by_key[dtype, concurrency, "stock"]
+        stock = by_key.get((dtype, concurrency, "stock"))
+        if backend == "ours" and stock:
             tokens = number(quotient(row["output_tok_s"], stock["output_tok_s"]), 2)
             step = number(quotient(stock["itl_p50"], row["itl_p50"]), 2)
             lines.append(f"| {dtype} | {concurrency} | {tokens} | {step} |")
+    failed = [row for row in report["rows"] if row["failed"]]
+    lines += ["", "Not measured:", ""] * bool(failed)
+    for row in failed:
+        which = "the warm-up" if row["repetition"] < 0 else f"repetition {row['repetition']}"
+        case = f"{row['dtype']}, {row['concurrency']} clients, {row['backend']}"
+        lines.append(f"* {case}, {which}: {row['failed']} requests failed")
     return "\n".join(lines) + "\n"
 
 
@@ -200,33 +224,32 @@ def main(argv: list[str] | None = None) -> int:
     exit_on_signals()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    rows: list[Row] = []
-    gates: list[Row] = []
     report: Row = {
         "command": command("serve_cpu", argv),
         "machine": describe_machine(),
         "settings": {k: v for k, v in vars(args).items() if k != "results"},
-        "gates": gates,
+        "gates": [],
         "summary": [],
-        "rows": rows,
+        "rows": [],
     }
+
+    def save() -> None:
+        """What is there stays if a server dies."""
+        report["summary"] = summary(report["rows"])
+        write_report({**report, "note": CUT_OFF}, args.results, PARTIAL)
+
     with tempfile.TemporaryDirectory() as logs:
         for dtype in dict.fromkeys(["float32", *args.dtype]):
-            measured, gate = measure(dtype, args, Path(logs))
-            rows += measured
-            gates.append(gate)
-            if red(gate):
-                print("The backends disagree in fp32: no speed is reported.", file=sys.stderr)
+            if red(measure(dtype, args, Path(logs), report, save)):
+                print(DISAGREE, file=sys.stderr)
+                write_report({**report, "note": DISAGREE}, args.results, PARTIAL)
                 return 1
-            if measured:  # what is there stays if a server of the next dtype dies
-                report["summary"] = summary(rows)
-                write_report({**report, "note": CUT_OFF}, args.results, PARTIAL)
     some = is_some(args)
     write_report(report, args.results, PARTIAL if some else "")
     if not some:
         take_away(args.results, "serving")
     print(markdown(report))
-    return 0
+    return 1 if any(row["failed"] for row in report["rows"]) else 0
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import math
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,7 +44,7 @@ def server_options(args: argparse.Namespace, asked: list[Load], tokenizer: Path)
     # Random prompts share nothing, and hits would be no comparison of attention.
     options += ["--no-enable-prefix-caching", "--jit-monitor-verbose"]
     options += ["--gpu-memory-utilization", f"{0.9 / share:.3f}"]
-    if args.together:  # what is left of the GPU changes while the others start
+    if args.cache_gib is not None:  # what is left of the GPU changes while others start
         options += ["--kv-cache-memory-bytes", str(int(args.cache_gib * 2**30))]
     overrides = {} if args.as_is else dense_overrides(args.layers[0], args.heads[0])
     if tokenizer != args.model:
@@ -91,6 +91,9 @@ def run(args: argparse.Namespace, save: Callable[[Row], None]) -> None:
             # As much for each as is left, so that a run short of time compares them by some loads.
             now = time.monotonic()
             runner.deadline = now + (deadline - now) / to_come
+            if now > deadline:
+                runner.leave_out(group)
+                continue
             with contextlib.ExitStack() as stack:
                 # Left after the servers, whose end ends the waiting for them.
                 pool = stack.enter_context(ThreadPoolExecutor(len(group)))
@@ -198,9 +201,7 @@ class Runner:
         if not servers:
             return
         self.first = self.first or servers[0].backend
-        for repetition, (at, load) in itertools.product(
-            range(self.args.repetitions), enumerate(self.asked)
-        ):
+        for repetition, (at, load) in self._rounds():
             begin = (repetition + at) % len(servers)
             for server in servers[begin:] + servers[:begin]:
                 row = self._measure(server, load)
@@ -208,8 +209,19 @@ class Runner:
                     most = max(row["request_s"], self.fullest.get(load.shape, 0.0))
                     self.fullest[load.shape] = most
 
-    def _measure(self, server: Server, load: Load) -> Row:
-        row: Row = {"backend": server.backend, "shape": str(load.shape)}
+    def leave_out(self, backends: list[str]) -> None:
+        """Say of all loads of these that no time was left."""
+        for _, (_, load) in self._rounds():
+            for backend in backends:
+                self.save(self._row(backend, load) | {"not_run": NO_TIME})
+
+    def _rounds(self) -> Iterator[tuple[int, tuple[int, Load]]]:
+        """(repetition, (place, load)) of all."""
+        return itertools.product(range(self.args.repetitions), enumerate(self.asked))
+
+    def _row(self, backend: str, load: Load) -> Row:
+        """Which load of which server."""
+        row: Row = {"backend": backend, "shape": str(load.shape)}
         rate = load.rate
         if load.concurrency is not None:
             row |= {"loop": "closed", "concurrency": load.concurrency}
@@ -219,6 +231,11 @@ class Runner:
                 share = round(load.share * self.fullest[load.shape], 3)
                 rate = self.rates.setdefault(load, share)
             row |= {"loop": "open", "rate": rate}
+        return row
+
+    def _measure(self, server: Server, load: Load) -> Row:
+        row = self._row(server.backend, load)
+        rate = row.get("rate")
         if time.monotonic() > self.deadline:
             row["not_run"] = NO_TIME
         elif load.concurrency is None and rate is None:

@@ -65,8 +65,7 @@ def engine_options(args: argparse.Namespace, heads: int, layers: int, cases: lis
 
 def token_bytes(args: argparse.Namespace, layers: int) -> int:
     """Cache of one token."""
-    config = json.loads((args.model / "config.json").read_text())
-    layers = config["num_hidden_layers"] if args.as_is else layers
+    config = config_of(args)
     row = config["kv_lora_rank"] + config["qk_rope_head_dim"]
     if args.kv_cache_dtype not in FP8_CACHES:
         row *= 4 if args.dtype == "float32" else 2
@@ -74,6 +73,22 @@ def token_bytes(args: argparse.Namespace, layers: int) -> int:
         row = 656
     index = config["index_head_dim"] + 4 if "index_head_dim" in config else 0
     return int(layers * (row + index))
+
+
+def config_of(args: argparse.Namespace) -> Row:
+    """The model's config.json."""
+    config: Row = json.loads((args.model / "config.json").read_text())
+    return config
+
+
+def heads_of(args: argparse.Namespace) -> list[int]:
+    """Of the engines: those asked for, or the model's own."""
+    return [config_of(args)["num_attention_heads"]] if args.as_is else args.heads
+
+
+def layers_of(args: argparse.Namespace, heads: int) -> list[int]:
+    """Of engines of so many heads, the deepest first, or the model's own."""
+    return [config_of(args)["num_hidden_layers"]] if args.as_is else depths_of(heads, args.layers)
 
 
 def depths(args: argparse.Namespace, heads: int, cases: list[Case]) -> dict[int, list[Case]]:
@@ -85,11 +100,11 @@ def depths(args: argparse.Namespace, heads: int, cases: list[Case]) -> dict[int,
 
     found: dict[int, list[Case]] = {}
     for case in cases:
-        deepest_first = depths_of(heads, args.layers)
+        deepest_first = layers_of(args, heads)
         fitting = [layers for layers in deepest_first if fits(case, layers)]
         if not fitting:
             fewest = deepest_first[-1]
-            others = "fewer --layers or " if fewest > 1 else ""
+            others = "fewer --layers or " if fewest > 1 and not args.as_is else ""
             raise ValueError(
                 f"{case} does not fit a cache of {args.cache_gib:g} GiB with {fewest} layers. "
                 f"Mend: {others}a larger --cache-gib, or other --batches and --contexts"
@@ -105,7 +120,7 @@ def run(args: argparse.Namespace, save: Callable[[Row], None]) -> None:
     try:
         groups = [
             (heads, layers, chosen)
-            for heads in (args.heads[:1] if args.as_is else args.heads)
+            for heads in heads_of(args)
             for layers, chosen in depths(args, heads, cases).items()
         ]
     except ValueError as reason:

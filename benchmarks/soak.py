@@ -276,9 +276,8 @@ def main(argv: list[str] | None = None) -> int:
             minutes, ledger, end = asyncio.run(soak(server, args, scope, report))
             exit_on_signals()  # asyncio left the default in the place of its own handler
         wrong = verdict(ledger, end)
-        if wrong:
-            (args.results / "soak-server.log").write_bytes(log.read_bytes())
-    line = report.write(minutes, ledger, end, wrong)
+        line = report.write(minutes, ledger, end, wrong)
+        report.keep_log(minutes, log if wrong else None)
     for text in wrong:
         print(f"  {text}")
     print(line)

@@ -36,6 +36,7 @@ class Ledger:
     samples: list[Row] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     fault_count: int = 0
+    failed_requests: int = 0
     answer_tokens: int = 0
     prompt_tokens: int = 0
     longest_prompt: int = 0
@@ -49,6 +50,11 @@ class Ledger:
         self.fault_count += 1
         if len(self.faults) < KEPT_FAULTS:
             self.faults.append(text)
+
+    def request_failed(self, text: str) -> None:
+        """A fault that was a request's, which has no outcome then."""
+        self.failed_requests += 1
+        self.fault(text)
 
     def saw_prompt(self, tokens: int) -> None:
         self.prompt_tokens += tokens
@@ -66,7 +72,7 @@ class Ledger:
 
     @property
     def requests(self) -> int:
-        return sum(self.outcomes.values()) + self.fault_count
+        return sum(self.outcomes.values()) + self.failed_requests
 
 
 @dataclass(frozen=True)

@@ -135,9 +135,9 @@ class Client:
                 outcome = await self._send(case)
             self.ledger.outcomes[outcome] += 1
         except TimeoutError:
-            self.ledger.fault(f"{case.kind}: no end after {REQUEST_SECONDS:.0f} s")
+            self.ledger.request_failed(f"{case.kind}: no end after {REQUEST_SECONDS:.0f} s")
         except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
-            self.ledger.fault(f"{case.kind}: {type(error).__name__}: {error}")
+            self.ledger.request_failed(f"{case.kind}: {type(error).__name__}: {error}")
 
     async def _send(self, case: Case) -> str:
         if case.kind == "bad":

@@ -35,6 +35,7 @@ class Report:
     def so_far(self, minutes: float, ledger: Ledger) -> None:
         """What is left if nothing is written after it."""
         self._write(minutes, ledger, None, [*ledger.faults, UNFINISHED], PARTIAL)
+        self._log(PARTIAL).unlink(missing_ok=True)
 
     def write(self, minutes: float, ledger: Ledger, end: End | None, wrong: list[str]) -> str:
         """`wrong` as `verdict` gives it. Returns the soak in one line."""
@@ -43,6 +44,18 @@ class Report:
         if whole:
             take_away(self.results, "soak")
         return line
+
+    def keep_log(self, minutes: float, log: Path | None) -> None:
+        """soak-server.log or soak_partial-server.log, as the results are named, if something was
+        wrong: a copy of `log`. That of an earlier soak is taken away, as its results are."""
+        for ending in ("", PARTIAL) if minutes >= MINUTES else (PARTIAL,):
+            self._log(ending).unlink(missing_ok=True)
+        if log:
+            kept = self._log("" if minutes >= MINUTES else PARTIAL)
+            kept.write_bytes(log.read_bytes())
+
+    def _log(self, ending: str) -> Path:
+        return self.results / f"soak{ending}-server.log"
 
     def _write(
         self, minutes: float, ledger: Ledger, end: End | None, wrong: list[str], ending: str

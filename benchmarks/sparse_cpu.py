@@ -7,9 +7,9 @@ One layer's share of a step: `mla_sparse_attention` with both rescales over shuf
 dense attention (`mla_decode`, as an engine on a CPU calls it) to all tokens of the same requests,
 and `indexer_topk` with 64 heads over fp8 keys. An engine does not call it where no token sees more
 than it may choose. Results of some tokens, and the indexer's scores, are checked against the
-reference first. Times in milliseconds, the least of alternating repetitions. Writes sparse.json and
-sparse.md to results/cpu beside this file; of other threads or heads, and while it runs, the same
-with _partial in their names.
+reference first; a case that fails is reported and not timed. Times in milliseconds, the least of
+alternating repetitions. Writes sparse.json and sparse.md to results/cpu beside this file; of other
+threads or heads, and while it runs, the same with _partial in their names.
 """
 
 import sys
@@ -18,7 +18,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from decode_cpu import DK, DTYPES, DV, SCALE, check, least_ms, paged, parse_arguments
+from decode_cpu import (
+    DK,
+    DTYPES,
+    DV,
+    SCALE,
+    Row,
+    check,
+    least_ms,
+    not_timed,
+    paged,
+    parse_arguments,
+    tried,
+)
 from machine import describe_machine
 from mla_kernels import (
     exact_topk,
@@ -46,7 +58,7 @@ CASES = [
     (1, 2560, 512, 2048),
     (1, 2560, 512, 512),
 ]
-Row = dict[str, Any]
+NAMED = ("requests", "tokens", "new", "topk")
 
 
 def chosen_of(lengths: torch.Tensor, k: int) -> torch.Tensor:
@@ -129,12 +141,15 @@ def markdown(report: Row) -> str:
         "|--:|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for r in report["rows"]:
+        if "failed" in r:
+            continue
         dense = f"{r['dense']:.2f}" if "dense" in r else "-"
         lines.append(
             f"| {r['threads']} | {r['dtype']} | {r['requests']} | {r['tokens']} | {r['new']} "
             f"| {r['topk']} | {r['flash']:.2f} | {r['pow2']:.2f} | {r['pow2'] / r['flash']:.2f} "
             f"| {dense} | {r['indexer']:.2f} |"
         )
+    lines += not_timed(report["rows"], ("threads", "dtype", *NAMED))
     return "\n".join(lines) + "\n"
 
 
@@ -151,17 +166,15 @@ def main(argv: list[str] | None = None) -> int:
     def measure_one(chosen: tuple[int, torch.dtype, tuple[int, int, int, int]]) -> list[Row]:
         threads, dtype, case = chosen
         torch.set_num_threads(threads)
-        times = measure_case(case, args.heads, dtype, args.repetitions)
         row: Row = {"threads": threads, "dtype": str(dtype).removeprefix("torch.")}
-        row |= dict(zip(("requests", "tokens", "new", "topk"), case, strict=True)) | times
-        print(row, flush=True)
-        return [row]
+        row |= dict(zip(NAMED, case, strict=True))
+        return [tried(row, lambda: measure_case(case, args.heads, dtype, args.repetitions))]
 
     report = {"command": command("sparse_cpu", argv), "machine": describe_machine()}
     report["heads"] = args.heads
     cases = list(product(args.threads, DTYPES, CASES))
-    gather("sparse", report, cases, measure_one, write_report, args, some=args.some)
-    return 0
+    rows = gather("sparse", report, cases, measure_one, write_report, args, some=args.some)
+    return 1 if any("failed" in row for row in rows) else 0
 
 
 if __name__ == "__main__":

@@ -122,12 +122,17 @@ def measure(
 ) -> None:
     """Every case on every engine: first all are timed, then all are profiled, as a profiler may
     leave something behind. `save` gets each row, also those that were not run, and those that were
-    profiled again.
+    profiled, or for whose profile no time was left, again.
 
     group    what the rows of these engines have in common     seconds  bound one round of a case
     nats     by which an engine may differ from the first (serve_gate.py); else it is not timed
     deadline (monotonic) bounds the whole
     """
+    if time.monotonic() > deadline:  # engines take minutes to build
+        for batch, context in cases:
+            for row in keyed(engines, group, batch, context).values():
+                save(row | {"not_run": NO_TIME})
+        return
     alive = []
     for engine, built in zip(engines, all_ask(engines, "build"), strict=True):
         if "error" in built:
@@ -138,8 +143,7 @@ def measure(
     alive = agreeing(alive, group, nats, save)
     rows: dict[tuple[int, int, str], Row] = {}
     for batch, context in cases:
-        key = {**group, "batch": batch, "context": context}
-        of = {engine.backend: {**key, "backend": engine.backend} for engine in alive}
+        of = keyed(alive, group, batch, context)
         if time.monotonic() > deadline:
             for row in of.values():
                 save(row | {"not_run": NO_TIME})
@@ -163,15 +167,24 @@ def measure(
             save(row)
     for batch, context in cases:
         timed = [engine for engine in alive if (batch, context, engine.backend) in rows]
-        if not timed or time.monotonic() > deadline:
-            continue
         of = {engine.backend: rows[batch, context, engine.backend] for engine in timed}
+        if time.monotonic() > deadline:
+            for row in of.values():
+                row["not_profiled"] = NO_TIME
+                save(row)
+            continue
         running = start(timed, batch, context, of)
         for engine in running:
             of[engine.backend].update(engine.ask("profile"))
         all_ask(running, "stop")
         for row in of.values():
             save(row)
+
+
+def keyed(engines: list[Engine], group: Row, batch: int, context: int) -> dict[str, Row]:
+    """The rows of one case before anything is known of it, by backend."""
+    key = {**group, "batch": batch, "context": context}
+    return {engine.backend: {**key, "backend": engine.backend} for engine in engines}
 
 
 def agreeing(

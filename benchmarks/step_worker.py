@@ -42,6 +42,8 @@ ATTENTION = re.compile(
     r"positions_to_slots|convert_req_index|indexer",
     re.IGNORECASE,
 )
+# Kernels of experts and of sampling, whose names have some of these words.
+OTHERS = re.compile(r"moe|topk_topp|topk_log_softmax|combine_sampled", re.IGNORECASE)
 WARM_STEPS = 3
 PROFILED_STEPS = 6
 FILL = {
@@ -176,7 +178,7 @@ def kernel_times(kernels: list[tuple[str, float, float]], steps: int) -> Row:
     if not kernels:
         return {}
     busy = covered([(start, end) for _, start, end in kernels])
-    others = covered([(start, end) for name, start, end in kernels if not ATTENTION.search(name)])
+    others = covered([(start, end) for name, start, end in kernels if not is_attention(name)])
     times: dict[str, float] = {}
     for name, start, end in kernels:
         times[name] = times.get(name, 0.0) + end - start
@@ -187,6 +189,10 @@ def kernel_times(kernels: list[tuple[str, float, float]], steps: int) -> Row:
         "attention_share": (busy - others) / busy,
         "top_kernels_us": {name[:80]: round(us / steps, 2) for name, us in top},
     }
+
+
+def is_attention(kernel: str) -> bool:
+    return bool(ATTENTION.search(kernel)) and not OTHERS.search(kernel)
 
 
 def covered(intervals: list[tuple[float, float]]) -> float:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What of the GPU benchmarks runs without a GPU: options, reports, the arithmetic of energy."""
 
+import importlib
+import importlib.util
 import json
 
 import pytest
@@ -139,6 +141,107 @@ def test_what_fails_is_not_timed_and_rates_are_of_what_is(monkeypatch):
     for name in ("broken", "not made"):
         assert "no kernel image" in rows[name]["failed"] and "us" not in rows[name]
     assert "not of this case" not in rows
+
+
+NOT_LOADED = "libcudart.so.12: cannot open shared object file"
+
+
+@pytest.mark.parametrize(
+    ("problem", "there", "says"),
+    [
+        (ImportError(NOT_LOADED), True, [f"ImportError: {NOT_LOADED}"]),
+        (ModuleNotFoundError("No module named 'vllm'"), False, []),
+    ],
+)
+@pytest.mark.parametrize("name", ["dense_decode", "sparse"])
+def test_a_peer_is_left_out_only_where_vllm_is(name, problem, there, says, monkeypatch):
+    import re
+
+    import dense_cases
+    import sparse_cases
+
+    def gone(batch):
+        raise problem
+
+    module = importlib.import_module(name)
+    monkeypatch.setattr(sparse_cases, "DEVICE", "cpu")
+    if name == "sparse":
+        batch = sparse_cases.make_batch(sparse_cases.Shape(1, 4, context=2048, cache="bf16"))
+    else:
+        batch = dense_cases.make_batch(dense_cases.even(1, 4, 1, 64), "cpu")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if there else None)
+    monkeypatch.setattr(module, "implementations", lambda: {"peer/flashmla": gone})
+    rows, runs = module.check(batch, re.compile(""))
+    assert [row["failed"] for row in rows] == says and runs == {}
+
+
+def test_a_peer_that_reads_past_the_end_is_timed_over_zeros(monkeypatch):
+    """One of ours never is, nor what is wrong for another reason; the page names it."""
+    import re
+
+    import dense_decode
+    import torch
+    from dense_cases import Shape, golden, make_batch
+    from dense_report import markdown
+
+    caches = []
+
+    def past_the_end(batch):
+        def run():
+            caches.append(batch.kv_cache)
+            last = batch.kv_cache[batch.block_table[0, 1], -1, :512].float()
+            return (golden(batch, [0, 1]) + 0 * last).bfloat16()
+
+        return run
+
+    def sound(batch):
+        return lambda: golden(batch, [0, 1]).bfloat16()
+
+    def never(batch):
+        return lambda: torch.nan * golden(batch, [0, 1]).bfloat16()
+
+    shape = Shape("x", 4, 1, (100, 64))
+    batch = make_batch(shape, "cpu")
+    given = batch.kv_cache.clone()
+    peers = {"peer/fa3": past_the_end, "peer/flashmla": sound, "peer/never": never}
+    monkeypatch.setattr(dense_decode, "PEERS", peers)
+    monkeypatch.setattr(
+        dense_decode, "implementations", lambda: {"mla_kernels/hopper/pow2": past_the_end} | peers
+    )
+    rows, runs = dense_decode.check(batch, re.compile(""))
+    assert {row["impl"]: row.get("tails") for row in rows} == {
+        "mla_kernels/hopper/pow2": None,
+        "peer/fa3": "zeros",
+        "peer/flashmla": None,
+        "peer/never": "zeros",
+    }
+    assert [row["impl"] for row in rows if "failed" in row] == [
+        "mla_kernels/hopper/pow2",
+        "peer/never",
+    ]
+    caches.clear()
+    runs["peer/fa3"]()
+    assert caches[0].isfinite().all() and list(runs) == ["peer/fa3", "peer/flashmla"]
+    assert torch.equal(batch.kv_cache.nan_to_num(7), given.nan_to_num(7))
+    for row in rows:
+        row |= {"floor_us": 1.0} | ({"us": 2.0} if row["impl"] in runs else {})
+    page = markdown(report("cold") | {"rows": rows})
+    over_zeros = page.partition("zeros there.")[2].partition("Not timed:")[0]
+    assert over_zeros.split() == ["*", "x", "peer/fa3"]
+    assert "zeros" not in markdown(report("cold"))
+
+
+def test_a_picture_of_an_earlier_run_does_not_stay_beside_other_rows(tmp_path, monkeypatch):
+    import sys
+
+    from dense_report import write_report
+
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    (tmp_path / "dense_decode.png").write_bytes(b"an earlier run's")
+    write_report(report("cold"), tmp_path, "_partial")
+    assert (tmp_path / "dense_decode.png").exists()
+    write_report(report("cold"), tmp_path)
+    assert not (tmp_path / "dense_decode.png").exists()
 
 
 def test_fp8_queries_have_a_table_of_their_own():

@@ -215,9 +215,15 @@ def test_no_speed_of_servers_that_part_in_fp32(monkeypatch, tmp_path, capsys, dt
     import serve_cpu
 
     servers = Servers(monkeypatch, {"ours float32": [1, 2, 3, 5]})
+    (tmp_path / "serving.md").write_text("an earlier run's")
     assert serve_cpu.main([*WORDS, "--dtype", *dtypes, "--results", str(tmp_path)]) == 1
-    assert servers.loads == [] and list(tmp_path.iterdir()) == []
-    assert "The backends disagree in fp32" in capsys.readouterr().err
+    assert servers.loads == []
+    assert files_in(tmp_path) == ["serving.md", "serving_partial.json", "serving_partial.md"]
+    assert (tmp_path / "serving.md").read_text() == "an earlier run's"
+    page = (tmp_path / "serving_partial.md").read_text()
+    assert "* float32: 75.0% same greedy tokens" in page and "32 |" not in page
+    for said in (page, capsys.readouterr().err):
+        assert "The backends disagree in fp32: no speed is reported." in said
 
 
 def test_a_speed_of_bf16_stands_on_the_gate_of_fp32(monkeypatch, tmp_path):
@@ -254,6 +260,58 @@ def test_speeds_stay_if_the_servers_of_the_next_dtype_die(monkeypatch, tmp_path)
     page = (tmp_path / "serving_partial.md").read_text()
     assert "| float32 | 2 | 1.50 | 2.00 |" in page and "bfloat16 |" not in page
     assert "Not whole: the run was cut off." in page
+
+
+def test_speeds_of_some_clients_stay_if_the_run_is_cut_off_behind_them(monkeypatch, tmp_path):
+    import serve_cpu
+
+    servers = Servers(monkeypatch, {})
+
+    def cut(*args, **load):
+        if len(servers.loads) == 6 + 3:  # of 4 clients the second repetition has begun
+            raise SystemExit(143)
+        return servers.load(*args, **load)
+
+    monkeypatch.setattr(serve_cpu, "run_load", cut)
+    words = ["--concurrency", "2", "4", "--repetitions", "2", "--results", str(tmp_path)]
+    with pytest.raises(SystemExit):
+        serve_cpu.main(words)
+    page = (tmp_path / "serving_partial.md").read_text()
+    assert "| float32 | 2 | 1.50 | 2.00 |" in page and "| float32 | 4 |" not in page
+    assert "Not whole: the run was cut off." in page
+
+
+@pytest.mark.parametrize(
+    ("failing", "lost"),
+    [
+        ({0}, "the warm-up"),
+        ({2}, "repetition 0"),
+        ({3, 5}, "repetition 1"),
+    ],
+    ids=["a warm-up", "one of ours", "all of stock"],
+)
+def test_a_load_of_which_a_request_failed_is_not_measured(failing, lost, monkeypatch, tmp_path):
+    """It is neither in the medians nor the end of the run."""
+    import serve_cpu
+
+    servers = Servers(monkeypatch, {})
+
+    def failing_at(*args, **load):
+        row = servers.load(*args, **load)
+        broken = len(servers.loads) - 1 in failing
+        return row | {"failed": 3, "output_tok_s": 1.0} if broken else row
+
+    monkeypatch.setattr(serve_cpu, "run_load", failing_at)
+    assert serve_cpu.main([*WORDS, "--dtype", "float32", "--results", str(tmp_path)]) == 1
+    assert len(servers.loads) == 6
+    page = (tmp_path / "serving_partial.md").read_text()
+    backend = "stock" if len(failing) == 2 else "ours"
+    said = f"* float32, 2 clients, {backend}, {lost}: 3 requests failed"
+    assert said in page.partition("Not measured:")[2] and page.count("requests failed") == len(
+        failing
+    )
+    assert ("| float32 | 2 | 1.50 | 2.00 |" in page) == (backend == "ours")
+    assert "| float32 | 2 | ours | 30 (30-30) |" in page and "Not whole" not in page
 
 
 def test_answers_of_one_token_have_no_time_between_tokens(monkeypatch, tmp_path):
@@ -357,6 +415,44 @@ def test_results_of_some_and_of_a_run_that_is_cut_off_are_partial(name, some, me
     assert files_in(tmp_path) == sorted(whole + part)
     assert (tmp_path / whole[0]).read_text() == before
     assert "Not whole: 1 of " in (tmp_path / part[1]).read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "problem", "says"),
+    [
+        (
+            "decode_cpu",
+            RuntimeError("stock differs from\n the reference"),
+            "threads 1, dtype bfloat16, batch 1, lengths 256: "
+            "RuntimeError: stock differs from the reference",
+        ),
+        (
+            "sparse_cpu",
+            AssertionError("Tensor-likes are not close!"),
+            "threads 1, dtype bfloat16, requests 8, tokens 300, new 1, topk 2048: "
+            "AssertionError: Tensor-likes are not close!",
+        ),
+    ],
+)
+def test_a_case_that_fails_is_listed_and_the_others_are_timed(
+    name, problem, says, measured, tmp_path
+):
+    module, measure = measured(name)
+    found, calls = measure.side_effect, []
+
+    def second_fails(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise problem
+        return found(*args)
+
+    measure.side_effect = second_fails
+    assert module.main(["--results", str(tmp_path)]) == 1
+    stem = name.removesuffix("_cpu")
+    assert files_in(tmp_path) == [f"{stem}.json", f"{stem}.md"] and len(calls) == 8
+    page = (tmp_path / f"{stem}.md").read_text()
+    assert page.endswith(f"\nNot timed:\n\n* {says}\n")
+    assert sum(line.startswith(("| 1 |", "| 2 |")) for line in page.splitlines()) == 7
 
 
 def test_quick_gives_way_to_what_is_asked_for():

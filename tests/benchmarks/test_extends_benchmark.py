@@ -150,6 +150,89 @@ def test_a_page_has_the_lowest_turns_and_the_best_peer(monkeypatch):
     assert "| 16 | 512 | 4 | 2.00 | 5.00 | 6.00 | 7.00 | 2.50 | 3.00 |" in page
 
 
+def engines_that_start(monkeypatch, *names):
+    """Stand-ins: engines of other names do not start."""
+    import extends
+
+    def build(engines, do):
+        assert do == "build"
+        broken = "CUDA error\nCUDA kernel errors might be reported later"
+        return [{} if engine.name in names else {"error": broken} for engine in engines]
+
+    def engine(backend, options, log, *_):
+        log.write_text("")
+        made = MagicMock(log=log)
+        made.name = log.stem
+        return made
+
+    monkeypatch.setattr(extends, "Engine", engine)
+    monkeypatch.setattr(extends, "all_ask", build)
+    said = {"ms": [2.0], "logprobs": [{"1": -0.1}]}
+    monkeypatch.setattr(extends, "in_turns", lambda engines, ask: dict.fromkeys(engines, said))
+    args = extends.parse_arguments(["--contexts", "512", "--new", "4"])
+    args.engines = extends.ENGINES
+    return args
+
+
+@pytest.mark.parametrize("dead", ["FLASHMLA", "expanded", "absorbed"])
+def test_an_engine_that_does_not_start_is_listed_and_the_others_timed(dead, monkeypatch):
+    import extends
+    from ending import exit_code
+
+    args = engines_that_start(monkeypatch, *(extends.ENGINES.keys() - {dead}))
+    failed, row = rows = list(extends.measure(args, 16, math.inf))
+    assert (failed["heads"], failed["backend"], exit_code(rows)) == (16, dead, 1)
+    assert row["ms"].keys() == extends.ENGINES.keys() - {dead}
+    about = {"machine": {}, "command": "x", "layers": 2, "engines": list(extends.ENGINES)}
+    page = extends.markdown({**about, "rows": rows})
+    assert page.endswith(f"\nNot measured:\n\n* heads 16 backend {dead}: CUDA error\n")
+    cells = ["" if name == dead else "2.00" for name in extends.ENGINES]
+    cells.append("1.00" * (dead == "FLASHMLA"))
+    cells.append("1.00" * (dead != "absorbed"))
+    assert f"| 16 | 512 | 4 | {' | '.join(cells)} |\n" in page
+
+
+def test_an_engine_that_is_left_alone_is_not_timed(monkeypatch):
+    import extends
+
+    args = engines_that_start(monkeypatch, "absorbed")
+    rows = list(extends.measure(args, 16, math.inf))
+    assert [row.get("backend") for row in rows] == [*list(extends.ENGINES)[1:], None]
+    assert rows[-1]["not_run"] == "no other backend gives the same answers"
+
+
+def test_engines_without_time_are_not_built(monkeypatch):
+    import extends
+
+    monkeypatch.setattr(extends, "Engine", MagicMock(side_effect=AssertionError("started")))
+    args = extends.parse_arguments(["--contexts", "512", "64", "--new", "4"])
+    key = {"heads": 16, "new": 4, "not_run": "no time was left"}
+    rows = [{**key, "context": context} for context in (512, 64)]
+    assert list(extends.measure(args, 16, -math.inf)) == rows
+
+
+def test_an_error_of_several_lines_is_one_row_of_the_page():
+    import extends
+
+    about = {"machine": {}, "command": "x", "layers": 2, "engines": ["absorbed", "expanded"]}
+    row = {"heads": 16, "context": 512, "new": 4, "not_run": "absorbed: CUDA error\nFor debugging"}
+    page = extends.markdown({**about, "rows": [row]})
+    assert page.endswith("| 16 | 512 | 4 | absorbed: CUDA error |\n")
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_engines_on_a_cpu_have_the_heads_that_rows_name(sparse, monkeypatch):
+    import extends
+
+    monkeypatch.setattr(extends, "nvidia_smi", lambda *_: [])
+    args = extends.parse_arguments(["--heads", "16", "128", *["--sparse"] * sparse])
+    for heads in args.heads:
+        model = extends.engine_options(args, heads)["hf_overrides"]
+        assert (model["num_attention_heads"], model["num_key_value_heads"]) == (heads, heads)
+        assert (model["num_hidden_layers"], model["first_k_dense_replace"]) == (2, 2)
+        assert ("intermediate_size" in model) == sparse  # V2-Lite's own MLP stays
+
+
 def test_the_first_tokens_that_warm_up_are_not_timed():
     """But compared: they are answers like the others."""
     from extend_worker import Worker

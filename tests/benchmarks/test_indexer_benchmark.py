@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The indexer's benchmark without a GPU: its cases, what it lets pass, how it calls DeepGEMM."""
 
+import importlib.util
 import json
 import sys
 from types import SimpleNamespace
@@ -220,9 +221,64 @@ def test_the_sort_leaves_out_what_is_not_seen():
     assert sorted_topk(scores, lengths, 3).tolist() == [[0, 1, 2], [0, -1, -1], [0, 1, -1]]
 
 
-@pytest.mark.parametrize("native", [(1, 2, 4), (1, 2), (1,), None])
+NOT_LOADED = "libcudart.so.12: cannot open shared object file"
+
+
+@pytest.mark.parametrize(
+    ("problem", "there", "says"),
+    [
+        (TypeError("no such option"), True, ["no such option"]),
+        (ImportError(NOT_LOADED), True, [NOT_LOADED]),
+        (ModuleNotFoundError("No module named 'vllm'"), False, []),
+    ],
+)
+def test_deepgemm_is_left_out_only_where_vllm_is(problem, there, says, monkeypatch):
+    import sparse_indexer
+
+    def deepgemm(batch):
+        raise problem
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if there else None)
+    monkeypatch.setattr(sparse_indexer, "deepgemm_logits", deepgemm)
+    rows = sparse_indexer.bench(Timer(), shapes()[0])
+    failed = [(row["op"], row["impl"], row["failed"]) for row in rows if "failed" in row]
+    assert failed == [("scores", "deepgemm", said) for said in says]
+
+
+def test_scores_that_are_not_written_are_not_those_of_the_run_before(monkeypatch):
+    """All write one buffer, which one of two leaves as it is. What lies behind stays -inf."""
+    import sparse_indexer
+
+    scores, topk, behind = sparse_indexer.indexer_scores, sparse_indexer.indexer_topk, []
+
+    def lazy(*args, out, fp8_products=False, **options):
+        behind.append(float(out[0, -1]))
+        return out if fp8_products else scores(*args, out=out, **options)
+
+    def fused(*args, fp8_products, **options):
+        return topk(*args, **options)
+
+    ways = {"torch": {"impl": "torch"}, sparse_indexer.FP8: {"fp8_products": True}}
+    monkeypatch.setattr(sparse_indexer, "scorers", lambda batch: ways)
+    monkeypatch.setattr(sparse_indexer, "indexer_scores", lazy)
+    monkeypatch.setattr(sparse_indexer, "indexer_topk", fused)
+    rows = sparse_indexer.bench(Timer(), shapes()[1])
+    assert set(behind) == {-torch.inf}
+    forms = ("torch", "two steps", "fused")
+    timed = {row["impl"] for row in rows if "us" in row and row["op"].startswith("scores")}
+    assert timed == {f"mla_kernels/{form}" for form in forms}
+    failed = {row["impl"] for row in rows if "failed" in row}
+    wrong = ("hopper", "two steps", "fused")
+    assert failed == {f"mla_kernels/{form}/fp8_products" for form in wrong}
+
+
+# Where vLLM has the number of rows of a request that it takes, and the options up to 0.32.
+VERSIONS = [((1, 2, 4), True), ((1, 2), True), ((1,), True), (None, True), ((1, 2, 4), False)]
+
+
+@pytest.mark.parametrize(("native", "cleans"), VERSIONS)
 @pytest.mark.parametrize("i", range(len(NAMES)), ids=NAMES)
-def test_deepgemm_is_asked_for_the_same_scores(i, native, monkeypatch):
+def test_deepgemm_is_asked_for_the_same_scores(i, native, cleans, monkeypatch):
     """A stand-in with the interface that vLLM documents, by our definition."""
     import indexer_peers
     from indexer_cases import golden, make_batch, score_error
@@ -231,7 +287,7 @@ def test_deepgemm_is_asked_for_the_same_scores(i, native, monkeypatch):
         assert lengths.is_contiguous() and block_size == 64
         return "a schedule"
 
-    def paged(q, cache, weights, lengths, table, planned, width, clean):
+    def paged(q, cache, weights, lengths, table, planned, width, clean_logits):
         assert planned == "a schedule" and q[1] is None and q[0].shape[1] in (native or (1, 2))
         ids = torch.arange(lengths.numel(), dtype=torch.int32) // lengths.shape[1]
         args = q[0].flatten(0, 1), cache.squeeze(2), weights, table, lengths.flatten()
@@ -245,10 +301,18 @@ def test_deepgemm_is_asked_for_the_same_scores(i, native, monkeypatch):
         assert not starts.any() and ends.dtype == starts.dtype == torch.int32
         return torch.einsum("thn,th->tn", dots, weights.double()).float()
 
+    def paged_033(q, cache, weights, lengths, table, planned, width, indices=None):
+        assert indices is None
+        return paged(q, cache, weights, lengths, table, planned, width, False)
+
+    def prefill_033(q, kv, weights, starts, ends, max_seqlen_k):
+        assert max_seqlen_k >= int((ends - starts).max())
+        return prefill(q, kv, weights, starts, ends, False)[:, :max_seqlen_k]
+
     fake = SimpleNamespace(
         get_paged_mqa_logits_metadata=schedule,
-        fp8_fp4_paged_mqa_logits=paged,
-        fp8_fp4_mqa_logits=prefill,
+        fp8_fp4_paged_mqa_logits=paged if cleans else paged_033,
+        fp8_fp4_mqa_logits=prefill if cleans else prefill_033,
     )
     if native:
         fake.native_next_n_supported = lambda s_q: s_q in native

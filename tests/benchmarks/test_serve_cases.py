@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """benchmarks/serve.py: its cases, models, depths and options."""
 
+import importlib
 import json
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -27,6 +29,19 @@ def test_loads_come_in_the_order_of_what_they_take():
     assert loads([a], [4], None, reduced=True) == list(REDUCED)
     closed = [load.shape for load in REDUCED if load.concurrency]
     assert all(load.shape in closed for load in REDUCED if load.share)
+
+
+@pytest.mark.parametrize("clients", [[1, 8, 32, 96, 128], [128], [4, 200, 1], [1]])
+def test_shares_are_behind_all_closed_loops_of_their_shape(clients):
+    """So that any of these may be the fullest."""
+    from serve_cases import REDUCED, SHAPES, loads
+
+    asked = loads([*SHAPES, SHAPES[0]], clients, None, reduced=False)
+    assert len(asked) == 4 * (len(clients) + 2)
+    for order in (asked, REDUCED):
+        for at, load in enumerate(order):
+            if load.share:
+                assert not [one for one in order[at:] if one.shape == load.shape and not one.share]
 
 
 @pytest.mark.parametrize("text", ["1024", "1024/", "a/b", "0/5", "1/2/3", "-1/4"])
@@ -101,6 +116,51 @@ def test_family_names_model_backends_and_results():
     report = Report("steps", "", {}, vars(few) | {"model": "m"})
     assert report.stem == "sparse_steps_fp8_ds_mla"
     assert "KV cache dtype fp8_ds_mla; fewer than 128 heads with their share" in markdown(report)
+
+
+@pytest.mark.parametrize("heads", ["256", "48", "100", "0"])
+@pytest.mark.parametrize("name", ["serve", "extends"])
+def test_heads_that_no_rank_has_are_refused(name, heads, capsys):
+    """With what is allowed: of 48 the MLP's share would be that of 64."""
+    with pytest.raises(SystemExit):
+        importlib.import_module(name).parse_arguments(["--heads", "16", heads])
+    said = capsys.readouterr().err
+    allowed = "expected one of 1, 2, 4, 8, 16, 32, 64, 128"
+    assert f"{'expected 1 or more' if heads == '0' else allowed}, got {heads}" in said
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("mode", ["steps", "serve"])
+def test_a_sparse_cache_of_two_layouts_is_refused(mode, dtype, capsys):
+    """vLLM makes fp8_ds_mla of it for FLASHMLA_SPARSE alone."""
+    from serve import parse_arguments
+
+    words = ["--mode", mode, "--kv-cache-dtype"]
+    with pytest.raises(SystemExit):
+        parse_arguments([*words, dtype, "--family", "v3.2"])
+    said = capsys.readouterr().err
+    assert f"--kv-cache-dtype {dtype} of --family v3.2" in said and "say fp8_ds_mla" in said
+    assert parse_arguments([*words, dtype]).kv_cache_dtype == dtype
+    sparse = parse_arguments([*words, "fp8_ds_mla", "--family", "v3.2"])
+    assert sparse.backends == ["CUSTOM", "FLASHMLA_SPARSE"]
+
+
+def test_a_model_as_it_is_has_its_own_layers_and_heads(monkeypatch):
+    import serve_steps
+    from serve import parse_arguments
+    from serve_cases import MODEL
+
+    words = "--mode steps --as-is --batches 8 --contexts 4096 --model"
+    args = parse_arguments([*words.split(), str(MODEL.with_name("deepseek-v2-lite"))])
+    groups = []
+    monkeypatch.setattr(serve_steps, "Engine", MagicMock())
+    monkeypatch.setattr(serve_steps, "measure", lambda *_, group, **how: groups.append(group))
+    serve_steps.run(args, None)
+    assert groups == [{"heads": 16, "layers": 27}]
+    args.cache_gib = 1
+    said = r"does not fit a cache of 1 GiB with 27 layers\. Mend: a larger --cache-gib"
+    with pytest.raises(SystemExit, match=said):
+        serve_steps.run(args, None)
 
 
 @pytest.mark.parametrize(

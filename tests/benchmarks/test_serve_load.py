@@ -80,6 +80,27 @@ def test_open_loops_have_the_rate_of_the_fullest_closed_one(monkeypatch):
     assert [row.get("not_run") for row in rows] == [None, None, None, unknown] * 2
 
 
+@pytest.mark.parametrize("clients", ["128", "1 8 32 96 128"])
+def test_open_loops_wait_for_the_closed_ones_of_most_clients(clients, monkeypatch):
+    """Which are the fullest, as here."""
+    import serve_load
+    from serve import parse_arguments
+    from serve_cases import loads
+
+    def load(url, model, **how):
+        return {"failed": 0, "request_s": float(how["concurrency"] or how["rate"])}
+
+    monkeypatch.setattr(serve_load, "run_load", load)
+    words = ["--shapes", "8/8", "--repetitions", "2", "--concurrency", *clients.split()]
+    args = parse_arguments(words)
+    asked = loads(args.shapes, args.concurrency, args.rates, reduced=False)
+    rows = []
+    runner = serve_load.Runner(args, asked, Path(), math.inf, rows.append)
+    runner.run([MagicMock(backend="CUSTOM")])
+    assert [row["rate"] for row in rows if row["loop"] == "open"] == [64.0, 102.4] * 2
+    assert not any("not_run" in row for row in rows)
+
+
 def test_only_the_first_server_sets_rates(monkeypatch):
     import serve_load
     from serve_cases import Load, Shape
@@ -209,6 +230,45 @@ def test_servers_one_behind_the_other_share_the_time(monkeypatch, together):
     assert until == ([90.0] if together else [30.0, 50.0, 90.0])
 
 
+@pytest.mark.parametrize("together", [False, True])
+def test_a_server_without_time_is_not_started(together, monkeypatch):
+    """But each of its loads is told."""
+    import serve_load
+    from ending import shortage
+    from serve import parse_arguments
+
+    clock, started, rows = [0.0], [], []
+
+    def run(runner, servers):
+        clock[0] += 100.0
+
+    def server(backend, *_):
+        started.append(backend)
+        return MagicMock()
+
+    for name in ("prepare", "warm_up"):
+        monkeypatch.setattr(serve_load.Runner, name, lambda *_: None)
+    for name in ("failed", "ready"):
+        monkeypatch.setattr(serve_load.Runner, name, lambda *_: False)
+    monkeypatch.setattr(serve_load.Runner, "run", run)
+    monkeypatch.setattr(serve_load, "Server", server)
+    monkeypatch.setattr(serve_load, "nvidia_smi", lambda *_, **__: [["a GPU"]])
+    monkeypatch.setattr(serve_load, "gpu_memory_gib", lambda _: None)
+    monkeypatch.setattr(serve_load.time, "monotonic", lambda: clock[0])
+    words = "--backends a b c --time-limit 90 --shapes 8/8 --concurrency 4 --repetitions 2"
+    args = parse_arguments([*words.split(), *["--together"] * together])
+    serve_load.run(args, rows.append)
+    assert started == (["a", "b", "c"] if together else ["a"])
+    each = [{"loop": "closed", "concurrency": 4}, *[{"loop": "open", "rate": None}] * 2] * 2
+    late = [] if together else [
+        {"backend": backend, "shape": "8/8", **load, "not_run": "no time was left"}
+        for backend in "bc"
+        for load in each
+    ]  # fmt: skip
+    assert rows == late
+    assert shortage(rows) == ("" if together else "Not whole: no time was left for 12 rows.")
+
+
 def test_servers_that_run_together_share_the_gpu():
     import serve_load
     from serve import parse_arguments
@@ -216,12 +276,17 @@ def test_servers_that_run_together_share_the_gpu():
 
     loads = [Load(Shape(2000, 500), 4), Load(Shape(100, 100), 32), Load(Shape(8, 8), share=0.5)]
     backends = ["--backends", "CUSTOM", "FLASHMLA", "TRITON_MLA"]
-    for together, share in (([], "0.900"), (["--together"], "0.300")):
-        args = parse_arguments([*backends, *together, "--cache-gib", "2"])
+    for words, share, gib in (
+        ("", "0.900", None),  # alone: all that is left of the GPU
+        ("--cache-gib 2", "0.900", 2),
+        ("--together", "0.300", 19),
+        ("--together --cache-gib 2", "0.300", 2),
+    ):
+        args = parse_arguments([*backends, *words.split()])
         words = serve_load.server_options(args, loads, args.model)
         options = dict(itertools.pairwise(words))
         assert options["--gpu-memory-utilization"] == share
-        assert options.get("--kv-cache-memory-bytes") == (str(2 << 30) if together else None)
+        assert options.get("--kv-cache-memory-bytes") == (str(gib << 30) if gib else None)
         assert int(options["--max-model-len"]) >= 2500 and options["--max-num-seqs"] == "32"
 
 

@@ -2,6 +2,7 @@
 """Which results a run of benchmarks/serve.py writes, replaces and renders again."""
 
 import importlib
+from pathlib import Path
 
 import pytest
 
@@ -60,6 +61,7 @@ def test_a_run_that_is_killed_says_so_and_is_rendered_without_speeds_of_no_gate(
     assert "1234" not in page and "no other backend gives the same answers" in page
 
 
+LITE = Path(__file__).parents[2] / "configs" / "models" / "deepseek-v2-lite"
 STEPS = "--mode steps"
 SPARSE = "--mode steps --family v3.2 --kv-cache-dtype auto"
 
@@ -71,7 +73,13 @@ SPARSE = "--mode steps --family v3.2 --kv-cache-dtype auto"
         (f"{STEPS} --kv-cache-dtype fp8", False),
         (f"{STEPS} --heads 16 128", False),
         (f"{STEPS} --as-is --heads 16", False),
+        (f"{STEPS} --cache-gib 30 --case-seconds 1", False),
         (f"{STEPS} --heads 16", True),
+        (f"{STEPS} --eager", True),
+        (f"{STEPS} --dtype float16", True),
+        (f"{STEPS} --model {LITE}", True),
+        (f"{STEPS} --model {LITE} --as-is", False),
+        (f"{STEPS} --model {LITE} --as-is --eager", True),
         (f"{STEPS} --backends CUSTOM FLASHMLA", True),
         (f"{STEPS} --batches 1 8", True),
         (f"{STEPS} --contexts 4096", True),
@@ -86,6 +94,13 @@ SPARSE = "--mode steps --family v3.2 --kv-cache-dtype auto"
         ("--rates 1 4", True),
         ("--reduced", True),
         ("--backends CUSTOM FLASHMLA FLASH_ATTN_MLA", True),
+        (f"--model {LITE.with_name('deepseek-v3-5-layers')}", False),
+        (f"--model {LITE} --as-is", False),
+        (f"--model {LITE}", True),
+        ("--dtype float16", True),
+        ("--eager", True),
+        ("--compile", True),
+        ("--server-options=--enable-prefix-caching", True),
     ],
 )
 def test_less_than_all_does_not_replace_the_results_of_all(words, some, tmp_path, monkeypatch):

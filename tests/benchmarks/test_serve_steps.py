@@ -37,6 +37,27 @@ def test_kernels_are_told_apart_by_name_and_overlaps_count_once():
     assert next(iter(row["top_kernels_us"])) == "nvjet_sm90_tst_128x64"
 
 
+@pytest.mark.parametrize(
+    ("kernel", "attention"),
+    [
+        ("void vllm::moe::topkGating<8, 64, 4, 16, 32, int>(float const*)", False),
+        ("void vllm::moe::grouped_topk_fused_kernel<float, int>(float*)", False),
+        ("_combine_sampled_and_draft_tokens_kernel", False),
+        ("_topk_topp_kernel", False),
+        ("void vllm::cooperative::cooperative_topk_cs8<2048u>(float*)", True),
+        ("spread_topk_kernel", True),
+        ("void cutlass::device_kernel<flash::FlashAttnFwdCombine<cute::tuple<>>>", True),
+        ("void smxx::decode::flash_fwd_mla_combine_kernel<cutlass::bfloat16_t>", True),
+        ("nvjet_sm90_tst_128x64", False),
+    ],
+)
+def test_experts_and_sampling_are_no_attention(kernel, attention):
+    from step_worker import kernel_times
+
+    ms = kernel_times([(kernel, 0, 100), ("write_kv_cache_kernel", 100, 110)], 1)["attention_ms"]
+    assert ms == pytest.approx(0.1 * attention)
+
+
 class FakeEngine:
     """Steps of 1 ms, of 2 ms in the first round."""
 
@@ -95,8 +116,65 @@ def test_engines_take_turns_and_what_is_not_run_is_said():
     assert sorted(rows[2]["rounds_ms"]) == [1.0] * 3 + [2.0] * 3 and rows[2]["step_ms"] == 1.0
     assert rows[2]["mean_ms"] == pytest.approx(1.6)
     assert rows[2]["out_tok_s"] == pytest.approx(1e3 / 1.6)
-    measure([good], [(1, 1024)], deadline=time.monotonic() - 1, **how)
-    assert rows[5]["not_run"] == "no time was left" and len(rows) == 6
+
+
+def test_engines_without_time_are_not_built():
+    """But each of their cases is told."""
+    from step_driver import measure
+
+    engines, rows = [FakeEngine(name, {"blocks": 7}) for name in "AB"], []
+    group = {"heads": 16, "layers": 2}
+    how = {"group": group, "nats": 0.1, "steps": 5, "seconds": 1.0, "save": rows.append}
+    measure(engines, [(1, 1024), (8, 4096)], deadline=time.monotonic() - 1, **how)
+    assert [engine.asked for engine in engines] == [[], []]
+    assert rows == [
+        {**group, "batch": b, "context": c, "backend": name, "not_run": "no time was left"}
+        for b, c in ((1, 1024), (8, 4096))
+        for name in "AB"
+    ]
+
+
+def test_cases_without_time_are_told_by_engines_that_ran(monkeypatch):
+    import step_driver
+
+    clock, engine, rows = [0], FakeEngine("A", {"blocks": 7}), []
+
+    def save(row):
+        rows.append(row)
+        clock[0] += 2 * ("step_ms" in row)
+
+    monkeypatch.setattr(step_driver.time, "monotonic", lambda: clock[0])
+    how = {"group": {}, "nats": 0.1, "steps": 5, "seconds": 1.0, "save": save}
+    step_driver.measure([engine], [(1, 1024), (8, 4096)], deadline=1, **how)
+    late = {"batch": 8, "context": 4096, "backend": "A", "not_run": "no time was left"}
+    assert rows[2] == late and "step_ms" in rows[1]
+
+
+def test_steps_without_time_for_a_profile_are_no_whole_page(tmp_path, monkeypatch):
+    import serve
+    import serve_steps
+    import step_driver
+
+    clock, engine = [0], FakeEngine("CUSTOM", {"blocks": 7})
+    how = {"group": {"heads": 16, "layers": 2}, "nats": 0.1, "steps": 5, "seconds": 1.0}
+
+    def run(args, save):
+        def saved(row):
+            save(row)
+            clock[0] += 2 * ("gpu_ms" in row)
+
+        step_driver.measure([engine], [(1, 1024), (8, 4096)], deadline=1, save=saved, **how)
+
+    monkeypatch.setattr(step_driver.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(serve_steps, "run", run)
+    monkeypatch.setattr(serve, "exit_on_signals", lambda: None)
+    assert serve.main(["--mode", "steps", "--results", str(tmp_path)]) == 0
+    result = json.loads((tmp_path / "engine_steps_partial.json").read_text())
+    assert [row.get("not_profiled") for row in result["rows"]] == [None, None, "no time was left"]
+    assert [row.get("gpu_ms") for row in result["rows"]] == [None, 0.5, None]
+    page = (tmp_path / "engine_steps_partial.md").read_text()
+    assert "\nNot whole: no time was left to profile 1 rows.\n" in page
+    assert not (tmp_path / "engine_steps.md").exists()
 
 
 WORKER = """

@@ -205,6 +205,7 @@ def test_a_faulty_server_is_found(fault, kinds, says):
     found = Counter(text.partition(":")[0] for text in ledger.faults)
     assert found and set(found) <= kinds
     assert any(says in text for text in ledger.faults)
+    assert ledger.requests == 150  # each has an outcome or a fault
 
 
 def test_a_request_without_end_is_a_fault(monkeypatch):

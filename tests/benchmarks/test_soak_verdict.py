@@ -101,6 +101,17 @@ def test_faults_are_counted_and_the_first_ones_kept():
     assert line.endswith(f"FAILED: fault 0 (and {KEPT_FAULTS} more)")
 
 
+def test_faults_of_watching_are_no_requests():
+    from soak_ledger import summary_line
+
+    ledger = sound_ledger()
+    ledger.fault("/health said 503 under load")
+    ledger.request_failed("completion: no end after 600 s")
+    line = summary_line(1, ledger, sound_end(), ledger.faults)
+    assert line.startswith("soak: 1.0 min, 41 requests (10 answered,")
+    assert line.endswith("FAILED: /health said 503 under load (and 1 more)")
+
+
 @pytest.mark.parametrize("outcome", ["done", "left", "refused", "probes"])
 def test_a_soak_that_tried_less_fails(outcome):
     from soak_ledger import OUTCOMES, verdict
@@ -247,6 +258,52 @@ def test_a_short_soak_does_not_replace_a_whole_one(tmp_path):
     assert lines(29.9) == {"soak_partial": "soak: 29.9 min"}
     assert lines(30.1) == {"soak": "soak: 30.1 min"}
     assert lines(1.0) == {"soak": "soak: 30.1 min", "soak_partial": "soak: 1.0 min"}
+
+
+def test_the_log_of_an_earlier_soak_does_not_stay_beside_other_results(tmp_path):
+    from soak import describe, parse_arguments
+    from soak_report import Report
+
+    config = {"num_attention_heads": 16, "num_hidden_layers": 4}
+    report, log = Report(tmp_path, describe(parse_arguments([]), config, [])), tmp_path / "x"
+    log.write_text("Traceback")
+
+    def logs():
+        return sorted(path.name for path in tmp_path.glob("*.log"))
+
+    whole, short = "soak-server.log", "soak_partial-server.log"
+    report.keep_log(30.0, log)
+    assert logs() == [whole] and (tmp_path / whole).read_text() == "Traceback"
+    report.keep_log(1.0, log)
+    assert logs() == [whole, short]
+    report.so_far(0.5, sound_ledger())  # its page is soak_partial.md
+    assert logs() == [whole]
+    report.keep_log(1.0, log)
+    report.keep_log(1.0, None)
+    assert logs() == [whole]
+    report.keep_log(1.0, log)
+    report.keep_log(30.0, None)
+    assert logs() == []
+
+
+@pytest.mark.parametrize("sound", [True, False])
+def test_a_soak_keeps_the_log_of_what_was_wrong(sound, monkeypatch, terminate, tmp_path):
+    import soak
+
+    async def loaded(*_):
+        return 31.0, sound_ledger(), sound_end() if sound else None
+
+    def start(backend, model, options, log):
+        log.write_text("this soak's")
+        return MagicMock()
+
+    monkeypatch.setattr(soak, "Server", start)
+    monkeypatch.setattr(soak, "soak", loaded)
+    (tmp_path / "soak-server.log").write_text("an earlier one's")
+    model = BENCHMARKS.parent / "configs" / "models" / "deepseek-v3-5-layers"
+    assert soak.main(["--model", str(model), "--results", str(tmp_path)]) == (not sound)
+    kept = {path.name: path.read_text() for path in tmp_path.glob("*.log")}
+    assert kept == ({} if sound else {"soak-server.log": "this soak's"})
 
 
 @pytest.mark.parametrize(
