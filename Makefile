@@ -39,7 +39,7 @@ help: ## this list
 	    while IFS='|' read -r target what; do printf '  make %-13s %s\n' "$$target" "$$what"; done
 	@echo
 	@echo "  Variables of serve: MODEL=name-or-path (default: a demo model), FAMILY=v2-lite|v3|v3.2|v3-default-rope,"
-	@echo "  HOST, PORT, DTYPE, ARGS='more options of mla-backend serve'. Of tests: JOBS=processes."
+	@echo "  HOST, PORT, DTYPE, ARGS='more options of mla-backend serve'. Of tests: JOBS=processes, 8 at most."
 	@echo "  For all: PYTHON, DEVICE=cpu|cuda."
 
 setup: $(DEV) ## install everything, then check the installation

@@ -7,8 +7,8 @@
 This backend as it chooses (absorbed form for short ends), with every end in expanded form
 (MLA_BACKEND_EXTEND_TOKENS=0), and on a GPU vLLM's own backends, engines side by side that take
 turns. All must agree: the best first tokens of either have nearly the same logprobs in the other
-(TOLERANCE); weights are such that attention decides them. An engine that does not start is listed,
-the others are timed without it. Without a GPU the model is two layers of DeepSeek-V2-Lite. Writes
+(TOLERANCE); weights are such that attention decides them. An engine that fails is listed, the
+others are timed without it. Without a GPU the model is two layers of DeepSeek-V2-Lite. Writes
 extends.json and extends.md to results/h200 or cpu beside this file; of some heads, contexts or
 ends, and while it runs, the same with _partial in their names.
 
@@ -35,9 +35,11 @@ from machine import describe_machine, nvidia_smi
 from outputs import claim, command, write, write_json
 from partial import PARTIAL, lacks, take_away
 from serve_cases import MODEL, SPARSE_MODEL, dense_overrides, heads_of_a_rank
-from serve_gate import ALONE, drift
+from serve_gate import alone, drift
 from step_driver import ROUNDS, Engine, all_ask
 
+UNVOUCHED = "too few engines are left to compare their answers"
+UNSTARTED = "Not whole: an engine failed."
 WORKER = Path(__file__).with_name("extend_worker.py")
 # {name: (vLLM's name, environment)}; the first two are compared with each other.
 ENGINES: dict[str, tuple[str, dict[str, str]]] = {
@@ -149,8 +151,8 @@ def in_turns(engines: dict[str, Engine], ask: Row) -> dict[str, Row]:
 
 
 def measure(args: argparse.Namespace, heads: int, deadline: float) -> Iterator[Row]:
-    """Rows {heads, context, new, ms of each engine} or {..., not_run}, as they come; before them
-    {heads, backend, error} of each engine that did not start."""
+    """Rows {heads, context, new, ms of each engine} or {..., not_run}, as they come; and
+    {heads, backend, error} of each engine that did not start, or failed in the case behind."""
     cases = [
         {"heads": heads, "context": context, "new": new}
         for context in args.contexts
@@ -177,22 +179,32 @@ def measure(args: argparse.Namespace, heads: int, deadline: float) -> Iterator[R
             if time.monotonic() > deadline:
                 yield row | {"not_run": NO_TIME}
                 continue
-            yield time_case(engines, row, args.repeats)
+            for found in time_case(engines, row, args):
+                print(json.dumps(found), flush=True)
+                yield found
 
 
-def time_case(engines: dict[str, Engine], row: Row, repeats: int) -> Row:
-    """`row`, which says of what, with the ms of each engine, or why it was not run."""
-    if len(engines) < 2:
-        return row | {"not_run": ALONE}
-    ask = {"context": row["context"], "new": row["new"], "repeats": repeats}
-    found = in_turns(engines, ask)
-    errors = [f"{name}: {said['error']}" for name, said in found.items() if "error" in said]
-    if wrong := errors or disagreements(found):
-        row = row | {"not_run": "; ".join(wrong)}
+def time_case(engines: dict[str, Engine], row: Row, args: argparse.Namespace) -> Iterator[Row]:
+    """`row`, which says of what, with the ms of each engine, or why it was not run. Before it the
+    rows of engines that fail in it, which are taken out of `engines`."""
+    found: dict[str, Row] = {}
+    if not unvouched(engines, args):
+        ask = {"context": row["context"], "new": row["new"], "repeats": args.repeats}
+        found = in_turns(engines, ask)
+    for name in [name for name, said in found.items() if "error" in said]:
+        engines.pop(name)
+        yield {"heads": row["heads"], "backend": name, "error": found.pop(name)["error"]}
+    if unvouched(engines, args):
+        yield row | {"not_run": UNVOUCHED}
+    elif wrong := disagreements(found):
+        yield row | {"not_run": "; ".join(wrong)}
     else:
-        row = row | {"ms": {name: min(said["ms"]) for name, said in found.items()}}
-    print(json.dumps(row), flush=True)
-    return row
+        yield row | {"ms": {name: min(said["ms"]) for name, said in found.items()}}
+
+
+def unvouched(engines: dict[str, Engine], args: argparse.Namespace) -> bool:
+    """Whether nobody is left to compare answers with."""
+    return alone([args.engines[name][0] for name in engines], [e[0] for e in args.engines.values()])
 
 
 def markdown(result: Row) -> str:
@@ -292,7 +304,8 @@ def main(argv: list[str] | None = None) -> int:
             result["rows"].append(row)
             save({**result, "note": CUT_OFF}, PARTIAL)
     some = args.some
-    if note := shortage(result["rows"]):
+    failed = UNSTARTED if any("error" in row for row in result["rows"]) else ""
+    if note := " ".join(filter(None, (shortage(result["rows"]), failed))):
         some, result["note"] = True, note
     save(result, PARTIAL if some else "")
     if not some:

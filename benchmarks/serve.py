@@ -133,7 +133,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         compared = FP8_BACKENDS if args.kv_cache_dtype in FP8_CACHES else BACKENDS
     args.backends = args.backends or list(compared)
     args.model = args.model or (SPARSE_MODEL if sparse else MODEL)
-    args.heads = args.heads or ([128] if sparse else [128, 16])
+    args.heads = args.heads or [128, 16]
     if args.mode == "serve":
         args.layers = depths_of(args.heads[0], args.layers)[:1]
     if args.cache_gib is None and (args.mode == "steps" or args.together):

@@ -104,6 +104,13 @@ def loads(
     return sorted(closed + opened, key=tokens)
 
 
+def width_of(model: str) -> str:
+    """Of what dense layers have the width, in words; `model` as settings name it."""
+    if model in (MODEL.name, SPARSE_MODEL.name):
+        return "DeepSeek-V3's width"
+    return f"the width of configs/models/{model}"
+
+
 def depths_of(heads: int, asked: list[int] | None) -> list[int]:
     """Layers of engines of so many heads, the deepest first: those asked for, or DEPTHS."""
     return sorted(asked or DEPTHS.get(heads, DEPTHS[RELEASED_HEADS]), reverse=True)

@@ -9,7 +9,7 @@ import math
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -201,7 +201,9 @@ class Runner:
         if not servers:
             return
         self.first = self.first or servers[0].backend
-        for repetition, (at, load) in self._rounds():
+        for repetition, (at, load) in itertools.product(
+            range(self.args.repetitions), enumerate(self.asked)
+        ):
             begin = (repetition + at) % len(servers)
             for server in servers[begin:] + servers[:begin]:
                 row = self._measure(server, load)
@@ -211,13 +213,9 @@ class Runner:
 
     def leave_out(self, backends: list[str]) -> None:
         """Say of all loads of these that no time was left."""
-        for _, (_, load) in self._rounds():
+        for load in self.asked:
             for backend in backends:
                 self.save(self._row(backend, load) | {"not_run": NO_TIME})
-
-    def _rounds(self) -> Iterator[tuple[int, tuple[int, Load]]]:
-        """(repetition, (place, load)) of all."""
-        return itertools.product(range(self.args.repetitions), enumerate(self.asked))
 
     def _row(self, backend: str, load: Load) -> Row:
         """Which load of which server."""

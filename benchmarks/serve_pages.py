@@ -6,7 +6,17 @@ from pathlib import Path
 from typing import Any
 
 from cells import FEW_SAMPLES, TIME_HEADS, number, quotient, times
-from serve_cases import FEWEST, FP8_QUERY, LABELS, OURS, RELEASED_HEADS, Shape, label
+from serve_cases import (
+    FEWEST,
+    FP8_QUERY,
+    LABELS,
+    OURS,
+    REDUCED,
+    RELEASED_HEADS,
+    Shape,
+    label,
+    width_of,
+)
 from serve_report import Report
 
 Row = dict[str, Any]
@@ -46,7 +56,9 @@ def _conditions(report: Report, loads: list[Row]) -> str:
         "all servers hold their share of the GPU's memory from the start and are loaded one at a "
         "time, so while one is measured the others do nothing; "
     )
-    clients = max(settings.get("concurrency") or [0])
+    asked_for = [load.concurrency for load in REDUCED] if settings["reduced"] else []
+    clients = max(asked_for or settings.get("concurrency") or [0], key=lambda most: most or 0) or 0
+    clients *= not any("--max-num-seqs" in option for option in options)
     room = f", of which up to {clients} run at once, as of the closed loops" if clients else ""
     open_loops = f"Open loops: {settings['open_requests']} requests, Poisson arrivals{room}. "
     which = "All loads" if all("spread" in row for row in loads) else "Those loads with brackets"
@@ -85,7 +97,7 @@ def _model(settings: dict[str, Any], layers: int, sparse: bool) -> str:
     if settings["as_is"]:
         return f"the shapes in configs/models/{settings['model']}"
     heads = settings["heads"][0]
-    model = f"{layers} dense layers of DeepSeek-V3's width, {heads} heads"
+    model = f"{layers} dense layers of {width_of(settings['model'])}, {heads} heads"
     if sparse:
         model = f"{layers} layers of DeepSeek-V3.2 without experts, each with its indexer (2048 "
         model += f"tokens are read), {heads} heads"

@@ -35,14 +35,16 @@ def write_so_far(report: Report, folder: Path) -> None:
 def write_pages(report: Report, place: Path) -> None:
     """`place` with .md and .png added to its name."""
     write(place.with_name(f"{place.name}.md"), markdown(report))
+    picture = place.with_name(f"{place.name}.png")
     try:
         import matplotlib
     except ImportError:
+        picture.unlink(missing_ok=True)  # of other rows
         print("matplotlib is not installed: no plot")
         return
     matplotlib.use("Agg")
     draw = plot_steps if report.mode == "steps" else plot_serve
-    draw(report, place.with_name(f"{place.name}.png"))
+    draw(report, picture)
 
 
 def markdown(report: Report) -> str:
@@ -68,7 +70,8 @@ def left_out(rows: list[Row]) -> list[str]:
             engine = " ".join(f"{key} {row[key]}" for key in ENGINE if key in row)
             case = " ".join(f"{key} {row[key]}" for key in CASE if key in row)
             cases.setdefault((engine, reason.strip().splitlines()[0]), []).append(case)
-    return [
-        f"* {engine}{f' ({named})' if (named := '; '.join(filter(None, found))) else ''}: {reason}"
-        for (engine, reason), found in cases.items()
-    ]
+    lines = []
+    for (engine, reason), found in cases.items():
+        named = "; ".join(filter(None, dict.fromkeys(found)))
+        lines.append(f"* {engine}{f' ({named})' if named else ''}: {reason}")
+    return lines

@@ -14,6 +14,7 @@ sparse.py too; of --cases, and while it runs, sparse_indexer_partial.json and .m
 import argparse
 import json
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def rows_of(
             torch.cuda.synchronize()
             working[name] = run
         except Exception as problem:
-            rows.append({"case": case, "op": op, "impl": name, "failed": str(problem)[:200]})
+            rows.append({"case": case, "op": op, "impl": name, "failed": failure(problem)})
     for name, us in timer.medians(working).items():
         row = {"case": case, "op": op, "impl": name, "us": round(us, 2)}
         row["gbps"] = round(moved / us / 1e3, 1)
@@ -84,6 +85,12 @@ def rows_of(
         rows.append({**row, **(extra or {}).get(name, {})})
     print(f"{case} {op}: " + " | ".join(f"{r['impl']} {r.get('us', r)}" for r in rows), flush=True)
     return rows
+
+
+def failure(problem: Exception) -> str:
+    """One line of the page; the log has all of it."""
+    traceback.print_exception(problem)
+    return f"{type(problem).__name__}: {' '.join(str(problem).split())}"[:200]
 
 
 def wrong(case: str, op: str, impl: str, why: str) -> dict[str, Any]:
@@ -106,7 +113,7 @@ def bench_topk(timer: Timer, batch: Batch, scores: torch.Tensor) -> list[dict[st
         try:
             right = chooses_as_well(run(), want, scores, lengths)
         except Exception as problem:
-            rows.append(wrong(name, "topk", peer, str(problem)[:200]))
+            rows.append(wrong(name, "topk", peer, failure(problem)))
             continue
         if right:
             runs[peer] = run
@@ -179,7 +186,7 @@ def bench_scores(
                 rows.append(wrong(name, "scores", "deepgemm", why))
     except Exception as problem:
         if not without_vllm(problem):
-            rows.append(wrong(name, "scores", "deepgemm", str(problem)[:200]))
+            rows.append(wrong(name, "scores", "deepgemm", failure(problem)))
     return rows + rows_of(timer, name, "scores", runs, shape.bytes, shape.flops, extra)
 
 

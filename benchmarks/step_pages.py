@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from cells import number
-from serve_cases import FP8_QUERY, LABELS, OURS, label
+from serve_cases import FP8_QUERY, LABELS, OURS, label, width_of
 from serve_report import Report
 
 Row = dict[str, Any]
@@ -16,7 +16,7 @@ MEANS = {"step_ms": "Whole steps", "gpu_ms": "GPU", "attention_ms": "Attention"}
 def steps_lines(report: Report) -> list[str]:
     settings = report.settings
     sparse = settings.get("family") == "v3.2"
-    model = settings["model"] if settings["as_is"] else _dense(settings.get("heads", [128, 16]))
+    model = settings["model"] if settings["as_is"] else _dense(settings)
     if sparse and not settings["as_is"]:
         few = "; fewer than 128 heads with their share of the MLP, as on a tensor-parallel GPU"
         model = (
@@ -25,7 +25,7 @@ def steps_lines(report: Report) -> list[str]:
             f"{few if min(settings['heads']) < 128 else ''}"
         )
     quantised = settings.get("kv_cache_dtype", "auto")
-    if not sparse and quantised != "auto":
+    if quantised != "auto" and (settings["as_is"] or not sparse):
         model = f"{model}; KV cache dtype {quantised}"
     graphs = "no CUDA graphs" if settings["eager"] else "CUDA graphs of whole decode steps"
     lines = [
@@ -52,9 +52,10 @@ def steps_lines(report: Report) -> list[str]:
     return lines + _gate(report) + _steps_counted(report) + _disturbed(report)
 
 
-def _dense(heads: list[int]) -> str:
-    """Which layers of DeepSeek-V3 these are."""
-    width = "dense layers of DeepSeek-V3's width, as many as a heading says, "
+def _dense(settings: dict[str, Any]) -> str:
+    """Which layers of DeepSeek-V3, or another model, these are."""
+    heads = settings.get("heads", [128, 16])
+    width = f"dense layers of {width_of(settings['model'])}, as many as a heading says, "
     if set(heads) == {128, 16}:
         return width + (
             "128 heads, or 16 with an eighth of the MLP as on one of 8 tensor-parallel GPUs"

@@ -31,8 +31,10 @@ if not torch.cuda.is_available():
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Engines start one after the other, in one of xdist's processes."""
-    if item.get_closest_marker("engine") and item.config.pluginmanager.hasplugin("xdist"):
+    """Engines start one after the other, in one of xdist's processes; those of tests/gpu, where
+    all start with the first test, once."""
+    starts = item.get_closest_marker("engine") or item.path.parent.name == "gpu"
+    if starts and item.config.pluginmanager.hasplugin("xdist"):
         item.add_marker(pytest.mark.xdist_group("engine"))
 
 

@@ -314,6 +314,22 @@ def test_a_load_of_which_a_request_failed_is_not_measured(failing, lost, monkeyp
     assert "| float32 | 2 | ours | 30 (30-30) |" in page and "Not whole" not in page
 
 
+def test_loads_of_one_server_alone_do_not_replace_those_of_both(monkeypatch, tmp_path):
+    import serve_cpu
+
+    servers = Servers(monkeypatch, {})
+
+    def load(url, *args, **options):
+        row = servers.load(url, *args, **options)
+        return row | {"failed": 2 * ("stock" in url)}
+
+    monkeypatch.setattr(serve_cpu, "run_load", load)
+    (tmp_path / "serving.md").write_text("an earlier run")
+    assert serve_cpu.main(["--repetitions", "1", "--results", str(tmp_path)]) == 1
+    assert (tmp_path / "serving.md").read_text() == "an earlier run"
+    assert "| float32 | 8 | ours |" in (tmp_path / "serving_partial.md").read_text()
+
+
 def test_answers_of_one_token_have_no_time_between_tokens(monkeypatch, tmp_path):
     import serve_cpu
 

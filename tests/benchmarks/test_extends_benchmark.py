@@ -192,13 +192,53 @@ def test_an_engine_that_does_not_start_is_listed_and_the_others_timed(dead, monk
     assert f"| 16 | 512 | 4 | {' | '.join(cells)} |\n" in page
 
 
-def test_an_engine_that_is_left_alone_is_not_timed(monkeypatch):
+@pytest.mark.parametrize("left", [["absorbed"], ["absorbed", "expanded"], ["FLASHMLA"]])
+def test_engines_that_nobody_vouches_for_are_not_timed(left, monkeypatch):
+    """Both of ours may have one fault."""
     import extends
 
-    args = engines_that_start(monkeypatch, "absorbed")
+    args = engines_that_start(monkeypatch, *left)
     rows = list(extends.measure(args, 16, math.inf))
-    assert [row.get("backend") for row in rows] == [*list(extends.ENGINES)[1:], None]
-    assert rows[-1]["not_run"] == "no other backend gives the same answers"
+    gone = [name for name in extends.ENGINES if name not in left]
+    assert [row.get("backend") for row in rows] == [*gone, None]
+    assert rows[-1]["not_run"] == "too few engines are left to compare their answers"
+
+
+def test_an_engine_that_dies_is_listed_and_the_others_timed(monkeypatch):
+    import extends
+
+    args, asked = engines_that_start(monkeypatch, *extends.ENGINES), []
+    args.new = [4, 8]
+    said = {"ms": [2.0], "logprobs": [{"1": -0.1}]}
+
+    def in_turns(engines, ask):
+        asked.append(list(engines))
+        found = dict.fromkeys(engines, said)
+        return found | {"expanded": {"error": "CUDA error"}} if "expanded" in found else found
+
+    monkeypatch.setattr(extends, "in_turns", in_turns)
+    failed, *timed = extends.measure(args, 16, math.inf)
+    assert failed == {"heads": 16, "backend": "expanded", "error": "CUDA error"}
+    assert [row["new"] for row in timed] == [4, 8]
+    assert all(row["ms"].keys() == extends.ENGINES.keys() - {"expanded"} for row in timed)
+    assert asked == [
+        list(extends.ENGINES),
+        [name for name in extends.ENGINES if name != "expanded"],
+    ]
+
+
+def test_results_without_an_engine_do_not_replace_those_of_all(tmp_path, monkeypatch):
+    import extends
+
+    (tmp_path / "extends.json").write_text("earlier")
+    key = {"heads": 16, "context": 512, "new": 4}
+    rows = [{"heads": 16, "backend": "expanded", "error": "no memory"}, {**key, "not_run": "none"}]
+    monkeypatch.setattr(extends, "measure", lambda *_: rows)
+    monkeypatch.setattr(extends, "nvidia_smi", lambda *_: [])
+    monkeypatch.setattr(extends, "exit_on_signals", lambda: None)
+    assert extends.main(["--results", str(tmp_path)]) == 1
+    assert (tmp_path / "extends.json").read_text() == "earlier"
+    assert "Not whole: an engine failed." in (tmp_path / "extends_partial.md").read_text()
 
 
 def test_engines_without_time_are_not_built(monkeypatch):

@@ -153,7 +153,7 @@ def test_a_peer_that_chooses_wrongly_is_not_timed(monkeypatch):
             return found
 
         def raises():
-            raise RuntimeError("no kernel image")
+            raise RuntimeError("no kernel image\nfor this GPU")
 
         return {
             "sound": best,
@@ -173,10 +173,10 @@ def test_a_peer_that_chooses_wrongly_is_not_timed(monkeypatch):
         assert timed == {"mla_kernels/triton", "sound", "reversed"}
         failed = {row["impl"]: row["failed"] for row in rows if "failed" in row}
         assert set(failed) == {"worse", "twice", "none", "outside", "unwritten", "raises"}
-        assert failed["raises"] == "no kernel image"
+        assert failed["raises"] == "RuntimeError: no kernel image for this GPU"
     attention = {"machine": {}, "command": "x", "rows": []}
     page = markdown(attention, {**attention, "rows": rows})
-    assert f"* {NAMES[4]} raises: no kernel image" in page
+    assert f"* {NAMES[4]} raises: RuntimeError: no kernel image for this GPU\n" in page
 
 
 def test_of_equal_scores_any_may_be_chosen():
@@ -227,8 +227,8 @@ NOT_LOADED = "libcudart.so.12: cannot open shared object file"
 @pytest.mark.parametrize(
     ("problem", "there", "says"),
     [
-        (TypeError("no such option"), True, ["no such option"]),
-        (ImportError(NOT_LOADED), True, [NOT_LOADED]),
+        (TypeError("no such option"), True, ["TypeError: no such option"]),
+        (ImportError(NOT_LOADED), True, [f"ImportError: {NOT_LOADED}"]),
         (ModuleNotFoundError("No module named 'vllm'"), False, []),
     ],
 )

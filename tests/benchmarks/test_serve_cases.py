@@ -107,11 +107,13 @@ def test_family_names_model_backends_and_results():
     sparse, dense = (parse_arguments(["--family", name]) for name in ("v3.2", "v3"))
     assert "index_topk" in json.loads((sparse.model / "config.json").read_text())
     stock = ["FLASHMLA_SPARSE", "FLASH_ATTN_MLA_SPARSE"]
-    assert sparse.backends == ["CUSTOM", *stock] and sparse.heads == [128]
+    assert sparse.backends == ["CUSTOM", *stock] and sparse.heads == [128, 16]
     assert len(dense.backends) == 4 and dense.heads == [128, 16] and dense.batches is None
     report = Report("steps", "", {}, vars(sparse) | {"model": "m"})
     assert report.stem == "sparse_steps" and "and the indexer" in markdown(report)
-    assert "their share of the MLP" not in markdown(report)
+    assert "their share of the MLP" in markdown(report)
+    whole = Report("steps", "", {}, vars(sparse) | {"model": "m", "heads": [128]})
+    assert "their share of the MLP" not in markdown(whole)
     few = parse_arguments(["--family", "v3.2", "--heads", "16", "--kv-cache-dtype", "fp8_ds_mla"])
     report = Report("steps", "", {}, vars(few) | {"model": "m"})
     assert report.stem == "sparse_steps_fp8_ds_mla"

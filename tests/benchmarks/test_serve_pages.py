@@ -56,6 +56,7 @@ def test_what_was_not_measured_is_said_once_an_engine_and_reason():
             {**engine, "batch": 8, "context": 64, "step_ms": 2.5},
             {**engine, "batch": 9, "context": 64, "error": "lost\nother advice"},
             {"backend": "A", "shape": "8/8", "loop": "open", "rate": 2, **late},
+            {"backend": "A", "shape": "8/8", "loop": "open", "rate": 2, **late},
             {"backend": "A", "error": "did not start"},
         ]
     ) == [
@@ -63,6 +64,15 @@ def test_what_was_not_measured_is_said_once_an_engine_and_reason():
         "* backend A (shape 8/8 loop open rate 2): no time was left",
         "* backend A: did not start",
     ]
+
+
+def test_a_picture_of_other_rows_does_not_stay(tmp_path, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    (tmp_path / "serving.png").write_bytes(b"an earlier run's")
+    serve_page(serve_row("CUSTOM", 100.0), folder=tmp_path)
+    assert (tmp_path / "serving.md").exists() and not (tmp_path / "serving.png").exists()
 
 
 def test_an_fp8_cache_compares_ours_with_and_without_fp8_queries(tmp_path):
@@ -103,6 +113,9 @@ def test_an_fp8_cache_compares_ours_with_and_without_fp8_queries(tmp_path):
         ({"server_options": ["--enable-prefix-caching", "-x"]}, "graphs of decode steps, prefix "
          "caching; vLLM's server with the same options for every backend, among them "
          "--enable-prefix-caching -x, loaded by"),
+        ({"model": "deepseek-v2-lite"}, "4 dense layers of the width of configs/models/deepseek-v"),
+        ({"reduced": True, "concurrency": [8]}, "arrivals, of which up to 128 run at once, as of"),
+        ({"server_options": ["--max-num-seqs=4"], "concurrency": [8]}, "Poisson arrivals. "),
         ({"concurrency": [1, 8]}, "5 requests, Poisson arrivals, of which up to 8 run at once, as"),
     ],
 )  # fmt: skip
@@ -110,7 +123,8 @@ def test_a_page_says_what_was_served(changes, said):
     from serve_report import Report
     from serve_results import markdown
 
-    settings = {"model": "m", "dtype": "bfloat16", "compile": False, "rounds": 3, "layers": 4}
+    settings = {"model": "deepseek-v3-5-layers", "dtype": "bfloat16", "compile": False}
+    settings |= {"rounds": 3, "layers": 4}
     settings |= {"open_requests": 5, "together": False, "slo": "", "as_is": False}
     settings |= {"heads": [128], "eager": False, "reduced": False}
     rows = [serve_row("CUSTOM", 100.0) | {"loop": "open", "rate": 0.5}]
@@ -126,8 +140,16 @@ def test_a_page_of_steps_names_its_heads(heads, said):
     from serve_report import Report
     from serve_results import markdown
 
-    settings = {"model": "m", "dtype": "bfloat16", "compile": False, "as_is": False, "eager": False}
-    assert said in markdown(Report("steps", "", {}, settings | {"heads": heads}, []))
+    settings = {"model": "deepseek-v3-5-layers", "dtype": "bfloat16", "compile": False}
+    settings |= {"as_is": False, "eager": False, "heads": heads}
+    assert said in markdown(Report("steps", "", {}, settings, []))
+    other = settings | {"model": "deepseek-v2-lite", "as_is": True, "family": "v3.2"}
+    other |= {"kv_cache_dtype": "fp8_ds_mla"}
+    assert "deepseek-v2-lite; KV cache dtype fp8_ds_mla." in markdown(
+        Report("steps", "", {}, other, [])
+    )
+    other = markdown(Report("steps", "", {}, other | {"as_is": False, "family": "v3"}, []))
+    assert "dense layers of the width of configs/models/deepseek-v2-lite, as many" in other
 
 
 def test_one_server_alone_has_none_to_compare():
@@ -145,7 +167,8 @@ def test_report_of_serving(tmp_path):
     from serve_results import markdown, write_results
 
     times = {f"{m}_{s}": 10.0 for m in METRICS for s in STATISTICS}
-    settings = {"model": "m", "dtype": "bfloat16", "compile": False, "rounds": 3, "layers": 4}
+    settings = {"model": "deepseek-v3-5-layers", "dtype": "bfloat16", "compile": False}
+    settings |= {"rounds": 3, "layers": 4}
     settings |= {"open_requests": 5, "together": True, "slo": "ttft:1 tpot:2", "as_is": False}
     settings |= {"heads": [128], "eager": False, "reduced": True}
     load = {"shape": "8/8", "goodput_s": 1.5, "failed": 0, "completed": 100, **times}
@@ -162,7 +185,8 @@ def test_report_of_serving(tmp_path):
     ]
     write_results(Report("serve", "python x", {"gpu": "G"}, settings, rows), tmp_path)
     page = (tmp_path / "serving.md").read_text()
-    assert "Open loops: 5 requests, Poisson arrivals. Goodput" in page
+    room = ", of which up to 128 run at once, as of the closed loops"
+    assert f"Open loops: 5 requests, Poisson arrivals{room}. Goodput" in page
     closed = [row for row in rows if row.get("loop") != "open"]
     assert "Open loops" not in markdown(Report("serve", "", {}, settings, closed))
     assert "Goodput" not in markdown(Report("serve", "", {}, settings | {"slo": ""}, rows))

@@ -37,18 +37,21 @@ def test_every_answer_has_the_name_of_its_request(named, status, headers, asked)
     assert len(made_up) == 2 and all(re.fullmatch("[0-9a-f]{32}", name) for name in made_up)
 
 
-def test_vllm_says_it_once_and_calls_the_request_so(named):
+def test_vllm_says_it_once_and_reads_what_the_client_sent(named):
+    """It prefers the header to a request_id of the body, so that none is to be made up for it."""
     module = "vllm.entrypoints.serve.middleware.x_request_id"  # since 0.29
     middleware = pytest.importorskip(module).XRequestIdMiddleware
     seen = []
 
     async def see(request, call_next):
-        seen.append(request.headers[NAME])
+        seen.append(request.headers.get(NAME))
         return await call_next(request)
 
-    named.vllm_app.add_middleware(middleware)
     named.vllm_app.middleware("http")(see)
-    assert ask(named, KEY).headers.get_list(NAME) == seen
+    named.vllm_app.add_middleware(middleware)
+    assert ask(named, KEY | {NAME: "mine"}).headers.get_list(NAME) == ["mine"]
+    assert len(ask(named, KEY).headers.get_list(NAME)) == 1
+    assert seen == ["mine", None]
 
 
 def test_none_unless_it_is_asked_for(stand):

@@ -26,7 +26,8 @@ class KernelTime:
                 by where its floor lies between theirs; if it is not between two, by the ratio of
                 its floor to the nearest's. No less than a case of as many requests, heads and
                 tokens or fewer, nor than the least that was measured with this cache, as a launch
-                has its price; no more than a case of as many of each or more
+                has its price; no more than a case of as many of each or more, nor than the same
+                with the next number of heads that was measured
     case        name of the case that it is by, or that is nearest
     at_most     whether it is the time of that case as it is, which has a higher floor
     unmeasured  why there is no time
@@ -136,12 +137,21 @@ def _time(
     """Of `calls` calls in a step."""
     if not cases:
         return KernelTime(unmeasured=why)
-    here = max(floor(batch, heads, context))
-    floors = {case: max(floor(case.batch, case.heads, case.context)) for case in cases}
+    us, case = _call(cases, floor, batch, heads, context)
+    more = max(floor(case.batch, case.heads, case.context)) > max(floor(batch, heads, context))
+    return KernelTime(calls * us, case.name, at_most=us == case.us and more)
+
+
+def _call(
+    cases: list[Case], floor: Floor, batch: int, heads: int, context: float
+) -> tuple[float, Case]:
+    """Microseconds of a call, and the case that they are by: see KernelTime."""
 
     def nearest(some: list[Case]) -> Case:
         return min(some, key=lambda case: case.distance(batch, heads, context))
 
+    here = max(floor(batch, heads, context))
+    floors = {case: max(floor(case.batch, case.heads, case.context)) for case in cases}
     case = nearest(cases)
     us = case.us * here / floors[case]
     below = [case for case in cases if floors[case] < here]
@@ -152,10 +162,10 @@ def _time(
         us = low.us + share * (high.us - low.us)
     smaller = [c for c in cases if c.batch <= batch and c.heads <= heads and c.context <= context]
     least = max(smaller, key=lambda c: c.us, default=min(cases, key=lambda c: c.us))
-    if us < least.us:
-        us, case = least.us, least
     larger = [c for c in cases if c.batch >= batch and c.heads >= heads and c.context >= context]
-    most = min(larger, key=lambda case: case.us, default=None)
-    if most is not None and us > most.us:
-        us, case = most.us, most
-    return KernelTime(calls * us, case.name, at_most=us == case.us and floors[case] > here)
+    bounds = [(most.us, most) for most in larger]
+    more_heads = min((c.heads for c in cases if c.heads > heads), default=None)
+    if more_heads is not None:
+        bounds.append(_call(cases, floor, batch, more_heads, context))
+    found = max((us, case), (least.us, least), key=lambda x: x[0])
+    return min([found, *bounds], key=lambda x: x[0])

@@ -99,7 +99,8 @@ def _refuse_other_models(config: Mapping[str, Any], name: str) -> None:
             "layers have two attentions and two dense MLPs each: the plan does not count those"
         )
     hybrid = [key for key in _HYBRID if config.get(key) not in (None, 1)]
-    if "linear_attention" in (config.get("layer_types") or ()):
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list) and "linear_attention" in kinds:
         hybrid.append("linear_attention in layer_types")
     if hybrid:
         raise ValueError(

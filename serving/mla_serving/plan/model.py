@@ -58,12 +58,15 @@ class MlaModel:
     def block(self, matrix: str, layers: Sequence[int]) -> int:
         """Of whole multiples of it are the slices of `matrix` that GPUs can hold, in elements.
 
-        A matrix whose input is cut is cut between groups. vLLM has kernels of experts for others.
+        A matrix whose input is cut is cut between groups; of AWQ's and GPTQ's experts vLLM has
+        kernels for smaller ones, of 32.
         """
         if self.scheme is None or not any(self.quantised(layer, matrix) for layer in layers):
             return 1
-        by_input = matrix.endswith(("o_proj", "down_proj")) and ".experts." not in matrix
-        return math.lcm(*self.scheme.sides, self.scheme.group if by_input else 1)
+        group = self.scheme.group if matrix.endswith(("o_proj", "down_proj")) else 1
+        if self.scheme.joined and ".experts." in matrix:
+            group = math.gcd(group, 32)
+        return math.lcm(*self.scheme.sides, group)
 
     def stored(self, layer: int, matrices: Mapping[str, int]) -> float:
         """Bytes of matrices of `layer`, each as the checkpoint has it, scales included."""

@@ -23,10 +23,10 @@ def check(model: MlaModel, layout: Layout, kv_cache_dtype: str, context: int) ->
         _check_ranks(model, layout)
         _check_stages(model, layout)
         _check_indexer(model)
-        if context > MAX_WIDTH:
+        if -(-context // layout.dcp) > MAX_WIDTH:
             raise ValueError(
-                f"Expected --context up to {MAX_WIDTH} for the sparse attention of {model.name}, "
-                f"whose top-k takes no more scores, got {context}"
+                f"Expected --context up to {MAX_WIDTH * layout.dcp} for the sparse attention of "
+                f"{model.name}, whose top-k takes {MAX_WIDTH} scores on a GPU, got {context}"
             )
 
 

@@ -11,7 +11,7 @@ _NAME = "x-request-id"
 
 class RequestId:
     """ASGI middleware: every HTTP answer has the X-Request-Id of its request, or one that is made
-    up; vLLM then names the request so too, in its log and in the `id` of an answer."""
+    up, as vLLM's has it."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -19,16 +19,11 @@ class RequestId:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        given = Headers(scope=scope).get(_NAME)
-        name = uuid.uuid4().hex if given is None else given
-        if given is None:
-            header = (_NAME.encode(), name.encode())
-            scope = {**scope, "headers": [*scope["headers"], header]}
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(raw=list(message.get("headers", ())))
-                headers.setdefault(_NAME, name)
+                headers.setdefault(_NAME, Headers(scope=scope).get(_NAME) or uuid.uuid4().hex)
                 message = {**message, "headers": headers.raw}
             await send(message)
 

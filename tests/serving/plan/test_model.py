@@ -60,6 +60,7 @@ def test_parameters_of_v2_lite(lite):
         ({"linear_attn_config": {"kda_layers": [1]}}, "m: config.json has linear_attn_config: not"),
         ({"layer_types": ["linear_attention", "full_attention"]}, "has linear_attention in layer_"),
         ({"layer_group_size": 5}, "has layer_group_size"),
+        ({"layer_types": 5, "hidden_size": None}, "lacks hidden_size"),
         ({"learnable_sink": True}, "has learnable attention sinks, which the vLLM backend refuses"),
         ({"model_type": "hy_v4"}, "learnable attention sinks"),
         ({"index_kpool": 16}, "has index_kpool 16"),

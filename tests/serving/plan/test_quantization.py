@@ -168,7 +168,7 @@ INT4_64 = packed(group(4, type="int", group_size=64, symmetric=True))
     ],
 )
 def test_groups_that_a_slice_would_cut(quantisation, change, tp, said):
-    """vLLM refuses them where the input of a matrix is cut; of experts it has kernels for any."""
+    """vLLM refuses them where the input of a matrix is cut."""
     Layout(tp=8).check(model(quantisation))
     cut = from_config(V3 | change | {"quantization_config": quantisation}, "m")
     Layout(tp=1).check(cut)
@@ -177,6 +177,30 @@ def test_groups_that_a_slice_would_cut(quantisation, change, tp, said):
     ):
         Layout(tp=tp).check(cut)
     Layout(tp=tp, ep=True).check(from_config(V3 | change, "m"))
+
+
+@pytest.mark.parametrize(
+    "quantisation, unit",
+    [
+        (packed(group(4, type="int", group_size=128, symmetric=True)), 128),
+        ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, 32),
+        (AWQ, 32),  # which vLLM's kernel for any MoE takes instead
+        (GPTQ | {"group_size": 64}, 32),
+        (GPTQ | {"group_size": -1}, 1),
+    ],
+)
+def test_groups_that_a_slice_of_experts_would_cut(quantisation, unit):
+    widths = {"moe_intermediate_size": 8 * 192, "n_shared_experts": 0}
+    fits = from_config(V3 | widths | {"quantization_config": quantisation}, "m")
+    assert fits.block("mlp.experts.0.down_proj", [5]) == unit
+    cut = from_config(
+        V3 | widths | {"moe_intermediate_size": 8 * 176, "quantization_config": quantisation}, "m"
+    )
+    Layout(tp=8, ep=True).check(cut)
+    if unit == 1:
+        return Layout(tp=8).check(cut)
+    with pytest.raises(ValueError, match=f"experts of width 1408 in blocks of {unit}. Mend: --ex"):
+        Layout(tp=8).check(cut)
 
 
 def test_an_older_name_of_the_quantisation(folder):

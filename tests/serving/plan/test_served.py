@@ -53,6 +53,7 @@ def test_more_tokens_than_the_indexer_chooses_among_are_refused(v32, v3):
     ):
         cost.make(question(v32, Layout(tp=8), **long))
     cost.make(question(v32, Layout(tp=8), **long | {"context": MAX_WIDTH}))
+    cost.make(question(v32, Layout(tp=8, dcp=2), **long | {"context": 2 * MAX_WIDTH}))
     cost.make(question(v3, Layout(tp=8), **long))
 
 

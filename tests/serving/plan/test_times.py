@@ -128,6 +128,22 @@ def test_more_requests_take_hardly_less(gpu, folder, cache, tp):
             assert all(b >= 0.9 * a for a, b in zip(fewer, more, strict=True)), (context, times)
 
 
+@pytest.mark.parametrize("gpu", ["h200", "h100"])
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
+def test_fewer_heads_take_no_longer(v3, gpu, cache):
+    """On a GPU of more tensor-parallel ones."""
+    at = {"gpu": gpu, "rates": rates.load(gpu), "memory": 10_000 * GIB, "kv_cache_dtype": cache}
+    for context in (1024, 8192, 65_536):
+        for batch in (1, 16, 64, 256):
+            load = {"batch": batch, "context": context}
+            times = [
+                cost.make(question(v3, Layout(tp=tp), **at, **load)).attention.measured_us
+                for tp in (1, 2, 4, 8, 16)
+            ]
+            for few, more in itertools.pairwise(times):
+                assert more <= 1.02 * few, (load, times)
+
+
 def test_a_case_that_was_not_measured_is_guessed_by_the_others():
     """Each case by all others of its cache: the mean factor, and that of the worst but three."""
     factors = []
