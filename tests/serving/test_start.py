@@ -110,6 +110,7 @@ def serve_with(monkeypatch, app):
     args = Namespace(
         model="m", served_model_name=["demo"], root_path="", mla_max_requests=0,
         mla_max_body_mib=1.0, mla_open_metrics=False, mla_hang_timeout=1.0, mla_no_warmup=False,
+        enable_request_id_headers=False,
         mla_drain_timeout=1.0,
         allowed_origins=["*"], allow_credentials=False, allowed_methods=["*"],
         allowed_headers=["*"],
