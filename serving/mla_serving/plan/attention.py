@@ -12,6 +12,7 @@ from mla_serving.plan.model import MlaModel
 from mla_serving.plan.rates import DENSE, INDEX_HEADS, INDEX_TOPK, INDEXER, SPARSE, Case, Rates
 
 _MEASURED = MlaDims(512, 64)  # of the cases in rates.json
+_BUSY = 1.5  # times the least measured: more than a launch
 _INDEXER_FLOPS_PER_KEY = 2  # a multiply and an add for each element of each index head
 
 # Microseconds of computing and of reading, of a call by its batch, heads and context.
@@ -106,7 +107,7 @@ def time(
         cases, why = _indexer_cases(model, rates)
         calls = model.indexers(stage)
         size = (requests, model.index_heads, tokens)
-        kernels["indexer"] = _time(cases, why, indexer, calls, *size)
+        kernels["indexer"] = _time(cases, why, indexer, calls, *size, by_rows=True)
     return AttentionTime(max(compute, memory), "compute" if compute > memory else "memory", kernels)
 
 
@@ -132,18 +133,27 @@ def _indexer_cases(model: MlaModel, rates: Rates) -> tuple[list[Case], str]:
 
 
 def _time(
-    cases: list[Case], why: str, floor: Floor, calls: int, batch: int, heads: int, context: float
+    cases: list[Case],
+    why: str,
+    floor: Floor,
+    calls: int,
+    batch: int,
+    heads: int,
+    context: float,
+    by_rows: bool = False,
 ) -> KernelTime:
-    """Of `calls` calls in a step."""
+    """Of `calls` calls in a step. by_rows: a row costs beside its keys, which no floor counts, as
+    the indexer's top-k does: up to twice the requests of a busy call take as many times its time.
+    """
     if not cases:
         return KernelTime(unmeasured=why)
-    us, case = _call(cases, floor, batch, heads, context)
+    us, case = _call(cases, floor, batch, heads, context, by_rows)
     more = max(floor(case.batch, case.heads, case.context)) > max(floor(batch, heads, context))
     return KernelTime(calls * us, case.name, at_most=us == case.us and more)
 
 
 def _call(
-    cases: list[Case], floor: Floor, batch: int, heads: int, context: float
+    cases: list[Case], floor: Floor, batch: int, heads: int, context: float, by_rows: bool
 ) -> tuple[float, Case]:
     """Microseconds of a call, and the case that they are by: see KernelTime."""
 
@@ -156,7 +166,13 @@ def _call(
     us = case.us * here / floors[case]
     below = [case for case in cases if floors[case] < here]
     above = [case for case in cases if floors[case] >= here]
-    if below and above:  # a multiple of a small case would be one of its launch
+    least_us = min(case.us for case in cases)
+    alike = [c for c in cases if by_rows and (c.heads, c.context) == (heads, context)]
+    fewer = [c for c in alike if c.batch <= batch <= 2 * c.batch and c.us >= _BUSY * least_us]
+    if fewer:
+        case = max(fewer, key=lambda c: c.batch)
+        us = case.us * batch / case.batch
+    elif below and above:  # a multiple of a small case would be one of its launch
         low, high = nearest(below), nearest(above)
         share = (here - floors[low]) / (floors[high] - floors[low])
         us = low.us + share * (high.us - low.us)
@@ -166,6 +182,6 @@ def _call(
     bounds = [(most.us, most) for most in larger]
     more_heads = min((c.heads for c in cases if c.heads > heads), default=None)
     if more_heads is not None:
-        bounds.append(_call(cases, floor, batch, more_heads, context))
+        bounds.append(_call(cases, floor, batch, more_heads, context, by_rows))
     found = max((us, case), (least.us, least), key=lambda x: x[0])
     return min([found, *bounds], key=lambda x: x[0])

@@ -163,8 +163,8 @@ def test_a_case_that_was_not_measured_is_guessed_by_the_others():
 
 @pytest.mark.parametrize("page, compared", [("sparse_steps", 4), ("sparse_steps_fp8_ds_mla", 10)])
 def test_sparse_attention_in_the_engine_takes_what_the_plan_says(page, compared):
-    """All of it on the GPU, also what makes slots, which the plan does not count: within 12 %, or
-    hardly more than a bound."""
+    """All of it on the GPU, also what makes slots. Of 128 requests within 3 %; of fewer, where no
+    case is as near, within 16 %, or hardly more than a bound."""
     of_page = json.loads((ROOT / f"benchmarks/results/h200/{page}.json").read_text())["rows"]
     rows = [row for row in of_page if row["backend"] == "CUSTOM"]
     assert len(rows) == 16
@@ -176,7 +176,8 @@ def test_sparse_attention_in_the_engine_takes_what_the_plan_says(page, compared)
         if any(kernel.at_most for kernel in times.kernels.values()):
             assert row["attention_ms"] < 1.04 * planned, row
         else:
-            assert planned == pytest.approx(row["attention_ms"], rel=0.12), row
+            bar = 0.03 if row["batch"] == 128 else 0.16
+            assert planned == pytest.approx(row["attention_ms"], rel=bar), row
             compared -= 1
     assert compared == 0
 
