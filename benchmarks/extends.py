@@ -39,7 +39,7 @@ from serve_gate import alone, drift
 from step_driver import ROUNDS, Engine, all_ask
 
 UNVOUCHED = "too few engines are left to compare their answers"
-UNSTARTED = "Not whole: an engine failed."
+ENGINE_FAILED = "Not whole: an engine failed."
 WORKER = Path(__file__).with_name("extend_worker.py")
 # {name: (vLLM's name, environment)}; the first two are compared with each other.
 ENGINES: dict[str, tuple[str, dict[str, str]]] = {
@@ -304,7 +304,7 @@ def main(argv: list[str] | None = None) -> int:
             result["rows"].append(row)
             save({**result, "note": CUT_OFF}, PARTIAL)
     some = args.some
-    failed = UNSTARTED if any("error" in row for row in result["rows"]) else ""
+    failed = ENGINE_FAILED if any("error" in row for row in result["rows"]) else ""
     if note := " ".join(filter(None, (shortage(result["rows"]), failed))):
         some, result["note"] = True, note
     save(result, PARTIAL if some else "")

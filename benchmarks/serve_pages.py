@@ -56,11 +56,8 @@ def _conditions(report: Report, loads: list[Row]) -> str:
         "all servers hold their share of the GPU's memory from the start and are loaded one at a "
         "time, so while one is measured the others do nothing; "
     )
-    asked_for = [load.concurrency for load in REDUCED] if settings["reduced"] else []
-    clients = max(asked_for or settings.get("concurrency") or [0], key=lambda most: most or 0) or 0
-    clients *= not any("--max-num-seqs" in option for option in options)
-    room = f", of which up to {clients} run at once, as of the closed loops" if clients else ""
-    open_loops = f"Open loops: {settings['open_requests']} requests, Poisson arrivals{room}. "
+    requests = f"{settings['open_requests']} requests, Poisson arrivals"
+    open_loops = f"Open loops: {requests}{_at_once(settings, options)}. "
     which = "All loads" if all("spread" in row for row in loads) else "Those loads with brackets"
     repeated = (
         f"{which} were repeated{', another server first each time' * settings['together']}: "
@@ -91,6 +88,16 @@ def _conditions(report: Report, loads: list[Row]) -> str:
         f"{few_layers if not settings['as_is'] and layers < FEW_LAYERS else ''}"
     )
     return words.rstrip()
+
+
+def _at_once(settings: dict[str, Any], options: list[str]) -> str:
+    """How many requests a server takes, where no option of its own says so; older results do not
+    tell."""
+    if any("--max-num-seqs" in option for option in options):
+        return ""
+    reduced = [load.concurrency or 0 for load in REDUCED]
+    clients = max(reduced if settings["reduced"] else settings.get("concurrency", [0]))
+    return f", of which up to {clients} run at once, as of the closed loops" if clients else ""
 
 
 def _model(settings: dict[str, Any], layers: int, sparse: bool) -> str:

@@ -64,7 +64,7 @@ class MlaModel:
         if self.scheme is None or not any(self.quantised(layer, matrix) for layer in layers):
             return 1
         group = self.scheme.group if matrix.endswith(("o_proj", "down_proj")) else 1
-        if self.scheme.joined and ".experts." in matrix:
+        if self.scheme.vllm_names and ".experts." in matrix:
             group = math.gcd(group, 32)
         return math.lcm(*self.scheme.sides, group)
 

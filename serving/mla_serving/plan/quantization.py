@@ -20,13 +20,13 @@ _JOINED |= dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa"), "fused_qkv_a_proj")
 
 @dataclass(frozen=True)
 class Scheme:
-    """bits     of one quantised weight with its share of scales and zero points; None: not told
-    sides    of the blocks of weights that share a scale; empty: no such blocks
-    skipped  patterns of the linear layers that are not quantised
-    only     patterns of those that are; None: all others
-    group    of weights along a matrix's input that share a scale; 1: no such groups
-    joined   whether vLLM holds the patterns against the names of its own layers, where experts are
-             one, and gate and up
+    """bits        of one quantised weight with its share of scales and zero points; None: not told
+    sides       of the blocks of weights that share a scale; empty: no such blocks
+    skipped     patterns of the linear layers that are not quantised
+    only        patterns of those that are; None: all others
+    group       of weights along a matrix's input that share a scale; 1: no such groups
+    vllm_names  whether the patterns are held against the names of vLLM's layers, where experts are
+                one, and gate and up
     """
 
     bits: float | None
@@ -34,13 +34,13 @@ class Scheme:
     skipped: tuple[re.Pattern[str], ...] = ()
     only: tuple[re.Pattern[str], ...] | None = None
     group: int = 1
-    joined: bool = False
+    vllm_names: bool = False
 
     def covers(self, module: str) -> bool:
         """Whether a linear layer, by its path in the checkpoint, is quantised."""
         experts = re.match(r".*\.experts(?=\.)", module)  # a list may name them as one
         names = [module, experts[0]] if experts else [module]
-        if self.joined:
+        if self.vllm_names:
             parent, _, last = module.rpartition(".")
             own = f"{parent}.{_JOINED.get(last, last)}"
             names = [experts[0]] if experts else [module, own]
@@ -48,8 +48,8 @@ class Scheme:
         def found(patterns: Iterable[re.Pattern[str]]) -> bool:
             return any(pattern.match(name) for pattern in patterns for name in names)
 
-        # Nor does it ask then whether experts are among those that are.
-        only = None if self.joined and experts else self.only
+        # Of experts vLLM does not ask then whether they are among `only`.
+        only = None if self.vllm_names and experts else self.only
         return not found(self.skipped) and (only is None or found(only))
 
 
@@ -122,7 +122,7 @@ def _awq(config: Mapping[str, Any]) -> Scheme:
     zero = bits if config.get("zero_point") else 0
     skipped = _patterns(config.get("modules_to_not_convert"), _within)
     size = _grouped(bits, group, 16, zero)
-    return Scheme(size, skipped=skipped, group=group or 1, joined=True)
+    return Scheme(size, skipped=skipped, group=group or 1, vllm_names=True)
 
 
 def _gptq(config: Mapping[str, Any]) -> Scheme:
@@ -138,7 +138,7 @@ def _gptq(config: Mapping[str, Any]) -> Scheme:
     group = _integer(config, "group_size")
     size = _grouped(bits, group, 16, bits)
     patterns = _patterns(skipped, _exact)
-    return Scheme(size, skipped=patterns, only=only, group=group or 1, joined=True)
+    return Scheme(size, skipped=patterns, only=only, group=group or 1, vllm_names=True)
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> Scheme:

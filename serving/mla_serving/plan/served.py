@@ -23,11 +23,7 @@ def check(model: MlaModel, layout: Layout, kv_cache_dtype: str, context: int) ->
         _check_ranks(model, layout)
         _check_stages(model, layout)
         _check_indexer(model)
-        if -(-context // layout.dcp) > MAX_WIDTH:
-            raise ValueError(
-                f"Expected --context up to {MAX_WIDTH * layout.dcp} for the sparse attention of "
-                f"{model.name}, whose top-k takes {MAX_WIDTH} scores on a GPU, got {context}"
-            )
+        _check_context(model, layout, context)
 
 
 def last_vllm(model: MlaModel, gpu: str) -> str | None:
@@ -92,6 +88,14 @@ def _check_stages(model: MlaModel, layout: Layout) -> None:
                 "--pp 1, or another number of stages; where no other fits, the server's "
                 "VLLM_PP_LAYER_PARTITION cuts them elsewhere, which the plan does not know"
             )
+
+
+def _check_context(model: MlaModel, layout: Layout, context: int) -> None:
+    if -(-context // layout.dcp) > MAX_WIDTH:
+        raise ValueError(
+            f"Expected --context up to {MAX_WIDTH * layout.dcp} for the sparse attention of "
+            f"{model.name}, whose top-k takes {MAX_WIDTH} scores on a GPU, got {context}"
+        )
 
 
 def _check_indexer(model: MlaModel) -> None:
