@@ -15,6 +15,7 @@ SECOND_RUNNER = FUSED_INDEXER = VLLM is not None and VLLM >= (0, 29)
 HASHED_LOOKAHEAD = VLLM is not None and VLLM >= (0, 33)
 VOCAB = 2048
 DRAFTS = 3
+END = "end"  # how the scenarios of `with_ends` begin
 DRAWINGS = 4  # of random tokens, see wide_scenarios
 # Stock backends of vLLM that run on sm_90.
 STOCK = ("FLASHMLA", "FLASH_ATTN_MLA", "TRITON_MLA")
@@ -101,6 +102,13 @@ def wide_scenarios(longest=2500):
     requests = [r for drawing in others for part in drawing.values() for r in part]
     # The only prompt of one token is [0], which `plain` has.
     return first | {"more": [r for r in requests if len(r["prompt"]) > 1]}
+
+
+def with_ends(scenarios):
+    """And ends of prompts, the only tokens of their step: as many as graphs with padding have."""
+    rng, shared = random.Random(4), scenarios["prefix"][0]["prompt"][:1024]
+    alone = ({"prompt": shared + tokens(rng, n), "max_tokens": 32} for n in (2, 3, 7, 17, 31, 32))
+    return scenarios | {f"{END} of {len(r['prompt']) - 1024}": [r] for r in alone}
 
 
 def sparse_scenarios():
@@ -243,7 +251,7 @@ def all_engines():
         add(f"CUSTOM v3.2 few{kernel} absorbed", "v3.2 few", env | absorbed, short,
             kv_cache_dtype="fp8_ds_mla")  # fmt: skip
     add("eager", **EAGER, **ANY_BLOCK_SIZE)
-    add("compiled", **COMPILED)
+    add("compiled", scenarios=with_ends(parity), **COMPILED)
     add("piecewise", **PIECEWISE)
     add("portable kernel", env={"MLA_BACKEND_IMPL": "triton"})
     add("mtp", compilation_config=MTP_GRAPHS, **MTP)
@@ -261,7 +269,9 @@ def all_engines():
     if ASKS_FOR_BREAKABLE:
         other = BREAKABLE | {"VLLM_USE_V2_MODEL_RUNNER": "1"}
         for name, env in (("breakable", BREAKABLE), ("other runner breakable", other)):
-            add(name, env=env, compilation_config=BREAKABLE_GRAPHS)
+            add(name, env=env, scenarios=with_ends(parity), compilation_config=BREAKABLE_GRAPHS)
+            add(f"CUSTOM v3.2 all {name}", "v3.2 all", env, with_ends(short),
+                compilation_config=BREAKABLE_GRAPHS)  # fmt: skip
     for name, heads in (("batch-invariant", 16), ("CUSTOM v3.2 batch-invariant", "v3.2")):
         add(
             name,

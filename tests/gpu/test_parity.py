@@ -7,12 +7,14 @@ moves a logprob, twice, since both candidates move.
 """
 
 import pytest
-from engines import ASKS_FOR_BREAKABLE, FEWER_HEADS, FEWER_STOCK, STOCK
+from engines import ASKS_FOR_BREAKABLE, END, FEWER_HEADS, FEWER_STOCK, STOCK
 from oracle import NOISE, distance, divergences, pooled
 
 
-def outputs_of(result):
-    return [o for scenario in result["scenarios"].values() for o in scenario["outputs"]]
+def outputs_of(result, ends=False):
+    """Of the scenarios that other engines have too, or of those of `with_ends`."""
+    scenarios = result["scenarios"].items()
+    return [o for n, part in scenarios if n.startswith(END) == ends for o in part["outputs"]]
 
 
 def stock_names(kind):
@@ -85,7 +87,8 @@ def test_modes_of_fp8_queries_are_as_good_as_graphs(mode, engines, checkpoint, p
 MODES = ["eager", "compiled", "piecewise", "portable kernel", "mtp", "our mtp", "mtp 128"]
 MODES += ["FLASHMLA mtp", "CUSTOM fp8_ds_mla", "CUSTOM fp8_ds_mla 128"]
 MODES += ["other runner", "other runner compiled", "other runner mtp"]
-MODES += ["breakable", "other runner breakable"] if ASKS_FOR_BREAKABLE else []
+BREAKABLE = ["breakable", "other runner breakable"] if ASKS_FOR_BREAKABLE else []
+MODES += BREAKABLE
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -104,3 +107,17 @@ def test_modes_are_as_good_as_stock(mode, engines, checkpoint, parity_table):
     assert all(gap <= 2 * max(bar.max for bar in bars) for gap in gaps), gaps
     assert d.mean <= NOISE * max(bar.mean for bar in bars)
     assert d.p99 <= NOISE * max(bar.p99 for bar in bars)
+
+
+ALONE = [(16, "CUSTOM 16", name) for name in ("compiled", *BREAKABLE)]
+ALONE += [("v3.2 all", "CUSTOM v3.2 all", f"CUSTOM v3.2 all {name}") for name in BREAKABLE]
+
+
+@pytest.mark.parametrize("heads, bar, name", ALONE)
+def test_ends_of_prompts_alone_in_a_step(heads, bar, name, engines, checkpoint):
+    """192 tokens behind them: a mean moves by a tenth, tokens of another's cache by nats."""
+    result, path = engines(name), checkpoint(heads)
+    ends, bar = outputs_of(result, ends=True), distance(path, outputs_of(engines(bar)))
+    assert [o["cached"] for o in ends] == [1024] * 6
+    d = distance(path, ends)
+    assert d.mean <= 1.5 * bar.mean and d.max <= 1.5 * bar.max, (d, bar)

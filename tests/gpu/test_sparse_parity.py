@@ -13,7 +13,7 @@ import pytest
 from engines import HASHED_LOOKAHEAD
 from oracle import NOISE, distance, divergences
 from test_features import done, our_kernels, scenario
-from test_parity import outputs_of
+from test_parity import BREAKABLE, outputs_of
 
 MODES = ("eager", "compiled", "mtp", "fp8_ds_mla", "exact indexer")
 
@@ -34,6 +34,19 @@ def test_all_tokens_are_read_as_well_as_stock(engines, checkpoint, parity_table)
     for name in names[:-2]:
         assert distances[name].mean <= NOISE * stock.mean, name
         assert distances[name].p99 <= NOISE * stock.p99, name
+
+
+@pytest.mark.parametrize("mode", BREAKABLE)
+def test_breakable_graphs_read_all_tokens_as_well(mode, engines, checkpoint, parity_table):
+    path, name = checkpoint("v3.2 all"), f"CUSTOM v3.2 all {mode}"
+    plain, outputs, stock = (
+        outputs_of(engines(n)) for n in ("CUSTOM v3.2 all", name, "FLASHMLA_SPARSE v3.2 all")
+    )
+    d, bar, gaps = distance(path, outputs), distance(path, stock), divergences(path, outputs, plain)
+    parity_table(name, d, gaps, len(outputs))
+    assert all(gap <= 2 * bar.max for gap in gaps), (gaps, bar)
+    assert d.mean <= NOISE * bar.mean
+    assert d.p99 <= NOISE * bar.p99
 
 
 @pytest.mark.parametrize("kind", ["all", "few", "all mtp"])
