@@ -25,7 +25,7 @@ _LOCAL = threading.local()
 
 Tensor = torch.Tensor
 _READS = {
-    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device")),
+    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "requires_grad")),
     Tensor.size,
     Tensor.stride,
     Tensor.dim,
