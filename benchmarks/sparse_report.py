@@ -131,7 +131,7 @@ def attention_table(cases: Cases) -> list[str]:
         f"| {peers} | TFLOPS | GB/s |",
         "|---" * (11 + beside) + "|",
     ]
-    ratios = []
+    ratios: dict[str, list[float]] = {}  # by the rows' format
     for case, rows in cases.items():
         mine = rows.get(taken(case), {})
         theirs = {impl: row for impl, row in rows.items() if impl.startswith(PEER)}
@@ -142,17 +142,28 @@ def attention_table(cases: Cases) -> list[str]:
         if "us" in mine and times:
             ratio = f"{min(times) / mine['us']:.2f}"
             if not case.endswith(AGAIN):
-                ratios.append(min(times) / mine["us"])
+                ratios.setdefault(rows_of(case), []).append(min(times) / mine["us"])
         cells = [case, next(iter(rows.values()))["floor_us"]]
         cells += [us(rows.get(impl, {})) for impl in (HOPPER, PORTABLE, DETERMINISTIC, DROP_IN)]
         cells += [NAMES[taken(case)] if mine else "", us(flashmla), *([us(fa3)] * beside), ratio]
         cells += [mine.get("tflops", ""), mine.get("gbps", "")]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     if ratios:
-        mean = statistics.geometric_mean(ratios)
-        won = sum(r >= 1 for r in ratios)
-        lines += ["", f"Geometric mean {mean:.2f}; at least as fast in {won} of {len(ratios)}."]
+        lines += ["", f"G{mean_of([r for some in ratios.values() for r in some])[1:]}"]
+    if len(ratios) > 1:
+        lines += ["", *(f"Of {rows} rows: {mean_of(some)}" for rows, some in ratios.items())]
     return lines
+
+
+def rows_of(case: str) -> str:
+    """The format of a case's cache rows."""
+    return next(name for name in ("fp8_ds_mla", "fp8", "bf16") if f"_{name}" in case)
+
+
+def mean_of(ratios: list[float]) -> str:
+    won = sum(r >= 1 for r in ratios)
+    mean = statistics.geometric_mean(ratios)
+    return f"geometric mean {mean:.2f}; at least as fast in {won} of {len(ratios)}."
 
 
 def padding_section(cases: Cases) -> list[str]:

@@ -480,7 +480,7 @@ def test_the_prefill_asks_for_largest_logits_of_a_batch_that_the_hopper_kernel_t
 
 def test_the_documented_times_of_the_prefill_are_the_measured_ones():
     text = " ".join((ROOT / "docs/flash_mla.md").read_text().split())
-    page = (ROOT / "benchmarks/results/h200/sparse_bf16/sparse.md").read_text()
+    page = (ROOT / "benchmarks/results/h200/sparse.md").read_text()
     names = next(line for line in page.splitlines() if line.startswith("| case | floor"))
     drop_in, peer = (names.split("|").index(f" {name} ") for name in ("drop-in", "FlashMLA"))
     rows = [row.split("|") for row in page.splitlines() if row.startswith("| prefill_")]

@@ -208,7 +208,7 @@ def test_what_the_indexer_takes_beside_deepgemm_is_what_was_measured():
 
 
 def test_sparse_prefill_beside_flashmla_alone_is_as_measured():
-    results = json.loads((ROOT / "benchmarks/results/h200/sparse_bf16/sparse.json").read_text())
+    results = json.loads((ROOT / "benchmarks/results/h200/sparse.json").read_text())
     us = {(r["case"], r["impl"]): r.get("us") for r in results["rows"] if r["op"] == "prefill"}
     ratios = [
         us[case, "peer/flashmla_prefill"] / us[case, "mla_kernels/hopper"]

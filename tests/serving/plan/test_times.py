@@ -161,17 +161,24 @@ def test_a_case_that_was_not_measured_is_guessed_by_the_others():
     assert statistics.geometric_mean(factors) < 1.08 and sorted(factors)[-4] < 1.3
 
 
-@pytest.mark.parametrize("page, compared", [("sparse_steps", 4), ("sparse_steps_fp8_ds_mla", 10)])
+# Of the kernel as those engines had it, before it stored a token's output by 16 bytes.
+BEFORE = {"b128_h128_q1_32k_fp8_ds_mla": 178.18, "b128_h128_q1_8k_fp8_ds_mla": 178.98}
+
+
+@pytest.mark.parametrize("page, compared", [("sparse_steps", 10), ("sparse_steps_fp8_ds_mla", 10)])
 def test_sparse_attention_in_the_engine_takes_what_the_plan_says(page, compared):
     """All of it on the GPU, also what makes slots. Of 128 requests within 3 %; of fewer, where no
     case is as near, within 16 %, or hardly more than a bound."""
+    of = rates.load("h200")
+    then = [replace(case, us=BEFORE.get(case.name, case.us)) for case in of.cases[rates.SPARSE]]
+    of = replace(of, cases={**of.cases, rates.SPARSE: tuple(then)})
     of_page = json.loads((ROOT / f"benchmarks/results/h200/{page}.json").read_text())["rows"]
     rows = [row for row in of_page if row["backend"] == "CUSTOM"]
     assert len(rows) == 16
     for row in rows:
         cache = "fp8_ds_mla" if "fp8" in page else "16 bit"
         load = rates.Case("", row["batch"], row["heads"], row["context"], cache, 0)
-        times = time_of(load, V32, heads=row["heads"]).attention
+        times = time_of(load, V32, heads=row["heads"], by=of).attention
         planned = row["layers"] * times.measured_us / 1e3
         if any(kernel.at_most for kernel in times.kernels.values()):
             assert row["attention_ms"] < 1.04 * planned, row
@@ -198,4 +205,4 @@ def test_a_context_shorter_than_the_choice_has_slots_that_are_empty(v32):
     load = {"kv_cache_dtype": "fp8_ds_mla", "batch": 128, "context": 1024}
     found = cost.make(question(v32, Layout(tp=8), **load)).attention.kernels["attention"]
     assert found.case == "b128_h16_q1_32k_fp8_ds_mla_half_tail"
-    assert found.us == pytest.approx(61 * 50.43)
+    assert found.us == pytest.approx(61 * 52.58)
