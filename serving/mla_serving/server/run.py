@@ -13,7 +13,7 @@ from functools import partial
 from pydantic import ValidationError
 
 from mla_backend.refusals import described, heard, place
-from mla_serving.server import environment, lifecycle
+from mla_serving.server import environment, hub, lifecycle
 from mla_serving.server.admission import Gate
 from mla_serving.server.progress import Progress, say
 from mla_serving.server.settings import read_settings
@@ -31,7 +31,11 @@ def _start(argv: list[str] | None, refused: Callable[[], str]) -> int:
     sock: socket.socket | None = None
     try:
         settings = read_settings(sys.argv[1:] if argv is None else argv, os.environ)
-        environment.set_before_import(settings.is_local())
+        local = settings.is_local()
+        if not local and (why := hub.unreachable(settings.model(), os.environ)):
+            progress.line(f"{why}: models are looked for in the Hub's cache alone")
+            local = True
+        environment.set_before_import(local)
         with progress.waiting("importing vLLM"):
             from mla_serving.server import args as server_args
             from mla_serving.server import http, vllm_api
