@@ -21,6 +21,10 @@ _WRAPPED = ("text_config", "language_config")
 # Keys of models with experts; how many is read as vLLM's DeepSeek model reads it.
 _EXPERTS = "n_routed_experts"
 _OF_EXPERTS = ("num_experts", "num_local_experts", "moe_intermediate_size")
+# What transformers fills in where a config of these types has no such key, with the numbers of
+# DeepSeek's own models; null is none.
+_FILLED = ("q_lora_rank", _EXPERTS, "n_shared_experts", "first_k_dense_replace")
+_FILLING = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2")
 
 
 def load(model: str, weight_bits: float | None = None) -> MlaModel:
@@ -110,6 +114,12 @@ def _refuse_other_models(config: Mapping[str, Any], name: str) -> None:
     refused = _refused_part(config)
     if refused:
         raise ValueError(f"{name}: config.json has {refused}, which the vLLM backend refuses")
+    absent = [key for key in _FILLED if key not in config]
+    if absent and config.get("model_type") in _FILLING:
+        raise ValueError(
+            f"{name}: config.json lacks {absent[0]}, for which vLLM takes that of DeepSeek's own "
+            "model: expected a number, or null for none"
+        )
     # Of a model whose experts have another name a dense one would be planned, far too small.
     others = [key for key in _OF_EXPERTS if config.get(key) not in (None, 0)]
     if others and config.get(_EXPERTS) is None:

@@ -5,6 +5,7 @@ import pytest
 from mla_serving.plan import cost
 from mla_serving.plan.config import from_config, load
 from mla_serving.plan.layout import Layout
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.serving.plan.plan_models import (
     DENSE,
@@ -112,6 +113,7 @@ def test_experts_by_another_name_make_no_dense_model(key, null):
     settings = config(V3, **(DENSE_MODEL | {key: 64}))
     if not null:
         del settings["n_routed_experts"]
+        settings["model_type"] = "other"
     said = f"m: config.json has {key} but no n_routed_experts: expected the number of experts "
     with pytest.raises(ValueError, match=said):
         from_config(settings, "m")
@@ -133,6 +135,21 @@ def test_a_config_that_nests_beyond_reason_is_refused(tmp_path):
     path.write_text("[" * 100_000)
     with pytest.raises(ValueError, match=r"config\.json is nested too deeply"):
         load(str(path))
+
+
+@pytest.mark.parametrize(
+    "key", ["q_lora_rank", "n_routed_experts", "n_shared_experts", "first_k_dense_replace"]
+)
+def test_a_key_for_which_vllm_takes_deepseeks_number_is_not_none(key):
+    """transformers' classes, which vLLM reads these configs with, have defaults."""
+    without = config(V3, **(DENSE_MODEL if key == "n_routed_experts" else {}))
+    del without[key]
+    said = f"m: config.json lacks {key}, for which vLLM takes that of DeepSeek's own model"
+    with pytest.raises(ValueError, match=said):
+        from_config(without, "m")
+    assert CONFIG_MAPPING["deepseek_v3"]().to_dict()[key]
+    from_config(without | {"model_type": "other"}, "m")
+    from_config(without | {key: None}, "m")
 
 
 def test_null_is_as_good_as_no_key():
