@@ -8,8 +8,10 @@ from typing import Any
 from mla_kernels.layouts import MlaDims
 
 from mla_serving.plan import checkpoint, quantization
-from mla_serving.plan.model import DTYPE_BYTES, MlaModel
+from mla_serving.plan.model import MlaModel
 
+# What vLLM's --dtype auto makes of a checkpoint's dtype.
+_DTYPES = {"bfloat16": "bfloat16", "float16": "float16", "float32": "bfloat16"}
 _MOST = 1_000_000_000  # of a width or a count
 _MOST_LAYERS = 10_000
 # Keys of models whose other layers are linear attention (Kimi Linear, Ling 2.5).
@@ -52,8 +54,9 @@ def from_config(config: Mapping[str, Any], name: str, weight_bits: float | None 
     experts, index_topk = read(_EXPERTS, 0, 0), read("index_topk", 0, 0)
     said = [scope.get(key) for scope in (outer, config) for key in ("dtype", "torch_dtype")]
     dtype = str(next(filter(None, said), "bfloat16"))
-    if dtype not in DTYPE_BYTES:
-        raise ValueError(f"{name}: expected a dtype in {list(DTYPE_BYTES)}, got {dtype}")
+    if dtype not in _DTYPES:
+        raise ValueError(f"{name}: expected a dtype in {list(_DTYPES)}, got {dtype}")
+    dtype = _DTYPES[dtype]
     said = [scope.get(key) for scope in (outer, config) for key in _QUANTISATION]
     quantisation = next(filter(None, said), None)
     if quantisation is not None and not isinstance(quantisation, Mapping):

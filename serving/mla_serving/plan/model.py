@@ -10,7 +10,7 @@ from mla_kernels.layouts import MlaDims
 from mla_serving.plan.quantization import Scheme
 
 KV_B = "self_attn.kv_b_proj"
-DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)

@@ -41,12 +41,6 @@ def _check_rows(model: MlaModel, kv_cache_dtype: str) -> None:
             f"{model.name} has cache rows of {widths} elements (kv_lora_rank + qk_rope_head_dim); "
             f"the vLLM backend serves {kind} attention of {' or '.join(allowed)} only"
         )
-    if model.dtype not in support.GPU_DTYPES:
-        raise ValueError(
-            f"{model.name} has dtype {model.dtype}; our GPU kernels serve "
-            f"{' and '.join(support.GPU_DTYPES)}. Mend: one of them in config.json and as --dtype "
-            "of the server"
-        )
     if kv_cache_dtype == "nvfp4":
         raise ValueError(
             f"{model.name} asks for a cache of nvfp4, which our kernels do not read. Mend: "

@@ -170,6 +170,12 @@ def test_weight_bits_and_wrapped_configs():
     assert from_config({"language_config": inner}, "DeepSeek-VL2").layers == 5
 
 
+def test_a_checkpoint_in_fp32_is_served_in_bf16():
+    """As vLLM's --dtype auto does it, on GPUs."""
+    model = from_config(config(V3, torch_dtype="float32"), "m")
+    assert model == from_config(config(V3, torch_dtype="bfloat16"), "m")
+
+
 def test_a_wrappers_dtype_is_the_models():
     inner = config(V3)
     inner.pop("torch_dtype", None)

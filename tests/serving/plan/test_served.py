@@ -32,8 +32,6 @@ from tests.serving.plan.plan_models import V3, V32, config, question
         (V3, {"qk_rope_head_dim": 0}, {"tp": 1}, "m has cache rows of 512 + 0 elements"),
         (V32, {"kv_lora_rank": 256}, {"tp": 1}, "the vLLM backend serves sparse attention of 512 "
          "+ 64 only"),
-        (V3, {"torch_dtype": "float32"}, {"tp": 8}, "m has dtype float32; our GPU kernels serve "
-         "float16 and bfloat16"),
         (V32, {"index_n_heads": 65}, {"tp": 1}, "index_n_heads 65; our indexer's kernels take 1 "),
         (V32, {"index_head_dim": 64}, {"tp": 1}, "m has index_head_dim 64; our indexer's kernels "
          "take 128"),
