@@ -409,6 +409,7 @@ def test_kinds():
         torch.zeros(8 * 16 + 1)[1:].view(8, 16),
         torch.zeros(8 * 16 + 2)[2:].view(8, 16),  # 8 bytes on, not 4
         torch.nn.Parameter(x),
+        torch.zeros(8, 16).requires_grad_(),  # which may not be written to
         None,
         1,
         1.0,

@@ -197,6 +197,7 @@ def test_bad_arguments_after_a_good_call(replays):
         ({"impl": "cuda"}, "Expected impl"),
         ({"rescale": []}, "Expected rescale"),
         ({"out": case.poisoned_out().float()}, "out.dtype"),
+        ({"out": case.poisoned_out().requires_grad_()}, "out without requires_grad"),
     ]:
         with pytest.raises(ValueError, match=words):
             mla_decode(**call | bad)

@@ -53,7 +53,8 @@ def kind(x: Any) -> Any:
     """What a call may depend on of an argument: of a tensor all but its contents and its address,
     of that the place within 16 bytes (alignment.row_alignment)."""
     if isinstance(x, Tensor):
-        return type(x), x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16
+        place = x.device, x.data_ptr() % 16
+        return type(x), x.shape, x.stride(), x.dtype, *place, x.requires_grad
     if isinstance(x, tuple):
         return tuple(map(kind, x))
     return type(x), x
