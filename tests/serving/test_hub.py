@@ -41,6 +41,7 @@ def test_an_endpoint_that_does_not(closed):
     [
         (MLA, {"HF_HUB_OFFLINE": "0"}),
         (MLA, {"HF_HUB_OFFLINE": "1"}),
+        (MLA, {"HF_HUB_OFFLINE": ""}),
         (MLA, {"TRANSFORMERS_OFFLINE": "1"}),
         (MLA, {"VLLM_USE_MODELSCOPE": "True"}),
         ("s3://bucket/model", {}),
@@ -64,7 +65,9 @@ def test_behind_a_proxy_a_connection_of_ours_says_nothing(variable, closed, monk
 
 
 def test_a_server_without_a_network_ends_at_once(closed, tmp_path):
-    environ = {k: v for k, v in os.environ.items() if k not in hub._DECIDED}
+    environ = {
+        k: v for k, v in os.environ.items() if k != "HF_HUB_OFFLINE" and k not in hub._OTHERS
+    }
     environ |= {"HF_ENDPOINT": closed, "HF_HOME": str(tmp_path)}
     command = [sys.executable, "-m", "mla_serving.cli", "serve", MLA]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)

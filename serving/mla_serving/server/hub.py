@@ -10,14 +10,14 @@ from urllib.request import getproxies, proxy_bypass
 _ENDPOINT = "https://huggingface.co"
 _PORTS = {"https": 443, "http": 80}
 _SECONDS = 5.0  # for a connection
-# With one of these someone else is asked, or the user has decided.
-_DECIDED = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "VLLM_USE_MODELSCOPE")
+# Nobody is asked with one of these, and with the last someone else.
+_OTHERS = ("TRANSFORMERS_OFFLINE", "VLLM_USE_MODELSCOPE")
 
 
 def unreachable(model: str | None, environ: Mapping[str, str]) -> str | None:
     """Why the Hub answers no connection; None if it does, or if it is not for us to tell: the user
     set HF_HUB_OFFLINE, there is a proxy, or the model is of another store (s3://...)."""
-    if any(environ.get(name) for name in _DECIDED) or "://" in (model or ""):
+    if "HF_HUB_OFFLINE" in environ or any(map(environ.get, _OTHERS)) or "://" in (model or ""):
         return None
     endpoint = environ.get("HF_ENDPOINT") or _ENDPOINT
     try:
