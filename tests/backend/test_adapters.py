@@ -24,14 +24,16 @@ def checkpoint(request, tmp_path_factory):
 
 
 def save_adapter(folder, checkpoint, projections):
-    """A random adapter of those linear layers in `folder`, and the model whose weights have it."""
+    """A random adapter of those linear layers in `folder`, as large as their weights, and the model
+    whose weights have it."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     random, tensors = torch.Generator().manual_seed(0), {}
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in projections:
             out, into = module.weight.shape
             a = torch.randn(RANK, into, generator=random) * into**-0.5
-            b = torch.randn(out, RANK, generator=random) * module.weight.std() * into**0.5
+            b = torch.randn(out, RANK, generator=random) * (into / RANK) ** 0.5
+            b *= module.weight.std()
             for half, weight in (("A", a), ("B", b)):
                 tensors[f"base_model.model.{name}.lora_{half}.weight"] = weight
             module.weight.data += b @ a
