@@ -149,7 +149,7 @@ def attention_table(cases: Cases) -> list[str]:
         cells += [mine.get("tflops", ""), mine.get("gbps", "")]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     if ratios:
-        lines += ["", f"G{mean_of([r for some in ratios.values() for r in some])[1:]}"]
+        lines += ["", mean_of([r for some in ratios.values() for r in some]).capitalize()]
     if len(ratios) > 1:
         lines += ["", *(f"Of {rows} rows: {mean_of(some)}" for rows, some in ratios.items())]
     return lines
