@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from mla_serving.plan.model import KV_B, MlaModel
+from mla_serving.plan.model import KV_B, PLAIN_BYTES, MlaModel
 
 GIB = 1024**3
 
@@ -89,24 +89,27 @@ class Layout:
 
     def weights(self, model: MlaModel, layers: range) -> dict[str, float]:
         """Bytes of weights by part, on a GPU of the stage with these layers."""
-        plain = model.dtype_bytes
         names = ("attention", "dense MLPs", "routed experts", "shared experts, routers")
         parts = dict.fromkeys((*names, "embeddings", "absorbed W_UK, W_UV"), 0.0)
         for layer in layers:
             stored = partial(model.stored, layer)
             sharded = stored(model.attention_sharded) / self.tp
-            parts["attention"] += stored(model.attention_replicated) + sharded + model.norms * plain
+            parts["attention"] += (
+                stored(model.attention_replicated) + sharded + model.norms * PLAIN_BYTES
+            )
             if model.indexers(range(layer, layer + 1)):
-                parts["attention"] += stored(model.indexer) + model.indexer_unquantised * plain
+                parts["attention"] += (
+                    stored(model.indexer) + model.indexer_unquantised * PLAIN_BYTES
+                )
             if model.is_moe(layer):
                 parts["routed experts"] += self._experts_per_rank(model) * stored(model.expert)
                 shared = stored(model.shared_mlp) / self._shared_ranks
-                parts["shared experts, routers"] += shared + model.router * plain
+                parts["shared experts, routers"] += shared + model.router * PLAIN_BYTES
             else:
                 parts["dense MLPs"] += stored(model.dense_mlp) / self.tp
             if model.quantised(layer, KV_B):  # taken out of kv_b_proj in the model's dtype
-                parts["absorbed W_UK, W_UV"] += model.kv_b / self.tp * plain
-        parts["embeddings"] = self._embeddings(model, layers) / self.tp * plain
+                parts["absorbed W_UK, W_UV"] += model.kv_b / self.tp * PLAIN_BYTES
+        parts["embeddings"] = self._embeddings(model, layers) / self.tp * PLAIN_BYTES
         return {name: size for name, size in parts.items() if size}
 
     @property

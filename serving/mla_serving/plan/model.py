@@ -10,7 +10,7 @@ from mla_kernels.layouts import MlaDims
 from mla_serving.plan.quantization import Scheme
 
 KV_B = "self_attn.kv_b_proj"
-DTYPE_BYTES = {"bfloat16": 2, "float16": 2}
+PLAIN_BYTES = 2  # of a weight that is not quantised: bf16 or fp16
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,6 @@ class MlaModel:
     kv_cache_dtype: str  # what "auto" is by the checkpoint
 
     @property
-    def dtype_bytes(self) -> int:
-        return DTYPE_BYTES[self.dtype]
-
-    @property
     def sparse(self) -> bool:
         return self.index_topk > 0
 
@@ -71,7 +67,7 @@ class MlaModel:
     def stored(self, layer: int, matrices: Mapping[str, int]) -> float:
         """Bytes of matrices of `layer`, each as the checkpoint has it, scales included."""
         bits = (self.scheme and self.scheme.bits) or 0
-        sizes = {True: bits / 8, False: self.dtype_bytes}
+        sizes = {True: bits / 8, False: PLAIN_BYTES}
         return sum(n * sizes[self.quantised(layer, name)] for name, n in matrices.items())
 
     # Weights of one layer (or of one expert) by matrix, as DeepSeek's releases name them.
