@@ -105,7 +105,8 @@ def wide_scenarios(longest=2500):
 
 
 def with_ends(scenarios):
-    """And ends of prompts, the only tokens of their step: as many as graphs with padding have."""
+    """And prompts of which all but 2 to 32 tokens are cached, each alone in its step: few enough
+    for a graph, with padding where none has as many."""
     rng, shared = random.Random(4), scenarios["prefix"][0]["prompt"][:1024]
     alone = ({"prompt": shared + tokens(rng, n), "max_tokens": 32} for n in (2, 3, 7, 17, 31, 32))
     return scenarios | {f"{END} of {len(r['prompt']) - 1024}": [r] for r in alone}

@@ -87,8 +87,8 @@ def test_modes_of_fp8_queries_are_as_good_as_graphs(mode, engines, checkpoint, p
 MODES = ["eager", "compiled", "piecewise", "portable kernel", "mtp", "our mtp", "mtp 128"]
 MODES += ["FLASHMLA mtp", "CUSTOM fp8_ds_mla", "CUSTOM fp8_ds_mla 128"]
 MODES += ["other runner", "other runner compiled", "other runner mtp"]
-BREAKABLE = ["breakable", "other runner breakable"] if ASKS_FOR_BREAKABLE else []
-MODES += BREAKABLE
+BREAKABLE_ENGINES = ["breakable", "other runner breakable"] if ASKS_FOR_BREAKABLE else []
+MODES += BREAKABLE_ENGINES
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -109,8 +109,8 @@ def test_modes_are_as_good_as_stock(mode, engines, checkpoint, parity_table):
     assert d.p99 <= NOISE * max(bar.p99 for bar in bars)
 
 
-ALONE = [(16, "CUSTOM 16", name) for name in ("compiled", *BREAKABLE)]
-ALONE += [("v3.2 all", "CUSTOM v3.2 all", f"CUSTOM v3.2 all {name}") for name in BREAKABLE]
+ALONE = [(16, "CUSTOM 16", name) for name in ("compiled", *BREAKABLE_ENGINES)]
+ALONE += [("v3.2 all", "CUSTOM v3.2 all", f"CUSTOM v3.2 all {name}") for name in BREAKABLE_ENGINES]
 
 
 @pytest.mark.parametrize("heads, bar, name", ALONE)
