@@ -116,7 +116,7 @@ def test_engines_and_servers_are_as_measured():
     page, share = r"\]\(\.\./(benchmarks/results/\S+\.md)\)[^|]*", r"(\d+ of \d+)"
     figures = rf"{page}\| ([\d.]+) \| {share} \| ([\d.]+), {share} \|\n"
     steps = re.findall(rf"^\| (?:\[?(\d+ heads)|the same).*?{figures}", text, re.MULTILINE)
-    assert len(steps) == 9
+    assert len(steps) == 11
     heads = ""
     for named, path, mean, faster, gpu_mean, gpu_faster in steps:
         heads = named or heads  # "the same" as in the row above
@@ -133,6 +133,13 @@ def test_engines_and_servers_are_as_measured():
         ours = int(of) - int(theirs)
         said = f"geometric mean {mean}, at least as many in {ours} of {of} loads"
         assert said in (ROOT / path).read_text(), f"row of {path}"
+
+
+def test_every_page_of_engines_and_servers_is_named():
+    text = (ROOT / "docs/engines.md").read_text()
+    pages = [f for f in FILES if re.search(r"results/h\d+/.*(serving|steps)[^/]*\.md$", f)]
+    assert len(pages) > 30
+    assert [page for page in pages if f"](../{page})" not in text] == []
 
 
 def test_engines_and_servers_of_the_readme_are_some_of_all():
