@@ -5,7 +5,6 @@ import contextlib
 import http.client
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 import psutil
+from ports import free_port
 from serve_cases import engine_of
 
 from mla_backend import refusals
@@ -53,9 +53,7 @@ class Server:
 
     def __init__(self, backend: str, model: Path, options: list[str], log: Path) -> None:
         self.backend = backend
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            self.port = sock.getsockname()[1]
+        self.port = free_port()
         if backend == "ours":
             entry = [sys.executable, "-m", "mla_serving.cli", "serve"]
         elif backend not in BACKENDS:

@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from engines import NO_MULTICAST
+
+from benchmarks.ports import free_port
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "serve"
 START_SECONDS = 300
@@ -63,12 +64,6 @@ def sizes(profile, gpus):
 def workers(profile, gpus):
     """Ranks of a profile on so many GPUs; none if they are too few."""
     return 1 if profile == "gpu" else gpus // 2 * 2
-
-
-def free_port():
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 class ProfileServer:

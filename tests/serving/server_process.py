@@ -2,7 +2,6 @@
 """The real server as a process of its own, as `mla-backend serve` starts it."""
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -10,14 +9,10 @@ from pathlib import Path
 
 import httpx
 
+from benchmarks.ports import free_port
+
 START_SECONDS = 300
 STOP_SECONDS = 60
-
-
-def free_port():
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 class ServerProcess:

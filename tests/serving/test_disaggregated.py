@@ -9,7 +9,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from tests.serving.server_process import ServerProcess, free_port
+from benchmarks.ports import free_port
+from tests.serving.server_process import ServerProcess
 
 pytest.importorskip("nixl")
 pytestmark = pytest.mark.engine
