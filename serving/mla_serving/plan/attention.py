@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The least time that attention takes of a decode step, and what measured kernels take."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -144,7 +145,8 @@ def _time(
     by_rows: bool = False,
 ) -> KernelTime:
     """Of `calls` calls in a step. by_rows: a row costs beside its keys, which no floor counts, as
-    the indexer's top-k does: up to twice the requests of a busy call take as many times its time.
+    the indexer's top-k does: the time of as long rows is a power of their number between two busy
+    calls, and up to twice as many as the most take as many times its time.
     """
     if not cases:
         return KernelTime(unmeasured=why)
@@ -169,10 +171,14 @@ def _call(
     above = [case for case in cases if floors[case] >= here]
     least_us = min(case.us for case in cases)
     alike = [c for c in cases if by_rows and (c.heads, c.context) == (heads, context)]
-    fewer = [c for c in alike if c.batch <= batch <= 2 * c.batch and c.us >= _BUSY * least_us]
-    if fewer:
-        case = max(fewer, key=lambda c: c.batch)
-        us = case.us * batch / case.batch
+    alike = sorted((c for c in alike if c.us >= _BUSY * least_us), key=lambda c: c.batch)
+    fewer, more = [c for c in alike if c.batch <= batch], [c for c in alike if c.batch > batch]
+    if fewer and (more or batch <= 2 * fewer[-1].batch):
+        case = fewer[-1]
+        power = 1.0
+        if more:
+            power = math.log(more[0].us / case.us) / math.log(more[0].batch / case.batch)
+        us = case.us * (batch / case.batch) ** power
     elif below and above:  # a multiple of a small case would be one of its launch
         low, high = nearest(below), nearest(above)
         share = (here - floors[low]) / (floors[high] - floors[low])

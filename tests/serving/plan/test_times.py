@@ -161,20 +161,17 @@ def test_a_case_that_was_not_measured_is_guessed_by_the_others():
     assert statistics.geometric_mean(factors) < 1.08 and sorted(factors)[-4] < 1.3
 
 
-# Of the kernel as those engines had it, before it stored a token's output by 16 bytes.
-BEFORE = {"b128_h128_q1_32k_fp8_ds_mla": 178.18, "b128_h128_q1_8k_fp8_ds_mla": 178.98}
-
-
-@pytest.mark.parametrize("page, compared", [("sparse_steps", 10), ("sparse_steps_fp8_ds_mla", 10)])
-def test_sparse_attention_in_the_engine_takes_what_the_plan_says(page, compared):
-    """All of it on the GPU, also what makes slots. Of 128 requests within 3 %; of fewer, where no
-    case is as near, within 16 %, or hardly more than a bound."""
+# How near the plan is with 128 requests. The engines of sparse_steps scored exactly, with kernels
+# of before; the plan is by scores in fp8 of today's.
+@pytest.mark.parametrize("page, bar", [("sparse_steps", 0.08), ("sparse_steps_fp8_ds_mla", 0.02)])
+def test_sparse_attention_in_the_engine_takes_what_the_plan_says(page, bar):
+    """All of it on the GPU, also what makes slots. Of fewer requests, where no case is as near,
+    within 16 %, or hardly more than a bound."""
     of = rates.load("h200")
-    then = [replace(case, us=BEFORE.get(case.name, case.us)) for case in of.cases[rates.SPARSE]]
-    of = replace(of, cases={**of.cases, rates.SPARSE: tuple(then)})
     of_page = json.loads((ROOT / f"benchmarks/results/h200/{page}.json").read_text())["rows"]
-    rows = [row for row in of_page if row["backend"] == "CUSTOM"]
+    rows = [row for row in of_page if row["backend"] == "CUSTOM" and "batch" in row]
     assert len(rows) == 16
+    compared = 0
     for row in rows:
         cache = "fp8_ds_mla" if "fp8" in page else "16 bit"
         load = rates.Case("", row["batch"], row["heads"], row["context"], cache, 0)
@@ -183,10 +180,10 @@ def test_sparse_attention_in_the_engine_takes_what_the_plan_says(page, compared)
         if any(kernel.at_most for kernel in times.kernels.values()):
             assert row["attention_ms"] < 1.04 * planned, row
         else:
-            bar = 0.03 if row["batch"] == 128 else 0.16
-            assert planned == pytest.approx(row["attention_ms"], rel=bar), row
-            compared -= 1
-    assert compared == 0
+            rel = bar if row["batch"] == 128 else 0.16
+            assert planned == pytest.approx(row["attention_ms"], rel=rel), row
+            compared += 1
+    assert compared == 10
 
 
 def test_layers_that_share_an_indexer_share_its_time():
