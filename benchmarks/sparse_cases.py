@@ -90,6 +90,8 @@ SHAPES = [
     *(Shape(b, h) for h in (32, 16, 8) for b in (1, 32, 128)),
     Shape(128, 16, s_q=2),
     *(Shape(b, h, cache="bf16") for h in (128, 16) for b in (1, 32, 128)),
+    # Those that leave SMs without work, or without as much as others.
+    *(Shape(b, 128, cache=cache) for cache in ("fp8_ds_mla", "bf16") for b in (40, 96, 144)),
     *(Shape(b, h, cache="fp8") for b, h in ((128, 128), (128, 16), (32, 16), (1, 16))),
     *(Shape(128, h, order=order) for h in (128, 16) for order in ("ascending", "runs")),
     *(
