@@ -4,8 +4,8 @@
 import random
 import socket
 
-# Below every range from which the kernel gives ports of its own choice (Linux begins at 32768,
-# others at 49152): those an engine beside takes by the dozen while a server still imports.
+# Below those that kernels give by their own choice (by default Linux's begin at 32768, others' at
+# 49152): these an engine beside takes by the dozen while a server still imports.
 FIRST, STOP = 10000, 30000
 TRIES = 100
 
