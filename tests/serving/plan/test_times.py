@@ -161,13 +161,18 @@ def test_a_case_that_was_not_measured_is_guessed_by_the_others():
     assert statistics.geometric_mean(factors) < 1.08 and sorted(factors)[-4] < 1.3
 
 
-# How near the plan is with 128 requests. The engines of sparse_steps scored exactly, with kernels
-# of before; the plan is by scores in fp8 of today's.
-@pytest.mark.parametrize("page, bar", [("sparse_steps", 0.08), ("sparse_steps_fp8_ds_mla", 0.02)])
+# Cases measured only after the page. Its engines scored exactly, with kernels of before, and their
+# indexer took 11 % longer of 128 x 32768 than the other page's, which twice 64 requests fit.
+LATER = {"sparse_steps": {"b256x32768"}}
+
+
+@pytest.mark.parametrize("page, bar", [("sparse_steps", 0.03), ("sparse_steps_fp8_ds_mla", 0.02)])
 def test_sparse_attention_in_the_engine_takes_what_the_plan_says(page, bar):
-    """All of it on the GPU, also what makes slots. Of fewer requests, where no case is as near,
-    within 16 %, or hardly more than a bound."""
+    """All of it on the GPU, also what makes slots. Of 128 requests within `bar`; of fewer, where no
+    case is as near, within 16 %, or hardly more than a bound."""
     of = rates.load("h200")
+    then = [c for c in of.cases[rates.INDEXER] if c.name not in LATER.get(page, ())]
+    of = replace(of, cases={**of.cases, rates.INDEXER: tuple(then)})
     of_page = json.loads((ROOT / f"benchmarks/results/h200/{page}.json").read_text())["rows"]
     rows = [row for row in of_page if row["backend"] == "CUSTOM" and "batch" in row]
     assert len(rows) == 16
