@@ -94,12 +94,15 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[-1])), Handler).serve_forever(
 
 
 def test_a_server_says_how_long_it_took(tmp_path, monkeypatch):
+    import ports
     import servers
 
     monkeypatch.setattr(servers.sys, "executable", fake_python(tmp_path, WELL))
     with servers.Server("ours", tmp_path, [], tmp_path / "log") as server:
         seconds = server.wait_ready()
         assert 0.5 < seconds < time.monotonic() - server.started
+        # It was chosen before the server had it, so it is none that others are given meanwhile.
+        assert ports.FIRST <= server.port < ports.STOP
 
 
 # In the place of Python: a server that listens, the port is its last word, and never answers.
