@@ -50,7 +50,9 @@ serve: $(RUNTIME) ## serve a model on http://127.0.0.1:8000 (OpenAI-compatible)
 	    $(if $(HOST),--host "$(HOST)") $(if $(PORT),--port "$(PORT)") \
 	    $(if $(DTYPE),--dtype "$(DTYPE)") $(ARGS)
 
-PYTEST = $(BIN)/python -m pytest --durations=10 -n $(JOBS) --maxprocesses 8 --dist loadgroup
+# One thread a process: more of them wait for each other's cores, and the tests take twice as long.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=10 -n $(JOBS) --maxprocesses 8 \
+    --dist loadgroup
 
 test: lint ## lint, then all tests, in JOBS processes
 	$(PYTEST)

@@ -16,7 +16,8 @@ import torch
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
-ENGINE_RUN = HERE / "engine_run.py"
+ENGINE_RUN = (sys.executable, "-X", "faulthandler", HERE / "engine_run.py")
+ENGINE_SECONDS = 480  # most take 20 to 60 where no other process wants the cores
 OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 VOCAB = 2048
 
@@ -73,7 +74,7 @@ def run_engine(tmp_path_factory):
         }
         with (folder / "log").open("w") as log:
             process = subprocess.Popen(
-                [sys.executable, ENGINE_RUN, folder / "spec.json", folder / "result.json"],
+                [*ENGINE_RUN, folder / "spec.json", folder / "result.json"],
                 cwd="/",  # nothing may depend on the working directory
                 env=environ,
                 stdout=log,
@@ -81,11 +82,15 @@ def run_engine(tmp_path_factory):
                 start_new_session=True,
             )
             try:
-                failed = process.wait(timeout=240)
+                failed = process.wait(timeout=ENGINE_SECONDS)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGABRT)  # every process writes its stacks to the log
+                failed = f"after {ENGINE_SECONDS} s still running"
+                process.wait(timeout=30)
             finally:
                 with contextlib.suppress(ProcessLookupError):  # workers, should it have died
                     os.killpg(process.pid, signal.SIGKILL)
-        assert not failed, (folder / "log").read_text()[-4000:]
+        assert not failed, f"{failed}\n{(folder / 'log').read_text()[-8000:]}"
         return json.loads((folder / "result.json").read_text())
 
     return run
