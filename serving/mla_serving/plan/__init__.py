@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`mla-backend plan`: memory, cache and the attention floor of a cluster, from a model's config.
 
-`config` reads the model, `model` counts its weights, `quantization` says how they are stored,
-`layout` how vLLM spreads them over GPUs, `served` refuses what the backend would, `cost` turns the
-rest into bytes, tokens and microseconds, `report` shows them.
-No GPU and no weights are needed.
+`config` reads the model, `other_models` refuses what it would count wrongly, `model` counts its
+weights, `quantization` says how they are stored, `layout` how vLLM spreads them over GPUs, `served`
+refuses what the backend would, `cost` turns the rest into bytes, tokens and microseconds, `report`
+shows them. No GPU and no weights are needed.
 """
 
 import sys

@@ -92,19 +92,20 @@ def time(
     indexer = floor(_INDEXER_FLOPS_PER_KEY * model.index_dim, indexer_row_bytes(model))
 
     def floors(stage: range) -> tuple[float, float]:
-        of_layer = attention(requests, heads, seen)
+        of_attention = attention(requests, heads, seen)
         of_indexer = indexer(requests, model.index_heads, tokens)
-        layers, indexers = len(stage), model.indexers(stage)
+        attentions, indexers = len(stage) * len(model.attentions), model.indexers(stage)
         return (
-            layers * of_layer[0] + indexers * of_indexer[0],
-            layers * of_layer[1] + indexers * of_indexer[1],
+            attentions * of_attention[0] + indexers * of_indexer[0],
+            attentions * of_attention[1] + indexers * of_indexer[1],
         )
 
     # The one with most layers may have fewer indexers than another.
     stage = max(layout.stages(model.layers), key=lambda x: max(floors(x)))
     compute, memory = floors(stage)
     cases, why = _attention_cases(model, rates, kv_cache_dtype, seen)
-    kernels = {"attention": _time(cases, why, attention, len(stage), requests, heads, seen)}
+    calls = len(stage) * len(model.attentions)
+    kernels = {"attention": _time(cases, why, attention, calls, requests, heads, seen)}
     if model.sparse:
         cases, why = _indexer_cases(model, rates)
         calls = model.indexers(stage)

@@ -9,8 +9,8 @@ _FP8_DS_MLA = MlaDims(512, 64)
 
 
 def row_bytes(model: MlaModel, kv_cache_dtype: str) -> int:
-    """One token in one layer: the latent and rope row. Of a dtype that is not "auto"; ValueError
-    for a layout it has not."""
+    """One token in one attention's cache: the latent and rope row. Of a dtype that is not "auto";
+    ValueError for a layout it has not."""
     if kv_cache_dtype == "fp8_ds_mla":
         if model.dims != _FP8_DS_MLA:
             widths = f"{model.dims.kv_lora_rank} + {model.dims.rope_dim}"
@@ -31,4 +31,5 @@ def indexer_row_bytes(model: MlaModel) -> int:
 def token_bytes(model: MlaModel, kv_cache_dtype: str, layers: range) -> int:
     """One token in all of `layers`."""
     indexers = model.indexers(layers) * indexer_row_bytes(model)
-    return len(layers) * row_bytes(model, kv_cache_dtype) + indexers
+    rows = len(layers) * len(model.attentions)
+    return rows * row_bytes(model, kv_cache_dtype) + indexers

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from mla_serving.plan.model import KV_B, PLAIN_BYTES, MlaModel
+from mla_serving.plan.model import PLAIN_BYTES, MlaModel
 
 GIB = 1024**3
 
@@ -55,15 +55,17 @@ class Layout:
         """ValueError where a GPU's slice of a matrix would not be of whole blocks of scales. vLLM
         takes a matrix that is not cut as it is, except an expert's."""
         every, heads, tp = range(model.layers), model.heads, self.tp
-        dense = [layer for layer in every if not model.is_moe(layer)]
+        dense = [layer for layer in every if model.is_dense(layer)]
         moe = [layer for layer in every if model.is_moe(layer)]
-        q = "self_attn.q_b_proj" if model.q_lora_rank else "self_attn.q_proj"
+        attention, mlp = model.attentions[0], model.dense_mlps[0]
+        q = f"{attention}.q_b_proj" if model.q_lora_rank else f"{attention}.q_proj"
+        kv = f"{attention}.kv_b_proj"
         shared = model.shared_experts * model.expert_width
         slices: list[tuple[str, str, Sequence[int], int, int]] = [
             ("queries", q, every, heads * (model.nope + model.dims.rope_dim), tp),
-            ("keys and values", KV_B, every, heads * (model.nope + model.v), tp),
-            ("the attention's output", "self_attn.o_proj", every, heads * model.v, tp),
-            ("dense MLPs", "mlp.down_proj", dense, model.dense_width, tp),
+            ("keys and values", kv, every, heads * (model.nope + model.v), tp),
+            ("the attention's output", f"{attention}.o_proj", every, heads * model.v, tp),
+            ("dense MLPs", f"{mlp}.down_proj", dense, model.dense_width, tp),
             ("shared experts", "mlp.shared_experts.down_proj", moe, shared, self._shared_ranks),
         ]
         if not self.ep:
@@ -104,11 +106,10 @@ class Layout:
             if model.is_moe(layer):
                 parts["routed experts"] += self._experts_per_rank(model) * stored(model.expert)
                 shared = stored(model.shared_mlp) / self._shared_ranks
-                parts["shared experts, routers"] += shared + model.router * PLAIN_BYTES
-            else:
+                parts["shared experts, routers"] += shared + model.router_bytes
+            if model.is_dense(layer):
                 parts["dense MLPs"] += stored(model.dense_mlp) / self.tp
-            if model.quantised(layer, KV_B):  # taken out of kv_b_proj in the model's dtype
-                parts["absorbed W_UK, W_UV"] += model.kv_b / self.tp * PLAIN_BYTES
+            parts["absorbed W_UK, W_UV"] += model.absorbed(layer) / self.tp * PLAIN_BYTES
         parts["embeddings"] = self._embeddings(model, layers) / self.tp * PLAIN_BYTES
         return {name: size for name, size in parts.items() if size}
 

@@ -2,25 +2,29 @@
 """An MLA model: its shape, and how many weights each part of a layer has."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mla_kernels.layouts import MlaDims
 
 from mla_serving.plan.quantization import Scheme
 
-KV_B = "self_attn.kv_b_proj"
 PLAIN_BYTES = 2  # of a weight that is not quantised: bf16 or fp16
+FP32_BYTES = 4
 
 
 @dataclass(frozen=True)
 class MlaModel:
-    """What of a config.json the plan needs. Widths and counts are elements, not bytes."""
+    """What of a config.json the plan needs. Widths and counts are elements, not bytes.
+
+    Layers of LongCat-Flash are `twofold`: two attentions and two dense MLPs, beside the experts.
+    """
 
     name: str
     model_type: str
     hidden: int
     layers: int
+    twofold: bool
     heads: int
     q_lora_rank: int | None
     dims: MlaDims
@@ -35,6 +39,7 @@ class MlaModel:
     experts: int
     expert_width: int
     shared_experts: int
+    zero_experts: int  # those that pass a token on: the router has them, no weights do
     router_bias: bool
     index_heads: int
     index_dim: int
@@ -42,6 +47,7 @@ class MlaModel:
     index_shared: frozenset[int]  # layers that read what an earlier layer's indexer chose
     dtype: str
     scheme: Scheme | None  # of the linear layers; None: all in `dtype`
+    plain_parts: tuple[str, ...]  # of a layer: those that `scheme` does not touch
     kv_cache_dtype: str  # what "auto" is by the checkpoint
 
     @property
@@ -49,7 +55,9 @@ class MlaModel:
         return self.index_topk > 0
 
     def quantised(self, layer: int, matrix: str) -> bool:
-        return self.scheme is not None and self.scheme.covers(f"model.layers.{layer}.{matrix}")
+        if self.scheme is None or matrix.partition(".")[0] in self.plain_parts:
+            return False
+        return self.scheme.covers(f"model.layers.{layer}.{matrix}")
 
     def block(self, matrix: str, layers: Sequence[int]) -> int:
         """Of whole multiples of it are the slices of `matrix` that GPUs can hold, in elements.
@@ -70,26 +78,39 @@ class MlaModel:
         sizes = {True: bits / 8, False: PLAIN_BYTES}
         return sum(n * sizes[self.quantised(layer, name)] for name, n in matrices.items())
 
-    # Weights of one layer (or of one expert) by matrix, as DeepSeek's releases name them.
+    # Weights of one layer (or of one expert) by matrix, as the makers' releases name them.
+    @property
+    def attentions(self) -> tuple[str, ...]:
+        """Of one layer, by path; each has a cache."""
+        return ("self_attn.0", "self_attn.1") if self.twofold else ("self_attn",)
+
+    @property
+    def dense_mlps(self) -> tuple[str, ...]:
+        """Of one layer that has dense MLPs, by path."""
+        return ("mlps.0", "mlps.1") if self.twofold else ("mlp",)
+
     @property
     def attention_replicated(self) -> dict[str, int]:
         """Every tensor-parallel rank has all of them."""
-        q = {"self_attn.q_a_proj": self.hidden * self.q_lora_rank} if self.q_lora_rank else {}
-        return q | {"self_attn.kv_a_proj_with_mqa": self.hidden * self.dims.head_dim}
+        one = {"q_a_proj": self.hidden * self.q_lora_rank} if self.q_lora_rank else {}
+        one["kv_a_proj_with_mqa"] = self.hidden * self.dims.head_dim
+        return _each(self.attentions, one)
 
     @property
     def attention_sharded(self) -> dict[str, int]:
         """Split by heads."""
         q_in, name = (self.q_lora_rank, "q_b_proj") if self.q_lora_rank else (self.hidden, "q_proj")
-        return {
-            f"self_attn.{name}": q_in * self.heads * (self.nope + self.dims.rope_dim),
-            KV_B: self.kv_b,
-            "self_attn.o_proj": self.heads * self.v * self.hidden,
+        one = {
+            name: q_in * self.heads * (self.nope + self.dims.rope_dim),
+            "kv_b_proj": self.dims.kv_lora_rank * self.heads * (self.nope + self.v),
+            "o_proj": self.heads * self.v * self.hidden,
         }
+        return _each(self.attentions, one)
 
-    @property
-    def kv_b(self) -> int:
-        return self.dims.kv_lora_rank * self.heads * (self.nope + self.v)
+    def absorbed(self, layer: int) -> int:
+        """Elements that are taken out of kv_b_proj in the model's dtype, as it is quantised."""
+        kv_b = {k: n for k, n in self.attention_sharded.items() if k.endswith(".kv_b_proj")}
+        return sum(n for name, n in kv_b.items() if self.quantised(layer, name))
 
     @property
     def indexer(self) -> dict[str, int]:
@@ -111,29 +132,37 @@ class MlaModel:
 
     @property
     def norms(self) -> int:
-        """Replicated, never quantised."""
-        return 2 * self.hidden + (self.q_lora_rank or 0) + self.dims.kv_lora_rank
+        """Of one layer; replicated, never quantised."""
+        one = 2 * self.hidden + (self.q_lora_rank or 0) + self.dims.kv_lora_rank
+        return len(self.attentions) * one
 
     @property
     def router(self) -> int:
-        return self.experts * (self.hidden + self.router_bias)
+        """Replicated, never quantised; vLLM has that of LongCat-Flash in fp32."""
+        return (self.experts + self.zero_experts) * (self.hidden + self.router_bias)
+
+    @property
+    def router_bytes(self) -> int:
+        return self.router * (FP32_BYTES if self.twofold else PLAIN_BYTES)
 
     @property
     def dense_mlp(self) -> dict[str, int]:
-        return self._mlp("mlp", self.dense_width)
+        """All of one layer that has dense MLPs."""
+        return _each(self.dense_mlps, self._mlp(self.dense_width))
 
     @property
     def expert(self) -> dict[str, int]:
         """The first of a layer, for all of them."""
-        return self._mlp("mlp.experts.0", self.expert_width)
+        return _each(["mlp.experts.0"], self._mlp(self.expert_width))
 
     @property
     def shared_mlp(self) -> dict[str, int]:
         """All shared experts of a layer: they are one matrix each of this width."""
-        return self._mlp("mlp.shared_experts", self.shared_experts * self.expert_width)
+        width = self.shared_experts * self.expert_width
+        return _each(["mlp.shared_experts"], self._mlp(width))
 
-    def _mlp(self, path: str, width: int) -> dict[str, int]:
-        return {f"{path}.{name}_proj": self.hidden * width for name in ("gate", "up", "down")}
+    def _mlp(self, width: int) -> dict[str, int]:
+        return {f"{name}_proj": self.hidden * width for name in ("gate", "up", "down")}
 
     @property
     def embeddings(self) -> int:
@@ -144,20 +173,28 @@ class MlaModel:
         moe = layer >= self.dense_layers and layer % self.moe_layer_freq == 0
         return self.experts > 0 and moe
 
+    def is_dense(self, layer: int) -> bool:
+        return self.twofold or not self.is_moe(layer)
+
     @property
     def parameters(self) -> int:
         """All weights of the language model; an MTP layer is not counted."""
         moe = sum(map(self.is_moe, range(self.layers)))
+        dense = sum(map(self.is_dense, range(self.layers)))
         attention = _sum(self.attention_replicated) + _sum(self.attention_sharded) + self.norms
         experts = self.router + self.experts * _sum(self.expert) + _sum(self.shared_mlp)
         indexers = self.indexers(range(self.layers))
         layers = (
             self.layers * attention
             + indexers * (_sum(self.indexer) + self.indexer_unquantised)
-            + (self.layers - moe) * _sum(self.dense_mlp)
+            + dense * _sum(self.dense_mlp)
             + moe * experts
         )
         return layers + self.embeddings + self.hidden
+
+
+def _each(paths: Iterable[str], matrices: Mapping[str, int]) -> dict[str, int]:
+    return {f"{path}.{name}": n for path in paths for name, n in matrices.items()}
 
 
 def _sum(matrices: Mapping[str, int]) -> int:

@@ -83,7 +83,8 @@ def as_text(plan: Plan) -> str:
     last = served.last_vllm(model, question.gpu)
     versions = f"; sparse attention there with vLLM up to {last}" if last else ""
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in plan.weights.items())
-    rows = f"{model.layers} layers x {plan.row_bytes}"
+    twice = " x 2 attentions" if model.twofold else ""
+    rows = f"{model.layers} layers{twice} x {plan.row_bytes}"
     if model.sparse:
         rows += f" + {model.indexers(range(model.layers))} indexers x {plan.indexer_row_bytes}"
     usable = question.memory * question.utilization

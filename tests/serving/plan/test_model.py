@@ -55,7 +55,10 @@ def test_parameters_of_v2_lite(lite):
         ({"kv_lora_rank": None}, "does not use multi-head latent attention"),
         ({"hidden_size": None}, "config.json lacks hidden_size"),
         ({"num_hidden_layers": None}, "config.json lacks num_hidden_layers"),
-        ({"num_hidden_layers": None, "num_layers": 28}, "LongCat, whose layers have two"),
+        (
+            {"num_hidden_layers": None, "num_layers": 28},
+            "model_type longcat_flash only, got deepseek_v3",
+        ),
         ({"moe_intermediate_size": None}, "lacks moe_intermediate_size"),
         ({"torch_dtype": "float64"}, "got float64"),
         ({"linear_attn_config": {"kda_layers": [1]}}, "m: config.json has linear_attn_config: not"),
@@ -144,7 +147,7 @@ def test_a_key_for_which_vllm_takes_deepseeks_number_is_not_none(key):
     """transformers' classes, which vLLM reads these configs with, have defaults."""
     without = config(V3, **(DENSE_MODEL if key == "n_routed_experts" else {}))
     del without[key]
-    said = f"m: config.json lacks {key}, for which vLLM takes that of DeepSeek's own model"
+    said = f"m: config.json lacks {key}, for which vLLM takes that of the maker's own model"
     with pytest.raises(ValueError, match=said):
         from_config(without, "m")
     assert CONFIG_MAPPING["deepseek_v3"]().to_dict()[key]
