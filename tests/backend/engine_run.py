@@ -11,7 +11,8 @@ after, and what `watch_steps` saw (single-process engines). `ranks`: the counter
 the end. With "choices" in the spec (a sparse model in eager mode, in this process), `choices` is a
 file that torch.load reads: {scenario: one tensor a request}, see choices.py. `preemptions` and
 `accepted`, the share of drafts that were, if any were made: of the whole run, if the engine logs
-statistics. With "spoil": n in the spec, steps go wrong for a request of n tokens, see spoil.py.
+statistics. An engine with runner "pooling" gives the `embedding` of each request for its tokens.
+With "spoil": n in the spec, steps go wrong for a request of n tokens, see spoil.py.
 With "reload": {scenario: checkpoint}, the weights are loaded anew, from there, before it.
 """
 
@@ -22,7 +23,7 @@ from pathlib import Path
 import torch
 from choices import by_request, watch_choices
 from spoil import spoil_steps
-from vllm import LLM, SamplingParams
+from vllm import LLM, PoolingParams, PoolingRequestOutput, SamplingParams
 from vllm.lora.request import LoRARequest
 
 
@@ -57,12 +58,7 @@ def run_scenario(llm, name, requests):
         while waiting and (idle or requests[waiting[0]].get("arrive", 0) <= step):
             idle = False
             i = waiting.pop(0)
-            params = SamplingParams(
-                temperature=requests[i].get("temperature", 0),
-                max_tokens=requests[i]["max_tokens"],
-                logprobs=0,
-                ignore_eos=True,
-            )
+            params = parameters(llm, requests[i])
             prompt = {"prompt_token_ids": requests[i]["prompt"]}
             adapter = requests[i].get("adapter")
             lora = LoRARequest(adapter, 1, adapter) if adapter else None
@@ -74,7 +70,25 @@ def run_scenario(llm, name, requests):
     return [describe(done[i]) for i in range(len(requests))]
 
 
+def parameters(llm, request):
+    if llm.llm_engine.model_config.runner_type == "pooling":
+        return PoolingParams(task="embed")
+    return SamplingParams(
+        temperature=request.get("temperature", 0),
+        max_tokens=request["max_tokens"],
+        logprobs=0,
+        ignore_eos=True,
+    )
+
+
 def describe(output):
+    if isinstance(output, PoolingRequestOutput):
+        return {
+            "prompt": list(output.prompt_token_ids),
+            "tokens": [0],  # as one that was not fed back: choices are those of all of the prompt
+            "cached": output.num_cached_tokens,
+            "embedding": output.outputs.data.tolist(),
+        }
     completion = output.outputs[0]
     tokens = list(completion.token_ids)
     return {
