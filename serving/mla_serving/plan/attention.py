@@ -70,20 +70,28 @@ def time(
     kv_cache_dtype: str,
     batch: int,
     context: int,
+    drafts: int = 0,
+    mtp_layers: int = 0,
 ) -> AttentionTime:
-    """One new token of each of `batch` requests (of all replicas) that have `context` tokens.
+    """One new token and `drafts` of each of `batch` requests (of all replicas) that have `context`
+    tokens; in the model's layers, and in `mtp_layers` of its own as they make the first draft.
 
     With dcp a rank computes the heads of dcp ranks over 1 / dcp of the tokens.
     """
+    new = 1 + drafts
     requests = -(-batch // layout.dp)
-    heads = layout.query_heads(model)
     tokens = context / layout.dcp
-    seen = min(context, model.index_topk) / layout.dcp if model.sparse else tokens
+    index_call = requests, new * model.index_heads, tokens
+    if model.sparse:  # each token chooses for itself
+        seen = min(context, model.index_topk) / layout.dcp
+        call = requests * new, layout.query_heads(model), seen
+    else:
+        call = requests, new * layout.query_heads(model), tokens
 
     def floor(flop: int, size: int) -> Floor:
-        """By what a head computes of a token, and the bytes of a token."""
-        return lambda batch, heads, context: (
-            batch * heads * context * flop / rates.gemm_tflops / 1e6,
+        """By what a row of queries computes of a token, and the bytes of a token."""
+        return lambda batch, rows, context: (
+            batch * rows * context * flop / rates.gemm_tflops / 1e6,
             batch * context * size / rates.read_gbps / 1e3,
         )
 
@@ -92,8 +100,7 @@ def time(
     indexer = floor(_INDEXER_FLOPS_PER_KEY * model.index_dim, indexer_row_bytes(model))
 
     def floors(stage: range) -> tuple[float, float]:
-        of_attention = attention(requests, heads, seen)
-        of_indexer = indexer(requests, model.index_heads, tokens)
+        of_attention, of_indexer = attention(*call), indexer(*index_call)
         attentions, indexers = len(stage) * len(model.attentions), model.indexers(stage)
         return (
             attentions * of_attention[0] + indexers * of_indexer[0],
@@ -101,17 +108,22 @@ def time(
         )
 
     # The one with most layers may have fewer indexers than another.
-    stage = max(layout.stages(model.layers), key=lambda x: max(floors(x)))
+    stage = max(layout.stages(model.layers, mtp_layers), key=lambda x: max(floors(x)))
     compute, memory = floors(stage)
-    cases, why = _attention_cases(model, rates, kv_cache_dtype, seen)
+    cases, why = _attention_cases(model, rates, kv_cache_dtype, call[-1])
     calls = len(stage) * len(model.attentions)
-    kernels = {"attention": _time(cases, why, attention, calls, requests, heads, seen)}
+    kernels = {"attention": _time(_alike(cases, new), why, attention, calls, *call)}
     if model.sparse:
         cases, why = _indexer_cases(model, rates)
         calls = model.indexers(stage)
-        size = (requests, model.index_heads, tokens)
-        kernels["indexer"] = _time(cases, why, indexer, calls, *size, by_rows=True)
+        cases = _alike(cases, new)
+        kernels["indexer"] = _time(cases, why, indexer, calls, *index_call, by_rows=True)
     return AttentionTime(max(compute, memory), "compute" if compute > memory else "memory", kernels)
+
+
+def _alike(cases: list[Case], new: int) -> list[Case]:
+    """Those of one new token a request tell of several, but not the other way round."""
+    return cases if new > 1 else [case for case in cases if case.new_tokens == 1]
 
 
 def _attention_cases(
@@ -141,7 +153,7 @@ def _time(
     floor: Floor,
     calls: int,
     batch: int,
-    heads: int,
+    rows: int,
     context: float,
     by_rows: bool = False,
 ) -> KernelTime:
@@ -151,27 +163,27 @@ def _time(
     """
     if not cases:
         return KernelTime(unmeasured=why)
-    us, case = _call(cases, floor, batch, heads, context, by_rows)
-    more = max(floor(case.batch, case.heads, case.context)) > max(floor(batch, heads, context))
+    us, case = _call(cases, floor, batch, rows, context, by_rows)
+    more = max(floor(case.batch, case.rows, case.context)) > max(floor(batch, rows, context))
     return KernelTime(calls * us, case.name, at_most=us == case.us and more)
 
 
 def _call(
-    cases: list[Case], floor: Floor, batch: int, heads: int, context: float, by_rows: bool
+    cases: list[Case], floor: Floor, batch: int, rows: int, context: float, by_rows: bool
 ) -> tuple[float, Case]:
     """Microseconds of a call, and the case that they are by: see KernelTime."""
 
     def nearest(some: list[Case]) -> Case:
-        return min(some, key=lambda case: case.distance(batch, heads, context))
+        return min(some, key=lambda case: case.distance(batch, rows, context))
 
-    here = max(floor(batch, heads, context))
-    floors = {case: max(floor(case.batch, case.heads, case.context)) for case in cases}
+    here = max(floor(batch, rows, context))
+    floors = {case: max(floor(case.batch, case.rows, case.context)) for case in cases}
     case = nearest(cases)
     us = case.us * here / floors[case]
     below = [case for case in cases if floors[case] < here]
     above = [case for case in cases if floors[case] >= here]
     least_us = min(case.us for case in cases)
-    alike = [c for c in cases if by_rows and (c.heads, c.context) == (heads, context)]
+    alike = [c for c in cases if by_rows and (c.rows, c.context) == (rows, context)]
     alike = sorted((c for c in alike if c.us >= _BUSY * least_us), key=lambda c: c.batch)
     fewer, more = [c for c in alike if c.batch <= batch], [c for c in alike if c.batch > batch]
     if fewer and (more or batch <= 2 * fewer[-1].batch):
@@ -184,12 +196,12 @@ def _call(
         low, high = nearest(below), nearest(above)
         share = (here - floors[low]) / (floors[high] - floors[low])
         us = low.us + share * (high.us - low.us)
-    smaller = [c for c in cases if c.batch <= batch and c.heads <= heads and c.context <= context]
+    smaller = [c for c in cases if c.batch <= batch and c.rows <= rows and c.context <= context]
     least = max(smaller, key=lambda c: c.us, default=min(cases, key=lambda c: c.us))
-    larger = [c for c in cases if c.batch >= batch and c.heads >= heads and c.context >= context]
+    larger = [c for c in cases if c.batch >= batch and c.rows >= rows and c.context >= context]
     bounds = [(most.us, most) for most in larger]
-    more_heads = min((c.heads for c in cases if c.heads > heads), default=None)
-    if more_heads is not None:
-        bounds.append(_call(cases, floor, batch, more_heads, context, by_rows))
+    more_rows = min((c.rows for c in cases if c.rows > rows), default=None)
+    if more_rows is not None:
+        bounds.append(_call(cases, floor, batch, more_rows, context, by_rows))
     found = max((us, case), (least.us, least), key=lambda x: x[0])
     return min([found, *bounds], key=lambda x: x[0])

@@ -72,6 +72,7 @@ def from_config(config: Mapping[str, Any], name: str, weight_bits: float | None 
         model_type=str(config.get("model_type")),
         hidden=read("hidden_size"),
         layers=layers,
+        mtp_layers=0 if longcat else read("num_nextn_predict_layers", 0, 0, _MOST_LAYERS),
         twofold=longcat,
         heads=read("num_attention_heads"),
         q_lora_rank=read("q_lora_rank", 1, 0) or None,

@@ -19,6 +19,7 @@ class Question:
     """What is planned: a model on a cluster, and the load that it should carry.
 
     batch, context   requests at once over the whole cluster, and the tokens each of them has
+    drafts           speculative tokens of each request in a step, beside a new one
     memory           bytes of one GPU; `utilization` of them are vLLM's, as its own option says
     reserve          bytes of these for activations, CUDA graphs and communication
     """
@@ -33,6 +34,12 @@ class Question:
     kv_cache_dtype: str
     context: int
     batch: int
+    drafts: int = 0
+
+    @property
+    def mtp_layers(self) -> int:
+        """Those that vLLM loads."""
+        return self.model.mtp_layers if self.drafts else 0
 
 
 @dataclass(frozen=True)
@@ -73,11 +80,11 @@ def make(question: Question) -> Plan:
     model, layout = question.model, question.layout
     layout.check(model)
     dtype = _kv_cache_dtype(question)
-    served.check(model, layout, dtype, question.context)
+    served.check(model, layout, dtype, question.context, question.drafts)
     usable = question.memory * question.utilization
     stages = [
         (layout.weights(model, layers), kv_cache.token_bytes(model, dtype, layers))
-        for layers in layout.stages(model.layers)
+        for layers in layout.stages(model.layers, question.mtp_layers)
     ]
 
     def room(weights: dict[str, float]) -> float:
@@ -101,6 +108,8 @@ def make(question: Question) -> Plan:
             dtype,
             question.batch,
             question.context,
+            question.drafts,
+            question.mtp_layers,
         )
     return Plan(
         question=question,
@@ -108,7 +117,7 @@ def make(question: Question) -> Plan:
         kv_cache_dtype=dtype,
         row_bytes=kv_cache.row_bytes(model, dtype),
         indexer_row_bytes=kv_cache.indexer_row_bytes(model),
-        token_bytes=kv_cache.token_bytes(model, dtype, range(model.layers)),
+        token_bytes=kv_cache.token_bytes(model, dtype, range(model.layers + question.mtp_layers)),
         gpu_token_bytes=gpu_token,
         cache_bytes=cache,
         gpu_tokens=gpu_tokens,

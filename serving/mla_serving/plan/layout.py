@@ -81,18 +81,21 @@ class Layout:
                     + f". Mend: {experts if what == 'experts' else 'a lower --tp'}"
                 )
 
-    def stages(self, layers: int) -> list[range]:
-        """Layers of each pipeline stage, as vLLM's get_pp_indices cuts them."""
+    def stages(self, layers: int, mtp_layers: int = 0) -> list[range]:
+        """Layers of each pipeline stage, as vLLM's get_pp_indices cuts them; those for MTP are of
+        the last."""
         sizes = [layers // self.pp] * self.pp
         for i in range(layers % self.pp):
             sizes[-(i + 2)] += 1
         starts = [sum(sizes[:i]) for i in range(self.pp)]
+        sizes[-1] += mtp_layers
         return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
 
     def weights(self, model: MlaModel, layers: range) -> dict[str, float]:
-        """Bytes of weights by part, on a GPU of the stage with these layers."""
+        """Bytes of weights by part, on a GPU of the stage with these layers. "MTP" is what such
+        layers have that others have not."""
         names = ("attention", "dense MLPs", "routed experts", "shared experts, routers")
-        parts = dict.fromkeys((*names, "embeddings", "absorbed W_UK, W_UV"), 0.0)
+        parts = dict.fromkeys((*names, "MTP", "embeddings", "absorbed W_UK, W_UV"), 0.0)
         for layer in layers:
             stored = partial(model.stored, layer)
             sharded = stored(model.attention_sharded) / self.tp
@@ -103,6 +106,8 @@ class Layout:
                 parts["attention"] += (
                     stored(model.indexer) + model.indexer_unquantised * PLAIN_BYTES
                 )
+            if layer >= model.layers:
+                parts["MTP"] += model.mtp * PLAIN_BYTES
             if model.is_moe(layer):
                 parts["routed experts"] += self._experts_per_rank(model) * stored(model.expert)
                 shared = stored(model.shared_mlp) / self._shared_ranks
@@ -127,4 +132,5 @@ class Layout:
         one = model.vocab * model.hidden
         if self.pp == 1:
             return model.embeddings
-        return one * ((layers.start == 0) + (layers.stop == model.layers))
+        drafts = layers.stop > model.layers  # from embeddings, which the last stage has not
+        return one * ((layers.start == 0) + (layers.stop >= model.layers) + drafts)

@@ -18,12 +18,14 @@ class MlaModel:
     """What of a config.json the plan needs. Widths and counts are elements, not bytes.
 
     Layers of LongCat-Flash are `twofold`: two attentions and two dense MLPs, beside the experts.
+    Layers for multi-token prediction (MTP), which make drafts, have the numbers behind its own.
     """
 
     name: str
     model_type: str
     hidden: int
     layers: int
+    mtp_layers: int
     twofold: bool
     heads: int
     q_lora_rank: int | None
@@ -129,6 +131,12 @@ class MlaModel:
     def indexers(self, layers: range) -> int:
         """How many of `layers` have an indexer, and a cache of its keys."""
         return sum(layer not in self.index_shared for layer in layers) if self.sparse else 0
+
+    @property
+    def mtp(self) -> int:
+        """What an MTP layer has beside a layer's weights; replicated, never quantised. Embedding
+        and head are the model's."""
+        return 2 * self.hidden * self.hidden + 3 * self.hidden
 
     @property
     def norms(self) -> int:

@@ -33,6 +33,13 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", type=_size, default=8192, help="tokens a request (8192)")
     parser.add_argument("--batch", type=_size, default=64, help="requests at once (64)")
     parser.add_argument(
+        "--speculative-tokens",
+        type=_count,
+        default=0,
+        help="num_speculative_tokens of --speculative-config: drafts a request and step (0), by "
+        "the model's MTP layers if it has any",
+    )
+    parser.add_argument(
         "--weight-bits", type=float, help="of a quantised weight, scales included (4.5, say)"
     )
     parser.add_argument(
@@ -96,14 +103,23 @@ def read(args: argparse.Namespace) -> "Question":
         kv_cache_dtype=args.kv_cache_dtype,
         context=args.context,
         batch=args.batch,
+        drafts=args.speculative_tokens,
     )
 
 
 def _size(text: str) -> int:
+    return _within(1, text)
+
+
+def _count(text: str) -> int:
+    return _within(0, text)
+
+
+def _within(least: int, text: str) -> int:
     value = int(text)
-    if not 1 <= value <= _MOST:
-        raise argparse.ArgumentTypeError(f"expected 1 to {_MOST}, got {text}")
+    if not least <= value <= _MOST:
+        raise argparse.ArgumentTypeError(f"expected {least} to {_MOST}, got {text}")
     return value
 
 
-_size.__name__ = "integer"  # as argparse calls what is none
+_size.__name__ = _count.__name__ = "integer"  # as argparse calls what is none

@@ -31,26 +31,31 @@ SM_80 = ("a100-40", "a100")  # those of compute capability 8.0
 SM_10X = ("b200",)  # and 10.x
 DENSE, SPARSE, INDEXER = "dense_decode", "sparse", "sparse_indexer"  # benchmarks of `Rates.cases`
 INDEX_HEADS, INDEX_TOPK = 64, 2048  # of all cases of the last two
-# Our kernels, and the cases of one new token a request in each benchmark.
+# Our kernels, and the decode cases in each benchmark. Of sparse attention those of one new token a
+# request: it takes several as requests of their own.
 _ROWS = {
     DENSE: (
         r"mla_kernels/(hopper|triton)/pow2",
-        r"b(?P<batch>\d+)_h(?P<heads>\d+)_q1_k(?P<context>\d+)(_(?P<cache>fp8|fp8_ds_mla))?",
+        r"b(?P<batch>\d+)_h(?P<heads>\d+)_q(?P<new>\d+)_k(?P<context>\d+)(_(?P<cache>fp8|fp8_ds_mla))?",
     ),
     SPARSE: (
         r"mla_kernels/(hopper|triton)",
         r"b(?P<batch>\d+)_h(?P<heads>\d+)_q1_\d+k_(?P<cache>bf16|fp8|fp8_ds_mla)"
         r"(?P<half>_half_tail)?",
     ),
-    INDEXER: (r"mla_kernels/fused(/fp8_products)?", r"b(?P<batch>\d+)x(?P<context>\d+)"),
+    INDEXER: (
+        r"mla_kernels/fused(/fp8_products)?",
+        r"b(?P<batch>\d+)x(?P<context>\d+)(_q(?P<new>\d+))?",
+    ),
 }
 
 
 @dataclass(frozen=True)
 class Case:
-    """One measured decode call: `batch` requests, one new token each.
+    """One measured decode call: `batch` requests, `new_tokens` of each.
 
     heads    of attention, or of the indexer
+    rows     of queries a request: heads of all its new tokens, which read the same
     context  tokens that a request reads: of sparse attention those that the indexer chose
     cache    "16 bit", "fp8" or "fp8_ds_mla"; an indexer's is "fp8"
     us       of our faster kernel; an indexer's are scores and top-k
@@ -62,12 +67,17 @@ class Case:
     context: int
     cache: str
     us: float
+    new_tokens: int = 1
 
-    def distance(self, batch: int, heads: int, context: float) -> float:
-        """How unlike another call it is, by ratios; heads weigh most."""
+    @property
+    def rows(self) -> int:
+        return self.heads * self.new_tokens
+
+    def distance(self, batch: int, rows: int, context: float) -> float:
+        """How unlike another call it is, by ratios; rows weigh most."""
         work = abs(math.log(self.batch * self.context / (batch * context)))
-        heads_apart = abs(math.log(self.heads / heads))
-        return 4 * heads_apart + work + abs(math.log(self.batch / batch))
+        rows_apart = abs(math.log(self.rows / rows))
+        return 4 * rows_apart + work + abs(math.log(self.batch / batch))
 
 
 @dataclass(frozen=True)
@@ -150,6 +160,8 @@ def _cases(benchmark: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             "cache": "16 bit" if cache in (None, "bf16") else cache,
             "us": row["us"],
         }
+        if (new := int(of.get("new") or 1)) > 1:
+            best[row["case"]]["new_tokens"] = new
     return list(best.values())
 
 

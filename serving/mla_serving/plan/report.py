@@ -6,7 +6,7 @@ from typing import Any
 
 from mla_serving.plan import served
 from mla_serving.plan.attention import KernelTime
-from mla_serving.plan.cost import Plan
+from mla_serving.plan.cost import Plan, Question
 from mla_serving.plan.layout import GIB
 from mla_serving.plan.model import MlaModel
 
@@ -23,6 +23,7 @@ def as_json(plan: Plan) -> str:
             "heads": model.heads,
             "experts": model.experts,
             "parameters": model.parameters,
+            "mtp_layers": question.mtp_layers,
             "sparse": model.sparse,
         },
         "cluster": {
@@ -49,6 +50,7 @@ def as_json(plan: Plan) -> str:
         "load": {
             "batch": question.batch,
             "context": question.context,
+            "speculative_tokens": question.drafts,
             "requests_that_fit": plan.requests_that_fit,
             "fits": plan.fits,
         },
@@ -84,9 +86,10 @@ def as_text(plan: Plan) -> str:
     versions = f"; sparse attention there with vLLM up to {last}" if last else ""
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in plan.weights.items())
     twice = " x 2 attentions" if model.twofold else ""
-    rows = f"{model.layers} layers{twice} x {plan.row_bytes}"
+    every = range(model.layers + question.mtp_layers)
+    rows = f"{len(every)} layers{twice} x {plan.row_bytes}"
     if model.sparse:
-        rows += f" + {model.indexers(range(model.layers))} indexers x {plan.indexer_row_bytes}"
+        rows += f" + {model.indexers(every)} indexers x {plan.indexer_row_bytes}"
     usable = question.memory * question.utilization
     longest = model.max_context or question.context
     # Stages differ in what they hold: weights, memory and tokens are those of this one.
@@ -95,8 +98,7 @@ def as_text(plan: Plan) -> str:
     short = "" if plan.fits else f", fewer than the {question.batch} of --batch"
     lines = [
         ("model", f"{model.name}: {model.parameters / 1e9:.1f} B parameters, {model.layers} layers"
-                  f", {model.heads} heads{experts}; MTP layers and encoders of images, if any, are "
-                  "not counted"),
+                  f", {model.heads} heads{experts}; {_uncounted(question)}, if any, not counted"),
         ("cluster", f"{layout.gpus} x {question.gpu}: {sizes}{expert_parallel}{versions}"),
         ("weights", f"{plan.weight_bytes / GIB:.1f} GiB a GPU{stage}: {parts}; {_stored(model)}"),
         ("KV cache", f"{plan.token_bytes:,} bytes a token: {rows}, {plan.kv_cache_dtype}"),
@@ -108,6 +110,13 @@ def as_text(plan: Plan) -> str:
         ("attention", _attention(plan)),
     ]  # fmt: skip
     return "\n".join(f"{name:<10} {text}" for name, text in lines)
+
+
+def _uncounted(question: Question) -> str:
+    if question.mtp_layers:
+        return f"{question.mtp_layers} more for MTP; encoders of images"
+    drafts = "weights and cache of a draft model" if question.drafts else "MTP layers"
+    return f"{drafts} and encoders of images"
 
 
 def _stored(model: MlaModel) -> str:
@@ -124,8 +133,11 @@ def _attention(plan: Plan) -> str:
     times, question = plan.attention, plan.question
     if times is None or question.rates is None:
         return f"no floor: nothing was measured on {question.gpu}"
+    new = f", {1 + question.drafts} new ones each" if question.drafts else ""
+    if question.drafts > 1:
+        new += " (what makes drafts after the first is not counted)"
     text = (
-        f"a decode step of {question.batch} requests of {question.context:,} tokens: floor "
+        f"a decode step of {question.batch} requests of {question.context:,} tokens{new}: floor "
         f"{times.floor_us / 1e3:.2f} ms ({times.bound})"
     )
     if question.layout.pp > 1:

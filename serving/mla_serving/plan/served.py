@@ -15,10 +15,17 @@ from mla_serving.plan.rates import SM_10X, SM_80
 _LAST_OF_SPARSE = dict.fromkeys(SM_80, "0.28") | dict.fromkeys(SM_10X, "0.32")
 
 
-def check(model: MlaModel, layout: Layout, kv_cache_dtype: str, context: int) -> None:
+def check(
+    model: MlaModel, layout: Layout, kv_cache_dtype: str, context: int, drafts: int = 0
+) -> None:
     """ValueError naming the value, what is allowed and, where there is one, the mend."""
     _check_rows(model, kv_cache_dtype)
     _check_heads(model, layout)
+    if not model.sparse and drafts > support.MAX_QUERY_LEN - 1:
+        raise ValueError(
+            f"Expected --speculative-tokens up to {support.MAX_QUERY_LEN - 1} for dense attention, "
+            f"whose kernels take {support.MAX_QUERY_LEN} query tokens a request, got {drafts}"
+        )
     if model.sparse:
         _check_ranks(model, layout)
         _check_stages(model, layout)

@@ -211,6 +211,16 @@ def test_sizes_beyond_reason_are_refused(capsys, option, value):
     assert f"argument {option}: expected 1 to 1000000000, got {value}" in capsys.readouterr().err
 
 
+def test_drafts_may_be_none(capsys):
+    load = ("--gpus", "1", "--json", "--speculative-tokens")
+    for count in (0, 3):
+        status, out, _ = run(capsys, *V3, *load, f"{count}")
+        assert status == 0 and json.loads(out)["load"]["speculative_tokens"] == count
+    with pytest.raises(SystemExit, match="2"):
+        run(capsys, *V3, *load, "-1")
+    assert "--speculative-tokens: expected 0 to 1000000000, got -1" in capsys.readouterr().err
+
+
 def test_bits_of_a_weight_need_not_be_whole(capsys):
     argv = (*V3, "--gpus", "1", "--weight-bits", "4.5", "--json")
     answer = json.loads(run(capsys, *argv)[1])

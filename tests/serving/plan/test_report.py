@@ -34,7 +34,7 @@ def test_the_report_says_what_the_plan_has(v3):
     assert f" {plan.requests_that_fit:,} of 4,096 tokens" in text
     floor, ours = f"{times.floor_us / 1000:.2f} ms", f"{times.measured_us / 1000:.2f} ms"
     assert f"floor {floor} ({times.bound}), our kernel {ours}, as" in text
-    assert "; MTP layers and encoders of images, if any, are not counted\n" in text
+    assert "; MTP layers and encoders of images, if any, not counted\n" in text
 
 
 def test_the_report_says_of_which_stage_its_weights_are():

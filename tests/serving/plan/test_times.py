@@ -51,7 +51,8 @@ def time_of(case, folder, gpu="h200", heads=128, by=None):
     """Of one layer, with everything as in `case`."""
     shape = {"num_hidden_layers": 1, "first_k_dense_replace": 1, "num_attention_heads": heads}
     dtype = {"16 bit": "auto"}.get(case.cache, case.cache)
-    load = {"batch": case.batch, "context": case.context, "kv_cache_dtype": dtype}
+    load = {"batch": case.batch, "context": case.context, "drafts": case.new_tokens - 1}
+    load["kv_cache_dtype"] = dtype
     at = {"gpu": gpu, "rates": by or rates.load(gpu), "memory": 10_000 * GIB}
     return cost.make(
         question(from_config(config(folder, **shape), "m"), Layout(tp=1), **at, **load)
