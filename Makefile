@@ -50,7 +50,8 @@ serve: $(RUNTIME) ## serve a model on http://127.0.0.1:8000 (OpenAI-compatible)
 	    $(if $(HOST),--host "$(HOST)") $(if $(PORT),--port "$(PORT)") \
 	    $(if $(DTYPE),--dtype "$(DTYPE)") $(ARGS)
 
-# One thread a process: more of them wait for each other's cores, and the tests take twice as long.
+# One thread a process: those of one wait for each other at every operation, and do so for long where
+# another process has a core. An engine of 30 s took over 110 s on two cores.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=10 -n $(JOBS) --maxprocesses 8 \
     --dist loadgroup
 
