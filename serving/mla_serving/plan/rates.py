@@ -36,7 +36,8 @@ INDEX_HEADS, INDEX_TOPK = 64, 2048  # of all cases of the last two
 _ROWS = {
     DENSE: (
         r"mla_kernels/(hopper|triton)/pow2",
-        r"b(?P<batch>\d+)_h(?P<heads>\d+)_q(?P<new>\d+)_k(?P<context>\d+)(_(?P<cache>fp8|fp8_ds_mla))?",
+        r"b(?P<batch>\d+)_h(?P<heads>\d+)_q(?P<new>\d+)_k(?P<context>\d+)"
+        r"(_(?P<cache>fp8|fp8_ds_mla))?",
     ),
     SPARSE: (
         r"mla_kernels/(hopper|triton)",
