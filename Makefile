@@ -51,7 +51,7 @@ serve: $(RUNTIME) ## serve a model on http://127.0.0.1:8000 (OpenAI-compatible)
 	    $(if $(DTYPE),--dtype "$(DTYPE)") $(ARGS)
 
 # One thread a process: those of one wait for each other at every operation, and do so for long where
-# another process has a core. An engine of 30 s took over 110 s on two cores.
+# another process has a core. Beside another, an engine of 30 s took over 110 s on two cores.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=10 -n $(JOBS) --maxprocesses 8 \
     --dist loadgroup
 
