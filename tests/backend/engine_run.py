@@ -11,7 +11,7 @@ after, and what `watch_steps` saw (single-process engines). `ranks`: the counter
 the end. With "choices" in the spec (a sparse model in eager mode, in this process), `choices` is a
 file that torch.load reads: {scenario: one tensor a request}, see choices.py. `preemptions` and
 `accepted`, the share of drafts that were, if any were made: of the whole run, if the engine logs
-statistics. An engine with runner "pooling" gives the `embedding` of each request for its tokens.
+statistics. An engine with runner "pooling" gives each request's `embedding` in place of its tokens.
 With "spoil": n in the spec, steps go wrong for a request of n tokens, see spoil.py.
 With "reload": {scenario: checkpoint}, the weights are loaded anew, from there, before it.
 """
