@@ -91,7 +91,8 @@ SHAPES = [
     Shape(128, 16, s_q=2),
     *(Shape(b, h, cache="bf16") for h in (128, 16) for b in (1, 32, 128)),
     # Those that leave SMs without work, or without as much as others.
-    *(Shape(b, 128, cache=cache) for cache in ("fp8_ds_mla", "bf16") for b in (40, 96, 144)),
+    *(Shape(b, 128, cache=cache) for cache in ("fp8_ds_mla", "bf16") for b in (40, 72, 96, 144)),
+    *(Shape(288, 16, cache=cache) for cache in ("fp8_ds_mla", "bf16")),
     *(Shape(b, h, cache="fp8") for b, h in ((128, 128), (128, 16), (32, 16), (1, 16))),
     *(Shape(128, h, order=order) for h in (128, 16) for order in ("ascending", "runs")),
     *(
