@@ -112,17 +112,17 @@ def time(
     compute, memory = floors(stage)
     cases, why = _attention_cases(model, rates, kv_cache_dtype, call[-1])
     calls = len(stage) * len(model.attentions)
-    kernels = {"attention": _time(_alike(cases, new), why, attention, calls, *call)}
+    kernels = {"attention": _time(_of_new_tokens(cases, new), why, attention, calls, *call)}
     if model.sparse:
         cases, why = _indexer_cases(model, rates)
         calls = model.indexers(stage)
-        cases = _alike(cases, new)
+        cases = _of_new_tokens(cases, new)
         kernels["indexer"] = _time(cases, why, indexer, calls, *index_call, by_rows=True)
     return AttentionTime(max(compute, memory), "compute" if compute > memory else "memory", kernels)
 
 
-def _alike(cases: list[Case], new: int) -> list[Case]:
-    """Those of one new token a request tell of several, but not the other way round."""
+def _of_new_tokens(cases: list[Case], new: int) -> list[Case]:
+    """Those that tell of `new` tokens a request: of several also the ones that had one."""
     return cases if new > 1 else [case for case in cases if case.new_tokens == 1]
 
 
