@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from tests.serving.server_process import ServerProcess
 
@@ -22,7 +23,7 @@ def server(demo_checkpoint, tmp_path_factory):
         yield server
 
 
-def test_prompts_are_embedded(server):
+def test_embeddings_are_those_of_transformers(server, demo_checkpoint):
     prompts = [[3 + 37 * i % 2000 for i in range(n)] for n in (1, 65, 200)]
     with server.client() as client:
         body = {"model": "demo", "input": prompts}
@@ -35,7 +36,11 @@ def test_prompts_are_embedded(server):
         assert client.get("/health").status_code == 200
     assert answer.json()["usage"]["prompt_tokens"] == 1 + 65 + 200
     found = torch.tensor([item["embedding"] for item in answer.json()["data"]])
-    assert found.norm(dim=1) == pytest.approx(1, abs=1e-5)
+    loaded = AutoModelForCausalLM.from_pretrained(demo_checkpoint("v3"), dtype=torch.float32)
+    for row, prompt in zip(found, prompts, strict=True):
+        with torch.no_grad():
+            state = loaded.model(torch.tensor([prompt])).last_hidden_state[0, -1]
+        assert (row - state / state.norm()).abs().max() < 1e-5
     assert found[2] == pytest.approx(alone["data"][0]["embedding"], abs=1e-5)
     assert "embeddings" in server.log.read_text()  # the request to try that it shows
 
