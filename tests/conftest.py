@@ -30,6 +30,12 @@ if not torch.cuda.is_available():
     interpret_kernels()
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Every test draws the same numbers on every run, whatever ran before it in its process."""
+    torch.manual_seed(0)
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Engines start one after the other, in one of xdist's processes; those of tests/gpu, where
     all start with the first test, once."""

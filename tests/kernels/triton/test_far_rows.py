@@ -10,11 +10,13 @@ import functools
 import pytest
 import torch
 from mla_kernels import indexer_scores, mla_decode, mla_sparse_attention, write_kv_cache
+from mla_kernels.decode.reference import mla_decode_reference
 from mla_kernels.decode.triton.launcher import are_near
 from mla_kernels.layer import MlaLayerBuffers, MlaLayerConfig, rope_table
 from mla_kernels.layer.torch_impl import rotate_and_append_torch
 from mla_kernels.layer.triton.launcher import launch_rotate_and_append
 from mla_kernels.query.triton.launcher import launch_join_query
+from mla_kernels.sparse.reference import mla_sparse_attention_reference
 from mla_kernels.testing.cases import decode_case
 from mla_kernels.testing.indexer_case import make_indexer_case
 from mla_kernels.testing.metrics import SHORT_BAR, measure
@@ -28,6 +30,21 @@ def far(x):
     return memory.as_strided(x.shape, (APART, *x.contiguous().stride()[1:])).copy_(x)
 
 
+def decoded(case, q, kv_cache, block_table):
+    """The definition's output of `case` with these in place of its own, not rounded to bf16."""
+    args = q, kv_cache, block_table, case.seq_lens
+    return mla_decode_reference(*args, **case.options, causal=True)[0]
+
+
+SPARSE = {"scale": 0.04, "kv_lora_rank": 512}
+
+
+def attended(q, kv_cache, slots):
+    """The definition's output over the rows that `slots` name, not rounded to bf16."""
+    rest = {"kv_scale": None, "lengths": None, "sink": None}
+    return mla_sparse_attention_reference(q, kv_cache, slots, **SPARSE, **rest)[0]
+
+
 @pytest.mark.parametrize("block_size", [16, 64])
 @pytest.mark.parametrize("where", ["q", "kv_cache"])
 def test_decode(device, where, block_size):
@@ -35,7 +52,7 @@ def test_decode(device, where, block_size):
     pages = case.block_table[:, 0].long()
     q, kv_cache = case.q, case.kv_cache[pages]
     near = torch.arange(3, dtype=torch.int32, device=device)[:, None]
-    want, _ = mla_decode(q, kv_cache, near, case.seq_lens, **case.options, impl="reference")
+    want = decoded(case, q, kv_cache, near)
     moved = (far(q), kv_cache) if where == "q" else (q, far(kv_cache))
     got, _ = mla_decode(*moved, near, case.seq_lens, **case.options, impl="triton")
     assert SHORT_BAR.failures(measure(got, want)) == []
@@ -46,9 +63,9 @@ def test_sparse_attention(device, where):
     q, kv_cache = torch.randn(3, 2, 576).bfloat16(), torch.randn(3, 64, 576).bfloat16()
     slots = torch.arange(3 * 64, dtype=torch.int32).view(3, 64)
     q, kv_cache, slots = q.to(device), kv_cache.to(device), slots.to(device)
-    want, _ = mla_sparse_attention(q, kv_cache, slots, scale=0.04, impl="reference")
+    want = attended(q, kv_cache, slots)
     moved = (far(q), kv_cache) if where == "q" else (q, far(kv_cache))
-    got, _ = mla_sparse_attention(*moved, slots, scale=0.04, impl="triton")
+    got, _ = mla_sparse_attention(*moved, slots, **SPARSE, impl="triton")
     assert SHORT_BAR.failures(measure(got, want)) == []
 
 
@@ -61,11 +78,12 @@ def test_rows_of_a_block(device, op, near):
     memory = torch.empty(15 * apart + shape[0] * 576, dtype=torch.bfloat16, device=device)
     rest = memory.as_strided(shape, (576, apart, 1)).copy_(case.kv_cache), case.block_table
     if op == "decode":
+        want = decoded(case, case.q, *rest)
         call = functools.partial(mla_decode, case.q, *rest, case.seq_lens, **case.options)
     else:
         slots = case.block_table[:, :1] * 16 + torch.arange(16, dtype=torch.int32, device=device)
-        call = functools.partial(mla_sparse_attention, case.q[:, 0], rest[0], slots, scale=0.04)
-    want, _ = call(impl="reference")
+        want = attended(case.q[:, 0], rest[0], slots)
+        call = functools.partial(mla_sparse_attention, case.q[:, 0], rest[0], slots, **SPARSE)
     if near:
         assert SHORT_BAR.failures(measure(call(impl="triton")[0], want)) == []
     else:
@@ -88,13 +106,13 @@ def test_heads(device, op, cache):
     case = decode_case([9, 16, 3], num_heads=3, block_size=64, device=device, junk=1.0, **cache)
     if op == "decode":
         rest = case.kv_cache, case.block_table, case.seq_lens
-        want, _ = mla_decode(case.q, *rest, **case.options, impl="reference")
+        want = decoded(case, case.q, *rest[:2])
         got, _ = mla_decode(far_heads(case.q), *rest, **case.options, impl="triton")
     else:
         q, slots = case.q[:, 0], torch.arange(3 * 5, dtype=torch.int32, device=device).view(3, 5)
         rest = torch.randn(1, 64, 576, device=device).bfloat16(), slots
-        want, _ = mla_sparse_attention(q, *rest, scale=0.04, impl="reference")
-        got, _ = mla_sparse_attention(far_heads(q), *rest, scale=0.04, impl="triton")
+        want = attended(q, *rest)
+        got, _ = mla_sparse_attention(far_heads(q), *rest, **SPARSE, impl="triton")
     assert SHORT_BAR.failures(measure(got, want)) == []
 
 
