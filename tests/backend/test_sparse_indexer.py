@@ -96,11 +96,12 @@ def test_contexts_that_the_top_k_of_a_gpu_does_not_take(monkeypatch):
     gpu = torch.device("meta")
 
     def take(impl, device):
-        kernel = SparseKernel("auto", impl, "pow2", False, fp8_products=device == gpu)
+        kernel = SparseKernel("auto", impl, "pow2", impl == "torch", fp8_products=device == gpu)
         indexer = fake_indexer()
         take_over(indexer, kernel, IndexerBackend, config, device)
         layer = attached(indexer.k_cache)
         assert layer.fp8_products is kernel.fp8_products
+        assert layer.deterministic is kernel.deterministic
         assert (layer.workspace is not None) == (device == gpu and impl == "auto")
 
     with pytest.raises(

@@ -116,12 +116,20 @@ def test_an_indexer_multiplies_in_fp8_unless_told_otherwise(monkeypatch, h200, e
     monkeypatch.setattr(indexer_layer, "indexer_topk", lambda *_, **known: given.update(known))
     topk = torch.zeros(2, 4, dtype=torch.int32, device="meta")
     layer = indexer_layer.IndexerLayer(
-        8, torch.bfloat16, "ue8m0", "auto", None, topk, fp8_products=chosen.fp8_products
+        8,
+        torch.bfloat16,
+        "ue8m0",
+        "auto",
+        None,
+        topk,
+        fp8_products=chosen.fp8_products,
+        deterministic=chosen.deterministic,
     )
     ones = torch.ones(2, dtype=torch.int32)
     rows = TokenRows(torch.zeros(2, 1, dtype=torch.int32), ones, None, ones)
     layer.run(torch.zeros(2, 8, 128), None, torch.zeros(2, 8), topk, None, rows, ones)
     assert given["fp8_products"] is on
+    assert given["deterministic"] is ("VLLM_BATCH_INVARIANT" in env)
 
 
 @pytest.mark.parametrize("device", ["cpu", "sm_100"])

@@ -96,7 +96,7 @@ def two_ranks(monkeypatch):
     )
 
 
-def make_indexer(max_blocks, ranks=1, *, fp8_products):
+def make_indexer(max_blocks, ranks=1, *, fp8_products, deterministic):
     from mla_kernels import indexer_topk_workspace
 
     from mla_backend.attention.sparse.indexer_layer import IndexerLayer
@@ -112,6 +112,7 @@ def make_indexer(max_blocks, ranks=1, *, fp8_products):
         workspace=indexer_topk_workspace(MAX_TOKENS, max_blocks, cpu),
         topk_indices=torch.full((MAX_TOKENS, TOPK), -1, dtype=torch.int32),
         fp8_products=fp8_products,
+        deterministic=deterministic,
         shared=SharedChoice(ranks, TOPK, MAX_TOKENS, cpu) if ranks > 1 else None,
     )
 
@@ -151,10 +152,16 @@ def random_common(rng, max_blocks, max_tokens=MAX_TOKENS):
 
 @pytest.mark.parametrize("max_blocks, ranks", [(64, 1), (2048, 1), (64, 2)])
 @pytest.mark.parametrize(
-    "scores, fp8_products", [("hopper", True), ("hopper", False), ("triton", False)]
+    "scores, fp8_products, deterministic",
+    [
+        ("hopper", True, False),
+        ("hopper", False, False),
+        ("triton", False, False),
+        ("triton", False, True),
+    ],
 )
 def test_no_step_launches_what_was_not_compiled(
-    keys, max_blocks, ranks, scores, fp8_products, monkeypatch, two_ranks
+    keys, max_blocks, ranks, scores, fp8_products, deterministic, monkeypatch, two_ranks
 ):
     from mla_kernels.indexer import api
     from mla_kernels.topk import merge
@@ -167,7 +174,8 @@ def test_no_step_launches_what_was_not_compiled(
     monkeypatch.setattr(api, "_choose", lambda *_: types.SimpleNamespace(impl=scores))
     triton = types.SimpleNamespace(impl="triton")
     monkeypatch.setattr(merge, "choose_impl", lambda *args, **kwargs: triton)
-    indexer, shard = make_indexer(max_blocks, ranks, fp8_products=fp8_products), None
+    how = {"fp8_products": fp8_products, "deterministic": deterministic}
+    indexer, shard = make_indexer(max_blocks, ranks, **how), None
     if ranks > 1:
         indexer.shared.shard = shard = Shard.of(None)
     builder = RowsBuilder(MAX_TOKENS, torch.device("cpu"), shard)
@@ -177,6 +185,8 @@ def test_no_step_launches_what_was_not_compiled(
     kernel = "hopper_scores_kernel" if scores == "hopper" else "scores_kernel"
     assert {kernel, "write_indexer_cache_kernel"} <= names
     assert ({"chosen_values_kernel", "merge_topk_kernel"} <= names) is (ranks > 1)
+    if deterministic:
+        assert {dict(key[1:])["ROWS"] for key in compiled if key[0] == "scores_kernel"} == {"1"}
     assert len(compiled) < 90, "each takes a second or two at start-up"
     keys.clear()
 

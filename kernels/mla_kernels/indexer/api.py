@@ -35,6 +35,7 @@ def indexer_scores(
     lengths: torch.Tensor | None = None,
     clean: bool = True,
     fp8_products: bool = False,
+    deterministic: bool = False,
     out: torch.Tensor | None = None,
     impl: str = "auto",
 ) -> torch.Tensor:
@@ -60,6 +61,9 @@ def indexer_scores(
                  which add them with some 14 bits: scores within 2e-4 of the exact ones (relative
                  Frobenius error), 1.5 to 1.7 times as fast where many rows share the keys.
                  Default: exact products, added in fp32
+    deterministic
+                 the bits of a row's scores do not depend on the other rows of the call, which then
+                 do not share keys in the portable kernel, nor a product in torch
     out          [T, 64 * max_blocks] fp32 to write into
 
     Returns [T, 64 * max_blocks] fp32 (the sums too), -inf where row t does not see key s. A NaN in
@@ -67,8 +71,8 @@ def indexer_scores(
     """
     _check(q, k_cache, weights, block_table, seq_lens, positions, request_ids, lengths)
     T, width = q.shape[0], block_table.shape[1] * BLOCK_SIZE
-    checks.check_flags(clean=clean, fp8_products=fp8_products)
-    fp8_products = bool(fp8_products)
+    checks.check_flags(clean=clean, fp8_products=fp8_products, deterministic=deterministic)
+    fp8_products, deterministic = bool(fp8_products), bool(deterministic)
     if out is not None:
         checks.check_output("out", out, (T, width), torch.float32, q.device)
     choice = _choose("indexer_scores", impl, q, k_cache, fp8_products)
@@ -84,14 +88,18 @@ def indexer_scores(
 
             launch_hopper_scores(*args, scores, request_ids=request_ids, fp8_products=fp8_products)
         else:
-            from mla_kernels.indexer.triton.launcher import launch_scores
+            from mla_kernels.indexer.triton.launcher import launch_scores, tiles_of_call
 
-            launch_scores(*args, scores, request_ids=request_ids)
+            how = {"ragged": request_ids is not None, "deterministic": deterministic}
+            tiles = tiles_of_call(q, k_cache, block_table.shape[0], **how)
+            launch_scores(*args, scores, tiles=tiles, request_ids=request_ids)
         if clean:
             launch_fill_tail(scores, lengths)
         return scores
-    function = indexer_scores_reference if choice.impl == "reference" else indexer_scores_torch
-    found = function(*args, request_ids=request_ids)
+    if choice.impl == "reference":
+        found = indexer_scores_reference(*args, request_ids=request_ids)
+    else:
+        found = indexer_scores_torch(*args, request_ids=request_ids, deterministic=deterministic)
     scores = q.new_full((T, width), float("-inf"), dtype=torch.float32) if out is None else out
     scores[:, : found.shape[1]] = found
     scores[:, found.shape[1] :] = float("-inf")
@@ -111,6 +119,7 @@ def indexer_topk(
     request_ids: torch.Tensor | None = None,
     lengths: torch.Tensor | None = None,
     fp8_products: bool = False,
+    deterministic: bool = False,
     out: torch.Tensor | None = None,
     values: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
@@ -135,8 +144,8 @@ def indexer_topk(
     """
     checks.check_range("k", k, 1, MAX_K)
     k = int(k)  # NumPy's integers are none to what follows
-    checks.check_flags(fp8_products=fp8_products)
-    fp8_products = bool(fp8_products)
+    checks.check_flags(fp8_products=fp8_products, deterministic=deterministic)
+    fp8_products, deterministic = bool(fp8_products), bool(deterministic)
     _check(q, k_cache, weights, block_table, seq_lens, positions, request_ids, lengths)
     T = q.shape[0]
     if out is not None:
@@ -161,12 +170,13 @@ def indexer_topk(
             workspace=workspace,
             hopper=choice.impl == "hopper",
             fp8_products=fp8_products,
+            deterministic=deterministic,
         )
     if choice.impl == "reference":
         scores = indexer_scores_reference(*args, request_ids=request_ids).float()
         chosen = exact_topk_reference(scores, k, lengths=lengths)
     else:
-        scores = indexer_scores_torch(*args, request_ids=request_ids)
+        scores = indexer_scores_torch(*args, request_ids=request_ids, deterministic=deterministic)
         chosen = exact_topk_torch(scores, k, lengths=lengths)
     if values is not None:
         write_values(scores, chosen, values)

@@ -34,6 +34,7 @@ def indexer_topk_fused(
     workspace: torch.Tensor | None = None,
     hopper: bool = False,
     fp8_products: bool = False,
+    deterministic: bool = False,
 ) -> torch.Tensor:
     """See `indexer_topk`. `hopper`: the scores by the Hopper kernel."""
     T, max_blocks = q.shape[0], block_table.shape[1]
@@ -65,7 +66,8 @@ def indexer_topk_fused(
         tile = row_tile(T, requests, ragged=ragged, fp8_products=fp8_products)
         launch = functools.partial(launch_hopper_scores, fp8_products=fp8_products, tile=tile)
     else:
-        tiles = tiles_of_call(q, k_cache, requests, ragged=ragged)
+        how = {"ragged": ragged, "deterministic": deterministic}
+        tiles = tiles_of_call(q, k_cache, requests, **how)
         launch = functools.partial(launch_scores, tiles=tiles)
     tables_in_turns = hopper and request_ids is None and rows_per_request == 1
     if step < T and request_ids is None and not tables_in_turns:  # one may end within a request

@@ -29,6 +29,7 @@ def indexer_scores_torch(
     lengths: torch.Tensor,
     *,
     request_ids: torch.Tensor | None = None,
+    deterministic: bool = False,
 ) -> torch.Tensor:
     """See `indexer_scores`; lengths [T] int32. Returns [T, width] fp32.
 
@@ -46,7 +47,11 @@ def indexer_scores_torch(
         return scores
     q = q.float()
     columns = torch.arange(width, dtype=torch.int32, device=q.device)
-    for first, requests, R in _segments(T, block_table.shape[0], request_ids):
+    if deterministic:
+        segments = _rows_alone(T, block_table.shape[0], request_ids)
+    else:
+        segments = _segments(T, block_table.shape[0], request_ids)
+    for first, requests, R in segments:
         # Unused table entries may hold anything: only the pages of the longest row are followed.
         stop = first + len(requests) * R
         table = block_table[requests, :pages]
@@ -88,6 +93,14 @@ def _segments(
             first += count
     else:  # run lengths are not known without a synchronisation
         yield 0, request_ids.clamp(min=0), 1
+
+
+def _rows_alone(
+    T: int, B: int, request_ids: torch.Tensor | None
+) -> Iterator[tuple[int, torch.Tensor | list[int], int]]:
+    """A segment a row: in a product of several the library may add up each in another order."""
+    for t in range(T):
+        yield t, [t // (T // B)] if request_ids is None else request_ids[t : t + 1].clamp(min=0), 1
 
 
 def _weighted_relu(q: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -73,6 +73,7 @@ def take_over(
         workspace=topk_workspace(vllm_config, tokens, max_blocks, device, impl),
         topk_indices=indexer.topk_indices_buffer,
         fp8_products=kernel.fp8_products,
+        deterministic=kernel.deterministic,
         shared=shared_choice(vllm_config, tokens, indexer.topk_tokens, device),
         gathered_bytes=gathered_bytes,
         expanded_bytes=expanded_bytes,

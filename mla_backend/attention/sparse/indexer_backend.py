@@ -30,7 +30,7 @@ class IndexerBackend(AttentionBackend):
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        return True  # a row's scores and its top-k are its own; vLLM's second model runner asks
+        return True  # IndexerLayer.deterministic; vLLM's second model runner asks
 
     @classmethod
     def supports_pcp(cls) -> bool:

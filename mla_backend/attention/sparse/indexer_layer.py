@@ -17,6 +17,7 @@ class IndexerLayer:
     """What does not change between the steps of one indexer.
 
     dtype          of the keys before they are quantised
+    deterministic  vLLM's batch-invariant mode
     topk_indices   [>= max tokens, index_topk] int32, which the attention of the layer reads
     shared         under decode context parallelism: topk_indices then get this rank's share
     gathered_bytes of a token, while the attention of all ranks' heads is added up there
@@ -32,6 +33,7 @@ class IndexerLayer:
     workspace: torch.Tensor | None
     topk_indices: torch.Tensor
     fp8_products: bool = False
+    deterministic: bool = False
     shared: SharedChoice | None = None
     gathered_bytes: int = 0
     expanded_bytes: ExpandedBytes | None = None
@@ -94,6 +96,7 @@ class IndexerLayer:
             request_ids=rows.request_ids,
             lengths=rows.lengths,
             fp8_products=self.fp8_products,
+            deterministic=self.deterministic,
             out=chosen,
             values=scores,
             workspace=self.workspace,

@@ -76,12 +76,19 @@ def num_programs(device: torch.device) -> int:
     return PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def tiles_of_call(q: torch.Tensor, k_cache: torch.Tensor, B: int, *, ragged: bool) -> ScoreTiles:
-    """The tile for T rows q of B requests, on which the bits of a sum over the heads depend."""
+def tiles_of_call(
+    q: torch.Tensor, k_cache: torch.Tensor, B: int, *, ragged: bool, deterministic: bool
+) -> ScoreTiles:
+    """The tile for T rows q of B requests, on which the bits of a sum over the heads depend: by its
+    rows the compiler lays the heads out over threads. deterministic: a tile a row, always."""
     T, H, D = q.shape
     arch = INTERPRETED if INTERPRET else device_arch(q.device)
-    # Ragged rows are taken one by one unless there are clearly several of each request.
-    shared_rows = (4 if T > 4 * B else 1) if ragged else T // B
+    if deterministic:
+        shared_rows = 1
+    elif ragged:  # rows are taken one by one unless there are clearly several of each request
+        shared_rows = 4 if T > 4 * B else 1
+    else:
+        shared_rows = T // max(B, 1)
     return score_tiles(arch, shared_rows, H, D, k_cache.element_size())
 
 
@@ -93,9 +100,9 @@ def launch_scores(
     lengths: torch.Tensor,
     scores: torch.Tensor,
     *,
+    tiles: ScoreTiles,
     request_ids: torch.Tensor | None = None,
     levels: tuple[torch.Tensor, torch.Tensor] | None = None,
-    tiles: ScoreTiles | None = None,
 ) -> None:
     """scores [T, 64 * max_blocks], written up to the end of each row's last page.
 
@@ -112,8 +119,6 @@ def launch_scores(
     k_fp8 = k_cache.dtype == torch.uint8
     ragged = request_ids is not None
     rows_per_request = 1 if ragged else T // B
-    if tiles is None:
-        tiles = tiles_of_call(q, k_cache, B, ragged=ragged)
     num_tiles = triton.cdiv(T, tiles.rows) if ragged else B * triton.cdiv(T // B, tiles.rows)
     programs = num_programs(q.device) if num_tiles <= MAX_SPLIT_TILES else num_tiles
     level1, level2 = levels or (None, None)

@@ -57,6 +57,9 @@ SCORES = (
     Scores("mixed_scores", ragged=True),
     Scores("prefill", rows=4, ragged=True, split=False, levels=True),
     Scores("prefill_scores", rows=4, ragged=True, split=False),
+    # Deterministic: more tiles than TILE_COUNTS has, of a row each.
+    Scores("prefill_alone", ragged=True, split=False, levels=True),
+    Scores("prefill_alone_scores", ragged=True, split=False),
     Scores("prefill_bf16", rows=4, ragged=True, split=False, q_fp8=False, k_fp8=False),
 )
 
