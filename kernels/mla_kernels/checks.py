@@ -229,14 +229,27 @@ def check_contents(
 
 
 def check_rows_near(kv_cache: torch.Tensor) -> None:
-    """Portable kernels count the bytes from the first row of a block to the others in 32 bits."""
+    """Kernels count the bytes from the first row of a block to the others in 32 bits."""
     _, block_size, width = kv_cache.shape
     reach = (block_size - 1) * kv_cache.stride(1) + width
     if reach * kv_cache.element_size() >= 2**31:
         raise ValueError(
-            "Expected kv_cache with all rows of a block within 2^31 bytes for triton, got "
+            "Expected kv_cache with all rows of a block within 2^31 bytes of each other, got "
             f"strides {kv_cache.stride()}"
         )
+
+
+def pages_near(kv_cache: torch.Tensor) -> bool:
+    """Whether blocks start less than 2^32 bytes apart: kernels for few rows count 2-byte units from
+    one to the next in 32 bits. Not how far a block is from the cache's start, which is 64."""
+    return kv_cache.stride(0) * kv_cache.element_size() < 2**32
+
+
+def is_for_tma(x: torch.Tensor) -> bool:
+    """Contiguous, from a multiple of 16 bytes on, and so would be more of its first dimension:
+    torch calls one of them contiguous wherever the next one would be, and the kernel may not depend
+    on how many there are."""
+    return x.is_contiguous() and x.stride(0) == x.shape[1:].numel() and x.data_ptr() % 16 == 0
 
 
 def rows_aligned(kv_cache: torch.Tensor) -> bool:

@@ -116,7 +116,7 @@ def mla_decode(
     if validate or chosen == "reference":
         checks.check_contents(block_table, seq_lens, kv_cache.shape[0], kv_cache.shape[1])
     options: dict[str, Any] = {
-        "scale": scale,
+        "scale": float(scale),  # a fraction is none to torch
         "kv_lora_rank": int(kv_lora_rank),  # NumPy's integers are none to Triton
         "kv_scale": kv_scale,
         "causal": bool(causal),  # nor are its flags
@@ -258,10 +258,12 @@ def check_arguments(
         if not isinstance(plan, MlaDecodePlan):
             raise ValueError(f"Expected plan from plan_mla_decode, got {type(plan).__name__}")
         plan.check_fits(B, s_q, H, kv_lora_rank, deterministic, device)
-    # Parts are joined where the kernel cannot take their strides.
-    for_tma = [kv_cache, q] if isinstance(q, torch.Tensor) else [kv_cache]
+    for_tma = [kv_cache]
     if kv_cache.dtype != torch.bfloat16 and isinstance(out, torch.Tensor):
         for_tma.append(out)  # the kernels of fp8 caches write two columns at once
+    contiguous = all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in for_tma)
+    # Parts are joined where the kernel cannot take their strides.
+    contiguous = contiguous and (not isinstance(q, torch.Tensor) or checks.is_for_tma(q))
     results = (
         ("out", out, (B, s_q, H, kv_lora_rank), result_dtype(dtype)),
         ("lse", lse, (B, s_q, H), torch.float32),
@@ -281,7 +283,7 @@ def check_arguments(
         kv_cache_dtype=kv_cache.dtype,
         block_size=kv_cache.shape[1],
         rescale=rescale,
-        contiguous=all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in for_tma),
+        contiguous=contiguous,
     )
     if choice.impl == "triton":
         checks.check_rows_near(kv_cache)

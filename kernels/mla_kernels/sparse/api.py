@@ -71,7 +71,8 @@ def mla_sparse_attention(
                -inf without a slot; the sink does not count. Of a row with NaN, whose lse says so,
                anything. Not with rescale "flash"
     workspace  [bytes] uint8 from `mla_sparse_workspace`: scratch of the GPU kernel, which splits
-               few tokens over the device. With out, lse and workspace nothing is allocated
+               few tokens over the device. With out, lse and workspace nothing is allocated. Not for
+               two calls that may run at once
 
     Returns (out [T, H, kv_lora_rank] in q.dtype, lse [T, H] fp32, natural log). A token without a
     slot gives zeros and -inf. ValueError for arguments that do not fit, before any launch.
@@ -110,7 +111,7 @@ def mla_sparse_attention(
         deterministic,
         rescale,
     ).impl
-    options["deterministic"] = bool(deterministic)
+    options |= {"scale": float(scale), "deterministic": bool(deterministic)}
     if chosen in ("hopper", "triton"):
         out, lse = results_for(q, kv_lora_rank, out, lse)
         operands = _operands(q, kv_cache, slots, out, lse, workspace, options)
@@ -236,16 +237,10 @@ def _check_arguments(
         dtype=dtype,
         kv_cache_dtype=kv_cache.dtype,
         # Parts are joined where the kernel cannot take their strides.
-        contiguous=not isinstance(q, torch.Tensor) or _is_for_tma(q),
+        contiguous=not isinstance(q, torch.Tensor) or checks.is_for_tma(q),
         aligned=checks.rows_aligned(kv_cache),
-        # The kernel for few rows is neither batch-invariant nor keeps the largest logits.
+        # Which kernel is faster depends on how many tokens there are; and the one for few rows does
+        # not keep the largest logits.
         few=is_few(T, H, kv_cache.dtype) and not deterministic and max_logits is None,
         rescale=rescale,
     )
-
-
-def _is_for_tma(q: torch.Tensor) -> bool:
-    """Contiguous, from a multiple of 16 bytes on. By its strides: torch calls one token contiguous
-    wherever the next one would be, and the kernel may not depend on how many tokens there are."""
-    _, H, Dk = q.shape
-    return q.stride() == (H * Dk, Dk, 1) and q.data_ptr() % 16 == 0

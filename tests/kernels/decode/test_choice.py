@@ -4,7 +4,9 @@
 import pytest
 import torch
 from mla_kernels import dispatch
+from mla_kernels.arch import get_arch
 from mla_kernels.decode import api, choice
+from mla_kernels.decode.triton.many_rows.launcher import takes_many_rows
 from mla_kernels.layouts import MlaDims
 from mla_kernels.testing.cases import decode_case
 
@@ -39,6 +41,27 @@ def test_what_goes_to_the_portable_kernel_of_an_sm_90(gpu, arguments):
     assert choice.choose_decode_impl("auto", GPU, **arguments).impl == "triton"
     with pytest.raises(ValueError, match="impl='hopper' of mla_decode cannot run here: it"):
         choice.choose_decode_impl("hopper", GPU, **arguments)
+
+
+@pytest.mark.parametrize("s_q", [1, 2])
+def test_a_request_alone_is_judged_as_in_a_batch(monkeypatch, s_q):
+    """A slice of heads that are padded: alone torch calls it contiguous."""
+    q = torch.zeros(4, s_q, 72, 576).bfloat16()[:, :, :64]
+    case = decode_case([70, 3, 9, 1], s_q=s_q, num_heads=64)
+    assert q[2:3].is_contiguous() is (s_q == 1)
+    judged = []
+    monkeypatch.setattr(
+        api,
+        "choose_decode_impl",
+        lambda *_, contiguous, **__: judged.append(contiguous) or dispatch.Choice("torch", ""),
+    )
+    whole = case.q
+    for some in (q, q[2:3], whole, whole[2:3]):
+        B = len(some)
+        api.mla_decode(some, case.kv_cache, case.block_table[:B], case.seq_lens[:B], scale=0.04)
+        few = takes_many_rows(some, case.kv_cache, MlaDims(), get_arch(90), "pow2")
+        assert few is judged[-1]
+    assert judged == [False, False, True, True]
 
 
 @pytest.mark.parametrize("impl", ["auto", "triton"])

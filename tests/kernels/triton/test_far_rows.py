@@ -9,13 +9,15 @@ import functools
 
 import pytest
 import torch
-from mla_kernels import indexer_scores, mla_decode, mla_sparse_attention, write_kv_cache
+from mla_kernels import checks, indexer_scores, mla_decode, mla_sparse_attention, write_kv_cache
 from mla_kernels.decode.reference import mla_decode_reference
 from mla_kernels.decode.triton.launcher import are_near
 from mla_kernels.layer import MlaLayerBuffers, MlaLayerConfig, rope_table
 from mla_kernels.layer.torch_impl import rotate_and_append_torch
 from mla_kernels.layer.triton.launcher import launch_rotate_and_append
 from mla_kernels.query.triton.launcher import launch_join_query
+from mla_kernels.sparse.call import SparseCall
+from mla_kernels.sparse.hopper.launcher import mla_sparse_attention_hopper
 from mla_kernels.sparse.reference import mla_sparse_attention_reference
 from mla_kernels.testing.cases import decode_case
 from mla_kernels.testing.indexer_case import make_indexer_case
@@ -87,7 +89,9 @@ def test_rows_of_a_block(device, op, near):
     if near:
         assert SHORT_BAR.failures(measure(call(impl="triton")[0], want)) == []
     else:
-        with pytest.raises(ValueError, match=r"within 2\^31 bytes for triton, got strides \(576, "):
+        with pytest.raises(
+            ValueError, match=r"within 2\^31 bytes of each other, got strides \(576, "
+        ):
             call(impl="triton")
 
 
@@ -127,6 +131,24 @@ def test_heads(device, op, cache):
 )
 def test_kernels_for_few_rows_take_near_ones_only(strides, near):
     assert are_near(torch.empty_strided((2, 3, 16, 576), strides, device="meta")) is near
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16])
+def test_kernels_for_few_rows_take_near_pages_only(dtype):
+    size = dtype.itemsize
+    for apart, near in ((2**32 - 16, True), (2**32, False)):
+        strides = apart // size, 656, 1
+        cache = torch.empty_strided((2, 64, 656), strides, dtype=dtype, device="meta")
+        assert checks.pages_near(cache) is near
+
+
+def test_the_sparse_kernel_of_an_sm_90_takes_near_rows_only():
+    """With rows of a block 2^31 bytes apart; nothing of it is launched here."""
+    q, slots = torch.zeros(1, 64, 576).bfloat16(), torch.zeros(1, 4, dtype=torch.int32)
+    cache = torch.empty_strided((1, 64, 576), (576, 2**25, 1), dtype=torch.bfloat16, device="meta")
+    call = SparseCall(q, cache, slots, q[..., :512], torch.zeros(1, 64), scale=0.04)
+    with pytest.raises(ValueError, match=r"within 2\^31 bytes of each other"):
+        mla_sparse_attention_hopper(call)
 
 
 @pytest.mark.parametrize("where", ["kv_c", "k_pe", "kv_cache"])

@@ -64,7 +64,8 @@ def mla_decode_triton(
     arch = arch_of(q.device)
     kv_format = cache_format(kv_cache.dtype)
     few_rows = None
-    if not INTERPRET and checks.rows_aligned(kv_cache) and are_near(q):  # Gluon has no interpreter
+    near = are_near(q) and checks.pages_near(kv_cache)
+    if not INTERPRET and checks.rows_aligned(kv_cache) and near:  # Gluon has no interpreter
         few_rows = choose_few_rows(
             tile_rows(s_q * H, arch), dims, kv_format, arch, rescale, kv_cache.shape[1], q.dtype
         )

@@ -3,6 +3,7 @@
 
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from mla_kernels import checks
 from mla_kernels.arch import device_arch
 from mla_kernels.decode.hopper.layouts import BLOCK, HALF, QUERY_TILE, ROPE
 from mla_kernels.decode.query import token_parts
@@ -28,6 +29,7 @@ def mla_sparse_attention_hopper(call: SparseCall, *, deterministic: bool = False
     """`mla_sparse_attention`. Allocates nothing with a workspace, but for parts of q with strides
     that TMA does not take."""
     T, H, K = call.shape
+    checks.check_rows_near(call.kv_cache)
     if T == 0:
         return
     if not deterministic:

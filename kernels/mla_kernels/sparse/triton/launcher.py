@@ -54,8 +54,9 @@ def mla_sparse_attention_triton(
     kv_format = cache_format(call.kv_cache.dtype)
     arch = arch_of(device)
     chosen: Tile | FewRowsTile | None = tile
-    few_rows = not INTERPRET and call.max_logits is None and checks.rows_aligned(call.kv_cache)
-    if tile is None and few_rows:  # Gluon has no interpreter
+    few_rows = checks.rows_aligned(call.kv_cache) and checks.pages_near(call.kv_cache)
+    few_rows = few_rows and call.max_logits is None
+    if tile is None and few_rows and not INTERPRET:  # Gluon has no interpreter
         chosen = choose_few_rows(H, dims, kv_format, arch, dtype)
     chosen = chosen or choose_tile(H, kv_format, arch, half=dtype == torch.float16)
     turns = [call]

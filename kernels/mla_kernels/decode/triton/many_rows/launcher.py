@@ -4,6 +4,7 @@
 import torch
 import triton
 
+from mla_kernels import checks
 from mla_kernels.arch import Arch
 from mla_kernels.decode.call import DecodeCall
 from mla_kernels.decode.hopper import layouts
@@ -29,7 +30,9 @@ def takes_many_rows(
         and dims == MlaDims(512, 64)
         and kv_cache.dtype in (torch.bfloat16, torch.float16)
         and kv_cache.shape[1] == layouts.BLOCK.value
-        and all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in (q, kv_cache))
+        and checks.is_for_tma(q)
+        and kv_cache.is_contiguous()
+        and kv_cache.data_ptr() % 16 == 0
     )
 
 
