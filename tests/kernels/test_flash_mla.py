@@ -328,6 +328,7 @@ def nothing_runs(monkeypatch):
         ({"out": torch.zeros(3, 1, 4, 500).bfloat16()}, r"out of shape \[3, 1, 4, 512\]"),
         ({"out": torch.zeros(3, 1, 512, 4).bfloat16().mT}, "contiguous out, got strides"),
         ({"out": torch.zeros(3, 1, 4, 512)}, "out.dtype in .*bfloat16.*got torch.float32"),
+        ({"out": torch.zeros(3, 1, 4, 512).bfloat16().requires_grad_()}, "out without requires_gr"),
         ({"softmax_scale": 0.0}, "softmax_scale above 0, got 0.0"),
         ({"head_dim_v": None}, r"head_dim_v in 1\.\.575, got None"),
         ({"head_dim_v": 576}, r"head_dim_v in 1\.\.575, got 576"),

@@ -19,8 +19,10 @@ from mla_kernels.decode import torch_scratch
 from mla_kernels.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from mla_kernels.indexer import rows
 from mla_kernels.indexer.torch_impl import e4m3_to_f32
+from mla_kernels.layer import MlaLayerConfig, MlaLayerWeights
 from mla_kernels.query import api as query_api
 from mla_kernels.testing.cases import decode_case
+from mla_kernels.testing.indexer_case import make_indexer_case
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -212,6 +214,42 @@ def test_what_joins_tensors(monkeypatch, dtype, mode):
         )
 
     check(call, mode)
+
+
+@pytest.mark.parametrize("other", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("cache_dtype", [None, torch.uint8])
+def test_the_definitions(cache_dtype, other):
+    """They join tensors too, in fp64 and in the dtype of q."""
+    mine = torch.float16 if other == torch.bfloat16 else torch.bfloat16
+    case = decode_case([70, 3], s_q=2, dtype=mine, cache_dtype=cache_dtype, junk=1.0)
+    slots = (case.block_table[:, :1] * 64 + torch.arange(3)).int()
+    sparse = {"scale": 0.05, "kv_lora_rank": 512, "impl": "reference"}
+    indexer = make_indexer_case([70, 3], q_fp8=False, k_fp8=False)
+
+    def call():
+        return (
+            *mla_decode(*case.args, **case.options, impl="reference"),
+            *mla_sparse_attention(case.q[:, 0], case.kv_cache, slots, **sparse),
+            indexer_scores(*indexer.args, impl="reference"),
+        )
+
+    check(call, lambda: torch.autocast("cpu", other))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("other", [torch.bfloat16, torch.float16])
+def test_weights_of_a_layer(dtype, other):
+    config = MlaLayerConfig(
+        dim=8, q_lora_rank=8, kv_lora_rank=256, num_heads=2, nope_dim=8, rope_dim=32, v_dim=8
+    )
+    sizes = {"q_down": (8, 8), "kv_down": (288, 8), "q_up": (80, 8), "kv_up": (32, 256)}
+    given = {name: torch.randn(size).to(dtype) for name, size in (sizes | {"out": (8, 16)}).items()}
+
+    def call():
+        made = MlaLayerWeights.from_projections(config, **given)
+        return made.down, made.q_up, made.k_up, made.v_up, made.out
+
+    check(call, lambda: torch.autocast("cpu", other))
 
 
 @contextmanager

@@ -41,8 +41,8 @@ def mla_decode_torch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out [B, s_q, H, kv_lora_rank] fp32 or in q.dtype, lse [B, s_q, H] fp32).
 
-    A tile holds about `tile_tokens` tokens. With rescale "pow2" and 16-bit rows the result depends
-    on that only as far as products of other shapes are added up in another order: MKL on several
+    A tile holds about `tile_tokens` tokens. With rescale "pow2" and bf16 rows the result depends on
+    that only as far as products of other shapes are added up in another order: MKL on several
     threads does so. `deterministic` takes requests one by one, so that all products of a request
     have the shapes that they have when it is alone.
     """

@@ -94,5 +94,6 @@ def check_out(q: torch.Tensor, out: torch.Tensor | None, shape: tuple[int, ...])
     if out is None:
         return
     checks.check_shape("out", out, shape)
+    checks.check_written("out", out)
     checks.check_contiguous("out", out)
     check_beside(q, "out", out, shape, q.dtype)

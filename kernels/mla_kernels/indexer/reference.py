@@ -5,6 +5,7 @@ import torch
 
 from mla_kernels.checks import check_range
 from mla_kernels.layouts import IndexerLayout
+from mla_kernels.torch_modes import without_modes
 
 
 def page_keys(k_cache: torch.Tensor, page: int) -> torch.Tensor:
@@ -18,7 +19,7 @@ def page_keys(k_cache: torch.Tensor, page: int) -> torch.Tensor:
     return codes.view(layout.block_size, layout.head_dim) * scales[:, None]
 
 
-@torch.no_grad()
+@without_modes
 def indexer_scores_reference(
     q: torch.Tensor,
     k_cache: torch.Tensor,

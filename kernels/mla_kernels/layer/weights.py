@@ -7,6 +7,13 @@ import torch
 
 from mla_kernels.checks import check_shape, check_tensor, check_type
 from mla_kernels.layer.config import MlaLayerConfig
+from mla_kernels.torch_modes import without_modes
+
+
+@without_modes
+def _joined(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Autocast joins no 16-bit floats but its own."""
+    return torch.cat([first, second])
 
 
 @dataclass(frozen=True)
@@ -71,7 +78,7 @@ class MlaLayerWeights:
         k_up, v_up = heads.split([c.nope_dim, c.v_dim], dim=1)
         return cls(
             config,
-            down=torch.cat([q_down, kv_down]),
+            down=_joined(q_down, kv_down),
             q_up=q_up.contiguous(),
             k_up=k_up.contiguous(),
             v_up=v_up.transpose(1, 2).contiguous(),

@@ -4,9 +4,10 @@
 import torch
 
 from mla_kernels.cache.rows import rows_as_float
+from mla_kernels.torch_modes import without_modes
 
 
-@torch.no_grad()
+@without_modes
 def mla_sparse_attention_reference(
     q: torch.Tensor,
     kv_cache: torch.Tensor,

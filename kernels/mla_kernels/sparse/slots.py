@@ -6,7 +6,7 @@ import torch
 
 def used_slots(slots: torch.Tensor, num_rows: int, lengths: torch.Tensor | None) -> torch.Tensor:
     """Which of slots [T, K] name one of the cache's rows, within `lengths` [T] if given."""
-    used = (slots >= 0) & (slots < num_rows)
+    used = (slots >= 0) & (slots <= num_rows - 1)  # 2^31 rows would be none as an int32
     if lengths is not None:
         used &= torch.arange(slots.shape[1], device=slots.device) < lengths[:, None]
     return used

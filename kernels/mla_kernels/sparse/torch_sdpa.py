@@ -66,20 +66,23 @@ def sparse_attention_by_sdpa(
         limit = counts[tokens]  # [runs, R]
         rows = _gather(words, slots[tokens[:, -1], :N]).view(kv_cache.dtype)
         keys = rows_as_float(rows, dtype, kv_lora_rank, Dk, kv_scale).to(q.dtype)
-        if R > 1 and not keys.sum(dtype=torch.float32).isfinite():
-            # A NaN among them is for those tokens alone that see it.
+        alone = R > 1 and not bool(keys.sum(dtype=torch.float32).isfinite())
+        if not alone:
+            found, found_lse = attend_in_call(
+                q[tokens].view(len(some), 1, R * H, Dk),
+                keys,
+                None if bool((limit == N).all()) else limit[:, None],
+                scale,
+            )
+            alone = R > 1 and bool(found_lse.isnan().any())
+        if alone:
+            # A NaN among the keys, or a score of inf, is for those tokens alone that see it.
             for token, length in zip(
                 tokens.view(-1).tolist(), limit.view(-1).tolist(), strict=True
             ):
                 if length:
                     attend([Run(token, 1, length)])
             return
-        found, found_lse = attend_in_call(
-            q[tokens].view(len(some), 1, R * H, Dk),
-            keys,
-            None if bool((limit == N).all()) else limit[:, None],
-            scale,
-        )
         out[tokens] = found.view(len(some), R, H, -1)[..., :kv_lora_rank]
         lse[tokens] = found_lse.view(len(some), R, H)
 

@@ -51,6 +51,18 @@ def test_powers_of_two_as_weights(exponents, rescale):
         assert (out.float() - exact.float()).abs().max() <= 2**-6 * exact.float().abs().max()
 
 
+@pytest.mark.parametrize("threads", [1], indirect=True)
+def test_bits_do_not_follow_the_tiles(threads):
+    """Rows whose weights range over more than fp16 has normal numbers for, where that is not so."""
+    case = decode_case([3000, 1], q_std=3.0)
+    how = {"causal": True, "rescale": "pow2"}
+    outs = [
+        mla_decode_torch(*case.args, **case.options, **how, tile_tokens=tokens)[0]
+        for tokens in (64, 4096)
+    ]
+    assert torch.equal(*outs)
+
+
 @pytest.fixture
 def threads(request):
     before = torch.get_num_threads()

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`rescale="flash"` on a CPU: which requests share a call, and requests cut into parts."""
 
+from fractions import Fraction
+
 import pytest
 import torch
 from mla_kernels import mla_decode
@@ -253,3 +255,11 @@ def test_a_cache_of_zeros_weighs_something():
     out, lse = mla_decode(*case.args, **case.options, rescale="flash")
     assert not out.any()
     assert torch.allclose(lse[:, 0, 0], torch.tensor([1.0, 1.0, 5.0]).log(), atol=1e-6)
+
+
+def test_a_scale_may_be_any_number_of_pythons():
+    case = decode_case([1], num_heads=2)
+    case.kv_cache.zero_()  # whose scores are looked at once more
+    want = decode(case)
+    case.options["scale"] = Fraction(1, 24)
+    assert all(torch.equal(*pair) for pair in zip(decode(case), want, strict=True))

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sparse attention with rescale "flash" on a CPU: torch's operator, tokens of a prompt together."""
 
+from fractions import Fraction
+
 import pytest
 import torch
 from mla_kernels import mla_sparse_attention
@@ -83,6 +85,15 @@ def test_a_nan_is_for_the_tokens_that_see_it(lengths):
     assert out[sees].isnan().any()
     assert bool(out[~sees].isfinite().all()) and bool(lse[~sees].isfinite().all())
     torch.testing.assert_close(out[~sees].float(), clean[0][~sees].float(), atol=4e-3, rtol=0)
+
+
+def test_a_score_of_inf_is_for_the_tokens_that_see_it():
+    """The operator adds the mask to it: inf - inf."""
+    q, kv = torch.zeros(2, 1, 576).bfloat16(), torch.zeros(1, 64, 576).bfloat16()
+    q[..., 0], kv[0, :2, 1], kv[0, 1, 0] = 2.0**64, 1.0, 2.0**64
+    slots = torch.tensor([[0, -1], [0, 1]], dtype=torch.int32)
+    out, lse = mla_sparse_attention(q, kv, slots, scale=2.0**-20, rescale="flash")
+    assert out[0, 0, 1] == 1.0 and lse[0, 0] == 0.0
 
 
 @pytest.mark.parametrize("column", [5, 570])
@@ -199,3 +210,22 @@ def test_what_flash_is_not_for():
         flash(q, kv, slots, options, impl="triton")
     with pytest.raises(ValueError, match="rescale 'pow2' with impl 'auto' on cuda, got 'flash'"):
         choose_sparse_impl("auto", torch.device("cuda"), rescale="flash")
+
+
+@pytest.mark.parametrize("more", [{"rescale": "flash"}, {"max_logits": torch.empty(6, 16)}])
+def test_a_scale_may_be_any_number_of_pythons(more):
+    q, kv, slots, options = prompt_case([300, 64, 1, 0, 200, 200])
+    kv.zero_()  # the only score of a token is looked at once more
+    want = attend(q, kv, slots, options | {"scale": 0.125}, **more)
+    got = attend(q, kv, slots, options | {"scale": Fraction(1, 8)}, **more)
+    assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("rescale", ["pow2", "flash"])
+def test_a_cache_of_as_many_rows_as_slots_can_name(rescale):
+    """All of its blocks are one."""
+    kv = torch.randn(1, 64, 576).bfloat16().expand(2**25, 64, 576)
+    slots = torch.tensor([[0, 5, 2**31 - 1]], dtype=torch.int32)
+    q, call = torch.randn(1, 2, 576).bfloat16(), {"scale": 0.04}
+    want = mla_sparse_attention(q, kv, slots, impl="reference", **call)
+    assert_close(mla_sparse_attention(q, kv, slots, rescale=rescale, **call), want)
