@@ -10,13 +10,13 @@ EXPERTS = "n_routed_experts"
 _OF_EXPERTS = ("num_experts", "num_local_experts", "moe_intermediate_size")
 # Keys of models whose other layers are linear attention (Kimi Linear, Ling 2.5).
 _HYBRID = ("linear_attn_config", "layer_group_size")
+_OF_DEEPSEEK = ("q_lora_rank", EXPERTS, "n_shared_experts", "first_k_dense_replace")
 # What transformers fills in where a config of these types has no such key, with the numbers of
 # the maker's own models; null is none.
 _FILLED: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(
-        ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2"),
-        ("q_lora_rank", EXPERTS, "n_shared_experts", "first_k_dense_replace"),
-    ),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2"), _OF_DEEPSEEK),
+    "glm_moe_dsa": (*_OF_DEEPSEEK, "index_topk"),
+    "glm4_moe_lite": ("q_lora_rank", EXPERTS, "n_shared_experts"),
     LONGCAT: ("q_lora_rank", EXPERTS, "zero_expert_num"),
 }
 

@@ -22,6 +22,7 @@ from tests.serving.plan.plan_models import (
     REAL,
     ROUTER,
     V3,
+    V32,
     config,
     question,
     weights,
@@ -140,17 +141,26 @@ def test_a_config_that_nests_beyond_reason_is_refused(tmp_path):
         load(str(path))
 
 
-@pytest.mark.parametrize(
-    "key", ["q_lora_rank", "n_routed_experts", "n_shared_experts", "first_k_dense_replace"]
-)
-def test_a_key_for_which_vllm_takes_deepseeks_number_is_not_none(key):
+# Of those without which the plan takes a part for none.
+FILLED = {
+    "glm4_moe_lite": ["q_lora_rank", "n_routed_experts", "n_shared_experts"],
+    "deepseek_v3": ["q_lora_rank", "n_routed_experts", "n_shared_experts", "first_k_dense_replace"],
+    "glm_moe_dsa": ["q_lora_rank", "n_routed_experts", "n_shared_experts", "first_k_dense_replace",
+                    "index_topk"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind, key", [(kind, key) for kind in FILLED for key in FILLED[kind]])
+def test_a_key_for_which_vllm_takes_the_makers_number_is_not_none(kind, key):
     """transformers' classes, which vLLM reads these configs with, have defaults."""
-    without = config(V3, **(DENSE_MODEL if key == "n_routed_experts" else {}))
+    folder = V32 if kind == "glm_moe_dsa" else V3
+    changes = DENSE_MODEL if key == "n_routed_experts" else {}
+    without = config(folder, **changes, model_type=kind)
     del without[key]
     said = f"m: config.json lacks {key}, for which vLLM takes that of the maker's own model"
     with pytest.raises(ValueError, match=said):
         from_config(without, "m")
-    assert CONFIG_MAPPING["deepseek_v3"]().to_dict()[key]
+    assert CONFIG_MAPPING[kind]().to_dict()[key]
     from_config(without | {"model_type": "other"}, "m")
     from_config(without | {key: None}, "m")
 
