@@ -9,6 +9,8 @@ from functools import partial
 from mla_serving.plan.model import PLAIN_BYTES, MlaModel
 
 GIB = 1024**3
+# GLM-4.7-Flash: vLLM's Glm4MoE has no form for split tokens, as its DeepSeek and openPangu have.
+_NEVER_SPLITS = "glm4_moe_lite"
 
 
 @dataclass(frozen=True)
@@ -61,12 +63,13 @@ class Layout:
         q = f"{attention}.q_b_proj" if model.q_lora_rank else f"{attention}.q_proj"
         kv = f"{attention}.kv_b_proj"
         shared = model.shared_experts * model.expert_width
+        shared_ranks = self._shared_ranks(model)
         slices: list[tuple[str, str, Sequence[int], int, int]] = [
             ("queries", q, every, heads * (model.nope + model.dims.rope_dim), tp),
             ("keys and values", kv, every, heads * (model.nope + model.v), tp),
             ("the attention's output", f"{attention}.o_proj", every, heads * model.v, tp),
             ("dense MLPs", f"{mlp}.down_proj", dense, model.dense_width, tp),
-            ("shared experts", "mlp.shared_experts.down_proj", moe, shared, self._shared_ranks),
+            ("shared experts", "mlp.shared_experts.down_proj", moe, shared, shared_ranks),
         ]
         if not self.ep:
             ranks = tp * self.dp
@@ -110,7 +113,7 @@ class Layout:
                 parts["MTP"] += model.mtp * PLAIN_BYTES
             if model.is_moe(layer):
                 parts["routed experts"] += self._experts_per_rank(model) * stored(model.expert)
-                shared = stored(model.shared_mlp) / self._shared_ranks
+                shared = stored(model.shared_mlp) / self._shared_ranks(model)
                 parts["shared experts, routers"] += shared + model.router_bytes
             if model.is_dense(layer):
                 parts["dense MLPs"] += stored(model.dense_mlp) / self.tp
@@ -118,11 +121,11 @@ class Layout:
         parts["embeddings"] = self._embeddings(model, layers) / self.tp * PLAIN_BYTES
         return {name: size for name, size in parts.items() if size}
 
-    @property
-    def _shared_ranks(self) -> int:
+    def _shared_ranks(self, model: MlaModel) -> int:
         """Over how many GPUs a shared expert is sliced. Where vLLM splits the tokens of its MoE
         layers over tp (ParallelConfig.use_sequence_parallel_moe), each has all of it."""
-        return 1 if self.ep and self.dp > 1 else self.tp
+        splits = self.ep and self.dp > 1 and model.model_type != _NEVER_SPLITS
+        return 1 if splits else self.tp
 
     def _experts_per_rank(self, model: MlaModel) -> float:
         ranks = self.tp * self.dp

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights of a GPU by how vLLM spreads a model, and layouts that are refused."""
 
+from dataclasses import replace
+
 import pytest
 from mla_serving.plan.config import from_config, load
 from mla_serving.plan.layout import Layout
@@ -18,6 +20,7 @@ from tests.serving.plan.plan_models import (
     O_PROJ,
     Q_A,
     Q_B,
+    REAL,
     ROUTER,
     V3,
     config,
@@ -56,6 +59,18 @@ def test_shared_experts_are_whole_where_their_tokens_are_split(v3, tp, dp, ep, s
     parts = weights(Layout(tp=tp, dp=dp, ep=ep), v3)
     shared = EXPERT / slices * (1 + 4 / 128**2) + ROUTER * 2
     assert parts["shared experts, routers"] == pytest.approx(58 * shared)
+
+
+def test_shared_experts_of_a_model_that_never_splits_tokens_are_cut():
+    folder, changes, _ = REAL["GLM-4.7-Flash"]
+    flash = from_config(config(folder, **changes), "flash")
+    shared = 46 * (3 * 2048 * 1536 / 4 + 64 * (2048 + 1)) * 2
+    for layout in (Layout(tp=4), Layout(tp=4, dp=2, ep=True)):
+        layout.check(flash)
+        assert weights(layout, flash)["shared experts, routers"] == shared
+    odd = replace(flash, expert_width=1537)
+    with pytest.raises(ValueError, match="4 GPUs cannot slice shared experts of width 1537"):
+        Layout(tp=4, dp=2, ep=True).check(odd)
 
 
 def test_bf16_weights_have_no_scales_and_no_second_kv_b(lite):
