@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the backend would refuse on a GPU, so that no plan promises it. The limits are its own."""
+"""What the backend, and of drafts vLLM, would refuse on a GPU, so that no plan promises it. The
+limits are its own."""
 
 from mla_kernels.indexer.api import HEAD_DIM as INDEX_DIM
 from mla_kernels.indexer.api import MAX_HEADS as MAX_INDEX_HEADS
@@ -21,11 +22,7 @@ def check(
     """ValueError naming the value, what is allowed and, where there is one, the mend."""
     _check_rows(model, kv_cache_dtype)
     _check_heads(model, layout)
-    if not model.sparse and drafts > support.MAX_QUERY_LEN - 1:
-        raise ValueError(
-            f"Expected --speculative-tokens up to {support.MAX_QUERY_LEN - 1} for dense attention, "
-            f"whose kernels take {support.MAX_QUERY_LEN} query tokens a request, got {drafts}"
-        )
+    _check_drafts(model, drafts)
     if model.sparse:
         _check_ranks(model, layout)
         _check_stages(model, layout)
@@ -68,6 +65,20 @@ def _check_heads(model: MlaModel, layout: Layout) -> None:
         raise ValueError(
             f"{model.heads} attention heads / --tp {layout.tp}{gathered} are {heads} on a GPU; our "
             f"kernels take {most}. Mend: {mend}" + (", or a lower --dcp" if gathered else "")
+        )
+
+
+def _check_drafts(model: MlaModel, drafts: int) -> None:
+    if not model.sparse and drafts > support.MAX_QUERY_LEN - 1:
+        raise ValueError(
+            f"Expected --speculative-tokens up to {support.MAX_QUERY_LEN - 1} for dense attention, "
+            f"whose kernels take {support.MAX_QUERY_LEN} query tokens a request, got {drafts}"
+        )
+    turn = model.mtp_layers  # of each one draft; vLLM repeats all of them or none
+    if 0 < turn < drafts and drafts % turn:
+        raise ValueError(
+            f"Expected --speculative-tokens up to {turn} or a multiple of it for the {turn} MTP "
+            f"layers of {model.name}, got {drafts}"
         )
 
 

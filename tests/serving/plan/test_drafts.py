@@ -110,6 +110,18 @@ def test_how_many_drafts():
     plan(model(V32), drafts=most + 1)  # a token is a row there
 
 
+@pytest.mark.parametrize("folder", [V3, V32])
+def test_several_mtp_layers_draft_in_whole_turns(folder):
+    """As vLLM's SpeculativeConfig asks: some of them once, or all of them some times."""
+    three = model(folder, num_nextn_predict_layers=3)
+    for drafts in (1, 2, 3, 6):
+        plan(three, drafts=drafts)
+    for drafts in (4, 5, 7):
+        said = f"up to 3 or a multiple of it for the 3 MTP layers of m, got {drafts}"
+        with pytest.raises(ValueError, match=f"Expected --speculative-tokens {said}"):
+            plan(three, drafts=drafts)
+
+
 def test_the_report_says_what_is_counted():
     with_it = report.as_text(plan(model(), drafts=2))
     assert "61 layers, 128 heads, 256 experts; 1 more for MTP; encoders of images" in with_it
