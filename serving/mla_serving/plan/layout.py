@@ -96,7 +96,13 @@ class Layout:
 
     def weights(self, model: MlaModel, layers: range) -> dict[str, float]:
         """Bytes of weights by part, on a GPU of the stage with these layers. "MTP" is what such
-        layers have that others have not."""
+        layers have that others have not.
+
+        dcp changes none. GLM-5's config asks vLLM for `dcp_q_replicate` (from 0.29 on), with which
+        a rank holds q_b_proj and W_UK of its whole group, but its model on CUDA has no such form.
+        Dense models have it where `--dcp-q-replicate` or VLLM_DCP_Q_REPLICATE asks, which the plan
+        does not know.
+        """
         names = ("attention", "dense MLPs", "routed experts", "shared experts, routers")
         parts = dict.fromkeys((*names, "MTP", "embeddings", "absorbed W_UK, W_UV"), 0.0)
         for layer in layers:

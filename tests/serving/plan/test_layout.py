@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights of a GPU by how vLLM spreads a model, and layouts that are refused."""
 
+import inspect
 from dataclasses import replace
 
 import pytest
@@ -71,6 +72,25 @@ def test_shared_experts_of_a_model_that_never_splits_tokens_are_cut():
     odd = replace(flash, expert_width=1537)
     with pytest.raises(ValueError, match="4 GPUs cannot slice shared experts of width 1537"):
         Layout(tp=4, dp=2, ep=True).check(odd)
+
+
+@pytest.mark.parametrize("name", ["V3", "V3.2", "GLM-5"])
+def test_ranks_that_share_a_cache_hold_no_more_weights(name):
+    folder, changes, _ = REAL[name]
+    model = from_config(config(folder, **changes), name)
+    alone = weights(Layout(tp=8), model)
+    assert all(weights(Layout(tp=8, dcp=dcp), model) == alone for dcp in (2, 4, 8))
+
+
+def test_vllms_model_of_glm_5_on_gpus_does_not_replicate_queries():
+    """Its config asks for that, `dcp_q_replicate`: q_b_proj of all heads of a group on each rank.
+    Only the generic model, of CPUs, does it: if this fails, the plan has to count them."""
+    from vllm.model_executor.models import deepseek_v2
+
+    of_gpus = pytest.importorskip("vllm.models.deepseek_v32.attention")  # 0.26 has it elsewhere
+    assert "DCPGroupColumnParallelLinear" in vars(deepseek_v2)
+    assert "DCPGroupColumnParallelLinear" not in vars(of_gpus)
+    assert "dcp_q_replicate" not in inspect.getsource(of_gpus.DeepseekV32Attention)
 
 
 def test_bf16_weights_have_no_scales_and_no_second_kv_b(lite):
