@@ -1,24 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The least time that attention takes of a decode step, and what measured kernels take."""
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from mla_kernels.layouts import MlaDims
 
+from mla_serving.plan.estimate import Call, Floor
 from mla_serving.plan.kv_cache import indexer_row_bytes, row_bytes
 from mla_serving.plan.layout import Layout
 from mla_serving.plan.model import MlaModel
 from mla_serving.plan.rates import DENSE, INDEX_HEADS, INDEX_TOPK, INDEXER, SPARSE, Case, Rates
 
 _MEASURED = MlaDims(512, 64)  # of the cases in rates.json
-# Times the least measured: more than a launch. No measured call is near it, from 1.21 up to 1.49.
-_BUSY = 1.35
 _INDEXER_FLOPS_PER_KEY = 2  # a multiply and an add for each element of each index head
-
-# Microseconds of computing and of reading, of a call by its batch, heads and context.
-Floor = Callable[[int, int, float], tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -117,7 +111,7 @@ def time(
         cases, why = _indexer_cases(model, rates)
         calls = model.indexers(stage)
         cases = _of_new_tokens(cases, new)
-        kernels["indexer"] = _time(cases, why, indexer, calls, *index_call, by_rows=True)
+        kernels["indexer"] = _time(cases, why, indexer, calls, *index_call, rows_cost=True)
     return AttentionTime(max(compute, memory), "compute" if compute > memory else "memory", kernels)
 
 
@@ -155,53 +149,11 @@ def _time(
     batch: int,
     rows: int,
     context: float,
-    by_rows: bool = False,
+    rows_cost: bool = False,
 ) -> KernelTime:
-    """Of `calls` calls in a step. by_rows: a row costs beside its keys, which no floor counts, as
-    the indexer's top-k does: the time of as long rows is a power of their number between two busy
-    calls, and up to twice as many as the most take as many times its time.
-    """
+    """Of `calls` calls in a step; rows_cost as `Call` has it."""
     if not cases:
         return KernelTime(unmeasured=why)
-    us, case = _call(cases, floor, batch, rows, context, by_rows)
+    us, case = Call(cases, floor, batch, rows, context, rows_cost).time()
     more = max(floor(case.batch, case.rows, case.context)) > max(floor(batch, rows, context))
     return KernelTime(calls * us, case.name, at_most=us == case.us and more)
-
-
-def _call(
-    cases: list[Case], floor: Floor, batch: int, rows: int, context: float, by_rows: bool
-) -> tuple[float, Case]:
-    """Microseconds of a call, and the case that they are by: see KernelTime."""
-
-    def nearest(some: list[Case]) -> Case:
-        return min(some, key=lambda case: case.distance(batch, rows, context))
-
-    here = max(floor(batch, rows, context))
-    floors = {case: max(floor(case.batch, case.rows, case.context)) for case in cases}
-    case = nearest(cases)
-    us = case.us * here / floors[case]
-    below = [case for case in cases if floors[case] < here]
-    above = [case for case in cases if floors[case] >= here]
-    least_us = min(case.us for case in cases)
-    alike = [c for c in cases if by_rows and (c.rows, c.context) == (rows, context)]
-    alike = sorted((c for c in alike if c.us >= _BUSY * least_us), key=lambda c: c.batch)
-    fewer, more = [c for c in alike if c.batch <= batch], [c for c in alike if c.batch > batch]
-    if fewer and (more or batch <= 2 * fewer[-1].batch):
-        case = fewer[-1]
-        power = 1.0
-        if more:
-            power = math.log(more[0].us / case.us) / math.log(more[0].batch / case.batch)
-        us = case.us * (batch / case.batch) ** power
-    elif below and above:  # a multiple of a small case would be one of its launch
-        low, high = nearest(below), nearest(above)
-        share = (here - floors[low]) / (floors[high] - floors[low])
-        us = low.us + share * (high.us - low.us)
-    smaller = [c for c in cases if c.batch <= batch and c.rows <= rows and c.context <= context]
-    least = max(smaller, key=lambda c: c.us, default=min(cases, key=lambda c: c.us))
-    larger = [c for c in cases if c.batch >= batch and c.rows >= rows and c.context >= context]
-    bounds = [(most.us, most) for most in larger]
-    more_rows = min((c.rows for c in cases if c.rows > rows), default=None)
-    if more_rows is not None:
-        bounds.append(_call(cases, floor, batch, more_rows, context, by_rows))
-    found = max((us, case), (least.us, least), key=lambda x: x[0])
-    return min([found, *bounds], key=lambda x: x[0])
