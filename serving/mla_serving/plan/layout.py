@@ -63,12 +63,12 @@ class Layout:
         q = f"{attention}.q_b_proj" if model.q_lora_rank else f"{attention}.q_proj"
         kv = f"{attention}.kv_b_proj"
         shared = model.shared_experts * model.expert_width
-        shared_ranks = self._shared_ranks(model)
+        shared_ranks, dense_ranks = self._shared_ranks(model), self._dense_ranks(model)
         slices: list[tuple[str, str, Sequence[int], int, int]] = [
             ("queries", q, every, heads * (model.nope + model.dims.rope_dim), tp),
             ("keys and values", kv, every, heads * (model.nope + model.v), tp),
             ("the attention's output", f"{attention}.o_proj", every, heads * model.v, tp),
-            ("dense MLPs", f"{mlp}.down_proj", dense, model.dense_width, tp),
+            ("dense MLPs", f"{mlp}.down_proj", dense, model.dense_width, dense_ranks),
             ("shared experts", "mlp.shared_experts.down_proj", moe, shared, shared_ranks),
         ]
         if not self.ep:
@@ -122,16 +122,27 @@ class Layout:
                 shared = stored(model.shared_mlp) / self._shared_ranks(model)
                 parts["shared experts, routers"] += shared + model.router_bytes
             if model.is_dense(layer):
-                parts["dense MLPs"] += stored(model.dense_mlp) / self.tp
+                parts["dense MLPs"] += stored(model.dense_mlp) / self._dense_ranks(model)
             parts["absorbed W_UK, W_UV"] += model.absorbed(layer) / self.tp * PLAIN_BYTES
         parts["embeddings"] = self._embeddings(model, layers) / self.tp * PLAIN_BYTES
         return {name: size for name, size in parts.items() if size}
 
+    @property
+    def _splits_tokens(self) -> bool:
+        """Of MoE layers over tp, where vLLM's model can (ParallelConfig.use_sequence_parallel_moe):
+        then each GPU has all of what computes its share of them."""
+        return self.ep and self.dp > 1
+
     def _shared_ranks(self, model: MlaModel) -> int:
-        """Over how many GPUs a shared expert is sliced. Where vLLM splits the tokens of its MoE
-        layers over tp (ParallelConfig.use_sequence_parallel_moe), each has all of it."""
-        splits = self.ep and self.dp > 1 and model.model_type != _NEVER_SPLITS
-        return 1 if splits else self.tp
+        """Over how many GPUs a shared expert is sliced."""
+        whole = self._splits_tokens and model.model_type != _NEVER_SPLITS
+        return 1 if whole else self.tp
+
+    def _dense_ranks(self, model: MlaModel) -> int:
+        """Over how many GPUs a dense MLP is sliced. vLLM's model of DeepSeek-V3.2 and GLM-5 on CUDA
+        splits the tokens of all layers, but in a pipeline; before 0.29 it did not."""
+        whole = self._splits_tokens and model.sparse and self.pp == 1
+        return 1 if whole else self.tp
 
     def _experts_per_rank(self, model: MlaModel) -> float:
         ranks = self.tp * self.dp

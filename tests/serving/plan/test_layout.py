@@ -24,6 +24,7 @@ from tests.serving.plan.plan_models import (
     REAL,
     ROUTER,
     V3,
+    V32,
     config,
     weights,
 )
@@ -72,6 +73,23 @@ def test_shared_experts_of_a_model_that_never_splits_tokens_are_cut():
     odd = replace(flash, expert_width=1537)
     with pytest.raises(ValueError, match="4 GPUs cannot slice shared experts of width 1537"):
         Layout(tp=4, dp=2, ep=True).check(odd)
+
+
+def test_dense_mlps_of_sparse_models_are_whole_where_tokens_are_split(v32, v3):
+    """In vLLM's model for CUDA, if there is no pipeline."""
+    mlps = 3 * DENSE * (1 + 4 / 128**2)
+    whole = Layout(tp=4, dp=2, ep=True)
+    assert weights(whole, v32)["dense MLPs"] == pytest.approx(mlps)
+    for cut in (Layout(tp=4), Layout(tp=4, ep=True), Layout(tp=4, dp=2)):
+        assert weights(cut, v32)["dense MLPs"] == pytest.approx(mlps / 4)
+    assert weights(whole, v3)["dense MLPs"] == pytest.approx(mlps / 4)
+    piped = Layout(tp=4, dp=2, pp=2, ep=True)
+    parts = piped.weights(v32, piped.stages(61)[0])
+    assert parts["dense MLPs"] == pytest.approx(mlps / 4)
+    odd = {"intermediate_size": 18_431, "quantization_config": None}
+    whole.check(from_config(config(V32, **odd), "whole"))
+    with pytest.raises(ValueError, match="4 GPUs cannot slice dense MLPs of width 18431"):
+        whole.check(from_config(config(V3, **odd), "cut"))
 
 
 @pytest.mark.parametrize("name", ["V3", "V3.2", "GLM-5"])
