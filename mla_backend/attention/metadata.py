@@ -70,13 +70,19 @@ class MlaMetadata(MLACommonMetadata[MlaDecodeMetadata]):
     prefill_tiles: list[PrefillTile] | None = None
 
 
-def microbatched_graphs(vllm_config: Any) -> list[int]:
-    """Tokens of the CUDA graphs of whole decode steps that vLLM captures in microbatches (DBO)."""
+def microbatched_graphs(vllm_config: Any, query_len: int) -> list[int]:
+    """Tokens of the CUDA graphs of whole decode steps, `query_len` of each request, that vLLM
+    captures in microbatches (DBO). Its second model runner rounds sizes up to whole requests."""
     parallel, compilation = vllm_config.parallel_config, vllm_config.compilation_config
     mode = compilation.cudagraph_mode
     if not parallel.use_ubatching or mode is None or mode.decode_mode() != CUDAGraphMode.FULL:
         return []
     sizes = compilation.cudagraph_capture_sizes or []
+    if vllm_config.use_v2_model_runner:
+        most = vllm_config.scheduler_config.max_num_seqs * query_len
+        most = min(most, compilation.max_cudagraph_capture_size)
+        rounded = {-(-size // query_len) * query_len for size in sizes}
+        sizes = sorted(size for size in rounded if size <= most)
     return [size for size in sizes if size >= parallel.dbo_decode_token_threshold]
 
 
@@ -160,11 +166,9 @@ class MlaMetadataBuilder(StepBuilder, MLACommonMetadataBuilder[MlaMetadata]):
         if self.dcp_world_size > 1:
             support.refuse_shared_microbatches(parallel.num_ubatches)
         support.refuse_step_shape(heads, self._most_s_q, drafts=drafts)
-        support.refuse_microbatches(
-            1 + drafts,  # of a graph; parallel drafting raises the threshold further
-            parallel.num_ubatches,
-            microbatched_graphs(vllm_config),
-        )
+        query_len = 1 + drafts  # of a graph; parallel drafting raises the threshold further
+        graphs = microbatched_graphs(vllm_config, query_len)
+        support.refuse_microbatches(query_len, parallel.num_ubatches, graphs)
 
     def _refuse_prompts(self, layer: Any) -> None:
         """ValueError for a layer that would end the engine at the first prompt."""

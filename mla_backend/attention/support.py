@@ -230,8 +230,9 @@ def refuse_microbatches(query_len: int, microbatches: int, graph_sizes: Sequence
     """ValueError for a CUDA graph of whole steps whose tokens, `query_len` of each request, vLLM
     cuts into `microbatches` (--enable-dbo) in the middle of a request.
 
-    vLLM computes the lengths of such requests into new memory in every step, and a replay reads
-    those of its capture.
+    A replay launches what its capture did: for whole requests another plan than for parts of some,
+    which from step to step are others. vLLM's first model runner also computes the lengths of such
+    requests into new memory in every step.
     """
     cut = [size for size in graph_sizes if (size // microbatches) % query_len]
     if cut:

@@ -341,7 +341,7 @@ def test_graphs_whose_microbatches_would_cut_a_request_are_refused():
         support.refuse_microbatches(3, 2, [33, 36, 51])
 
 
-def microbatched(mode, **parallel):
+def microbatched(mode, *, second_runner=False, max_num_seqs=64, **parallel):
     """What of vLLM's configuration says how it cuts steps."""
     parallel = {
         "use_ubatching": True,
@@ -350,22 +350,30 @@ def microbatched(mode, **parallel):
         **parallel,
     }
     compilation = {"cudagraph_mode": mode, "cudagraph_capture_sizes": [8, 32, 40]}
+    compilation["max_cudagraph_capture_size"] = 40
     layer = SimpleNamespace(impl=SimpleNamespace(num_heads=16))
     compilation["static_forward_context"] = {"layer": layer}
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**parallel),
         compilation_config=SimpleNamespace(**compilation),
+        scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs),
         speculative_config=SimpleNamespace(num_speculative_tokens=2),
+        use_v2_model_runner=second_runner,
     )
 
 
 def test_graphs_that_are_captured_in_microbatches():
-    def graphs(*args, **parallel):
-        return microbatched_graphs(microbatched(*args, **parallel))
+    def graphs(*args, query_len=3, **given):
+        return microbatched_graphs(microbatched(*args, **given), query_len)
 
     assert graphs(CUDAGraphMode.FULL_DECODE_ONLY) == [32, 40]
     assert graphs(CUDAGraphMode.FULL_AND_PIECEWISE, dbo_decode_token_threshold=0) == [8, 32, 40]
     assert graphs(CUDAGraphMode.FULL_DECODE_ONLY, use_ubatching=False) == []
+    second = {"second_runner": True}  # of whole requests, as many as there may be
+    assert graphs(CUDAGraphMode.FULL_DECODE_ONLY, **second) == [33]
+    assert graphs(CUDAGraphMode.FULL_DECODE_ONLY, **second, query_len=1) == [32, 40]
+    assert graphs(CUDAGraphMode.FULL_DECODE_ONLY, **second, query_len=5) == [35, 40]
+    assert graphs(CUDAGraphMode.FULL_DECODE_ONLY, **second, query_len=5, max_num_seqs=7) == [35]
     assert graphs(CUDAGraphMode.PIECEWISE) == graphs(CUDAGraphMode.NONE) == graphs(None) == []
 
 
@@ -380,6 +388,24 @@ def build(monkeypatch, config, threshold=1, num_heads=16, ranks=1, layer="layer"
 
     monkeypatch.setattr(MLACommonMetadataBuilder, "__init__", common)
     return MlaMetadataBuilder(None, [layer], config, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_ranks_may_share_tokens_out_by_several_beside_drafts(monkeypatch, sparse):
+    """vLLM asserts it before the first step, and with NIXL sets such an interleave by itself."""
+    from vllm.v1.worker import cp_utils
+
+    from mla_backend.attention.impl import MlaImpl
+    from mla_backend.attention.sparse.impl import SparseMlaImpl
+
+    impl = object.__new__(SparseMlaImpl if sparse else MlaImpl)
+    impl.dcp_world_size, impl.need_to_return_lse_for_decode = 2, True
+    layer = SimpleNamespace(impl=impl, get_attn_backend=lambda: None)
+    monkeypatch.setattr(cp_utils, "get_layers_from_vllm_config", lambda *_, **__: {"a": layer})
+    ranks = {"decode_context_parallel_size": 2, "prefill_context_parallel_size": 1}
+    parallel = SimpleNamespace(cp_kv_cache_interleave_size=64, **ranks)
+    config = SimpleNamespace(parallel_config=parallel, speculative_config=object())
+    cp_utils.check_attention_cp_compatibility(config)
 
 
 @pytest.mark.parametrize("threshold", [3, 5])

@@ -47,6 +47,8 @@ class SparseMlaImpl(ExpandedPrompts):
     _use_flashinfer_concat_mla_k = False
     can_return_lse_for_decode: bool = True
     supports_dcp: bool = True  # asked from 0.30 on; the LSE is a natural logarithm
+    # Ranks may share tokens out by several at a time beside drafts: each token is a row of its own.
+    supports_mtp_with_cp_non_trivial_interleave_size: bool = True
 
     def __init__(
         self,
