@@ -9,8 +9,9 @@ from typing import Any
 
 from mla_backend.compat import versions
 
-# Of both model runners: who makes up a step.
-_DUMMY_RUN = "_dummy_run"
+# Who makes up a step: of both model runners, and of the second as expert parallelism is scaled
+# (0.32), when all of them write to the block that no request has.
+MAKERS = ("_dummy_run", "warmup_kernels")
 # Of a layer's name, which may have another number behind it: LongCat has two attentions a layer.
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
@@ -169,7 +170,7 @@ def is_dummy_step() -> bool:
     or for a data-parallel rank without requests. Its second one's drafters write their rows of such
     steps to places of requests that are gone (to 0.30)."""
     frame = inspect.currentframe()
-    while frame is not None and frame.f_code.co_name != _DUMMY_RUN:
+    while frame is not None and frame.f_code.co_name not in MAKERS:
         frame = frame.f_back
     return frame is not None
 
@@ -182,7 +183,7 @@ def request_ids() -> Sequence[str]:
     variable. A dummy step has no requests, whatever its runner holds.
     """
     frame = inspect.currentframe()
-    while frame is not None and frame.f_code.co_name != _DUMMY_RUN:
+    while frame is not None and frame.f_code.co_name not in MAKERS:
         names = frame.f_locals
         for holder in (names, getattr(names.get("self"), "__dict__", {})):
             ids = getattr(holder.get("input_batch"), "req_ids", None)

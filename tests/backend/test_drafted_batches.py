@@ -104,7 +104,10 @@ def make_builder(
     made.dcp_manager = None
     made.model_config = SimpleNamespace(dtype=torch.bfloat16, get_head_size=lambda: 576)
     made.q_data_type, made.metadata_cls = torch.bfloat16, SimpleNamespace
-    made._prefill_backend = SimpleNamespace(prepare_metadata=lambda *_: None)
+    made._prefill_backend = SimpleNamespace(
+        prepare_metadata=lambda *_: None,
+        get_name=lambda: "FLASH_ATTN",  # 0.33 asks
+    )
     return made
 
 

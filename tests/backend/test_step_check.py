@@ -342,16 +342,27 @@ def test_steps_that_a_runner_makes_up_are_not_checked():
     def _dummy_run():
         builder._check("made up")
 
+    def warmup_kernels():
+        builder._check("made up as ranks of experts come or go")
+
     _dummy_run()
+    warmup_kernels()
     assert checked == [] and STATS.checked_steps == before
     builder._check("a step")
     assert checked == ["a step"] and STATS.checked_steps == before + 1
 
 
-@pytest.mark.parametrize("name", ["gpu_model_runner", "gpu.model_runner"])
-def test_who_makes_up_steps_has_the_name_that_is_looked_for(name):
-    """Of both model runners; else made-up steps would be checked, and named by requests."""
+@pytest.mark.parametrize(
+    ("module", "maker"),
+    [
+        ("gpu_model_runner", "_dummy_run"),
+        ("gpu.model_runner", "_dummy_run"),
+        ("gpu.warmup", "warmup_kernels"),
+    ],
+)
+def test_who_makes_up_steps_has_the_name_that_is_looked_for(module, maker):
+    """Else made-up steps would be checked, and named by requests."""
     from mla_backend.compat import step_metadata
 
-    source = Path(importlib.util.find_spec(f"vllm.v1.worker.{name}").origin).read_text()
-    assert f"def {step_metadata._DUMMY_RUN}(" in source
+    source = Path(importlib.util.find_spec(f"vllm.v1.worker.{module}").origin).read_text()
+    assert f"def {maker}(" in source and maker in step_metadata.MAKERS
