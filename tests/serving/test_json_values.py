@@ -2,9 +2,11 @@
 """What vLLM would answer with 500 is refused before it sees it; the rest arrives unchanged."""
 
 import json
+import time
 import tracemalloc
 
 import pytest
+from mla_serving.server.json_depth import MOST
 from mla_serving.server.json_values import complaint
 
 JSON = {"content-type": "application/json"}
@@ -58,12 +60,68 @@ def test_whole_text_arrives_unchanged(stand, text, escaped):
         rb'{"a": "\ud800"',
         rb'{"a": "\ud800\x"}',
         b'{"\xed\xa0": \xff}',
-        rb'{"a": ' + b"[" * 100_000 + rb'"\ud800"' + b"]" * 100_000 + b"}",
     ],
 )
 def test_what_is_no_json_is_vllms_to_refuse(stand, body):
     answer = stand().request("POST", "/v1/echo", content=body, headers=JSON)
     assert answer.json()["bytes"] == len(body)
+
+
+def nested(depth, begin=b'{"a": ', end=b"}"):
+    """JSON that is a number in so many objects, or lists."""
+    return begin * depth + b"1" + end * depth
+
+
+LISTS = (b"[", b"]")
+
+
+TOO_DEEP = {
+    "as ended the engine": b'{"model": "m", "kv_transfer_params": %s}' % nested(500),
+    "lists": b'{"model": "m", "kv_transfer_params": {"a": %s}}' % nested(500, *LISTS),
+    "one more": nested(MOST + 1),
+    "behind a string": b'{"a": "]]]", "b": %s}' % nested(MOST, *LISTS),
+    "behind escapes": rb'{"a": "\\\"]]]", "b": "\\", "c\"": %s, "d": "["}' % nested(MOST, *LISTS),
+    "behind many": b'{"a": [%s[]], "b": %s}' % (b"[[]], " * 500, nested(MOST, *LISTS)),
+    "UTF-16": f'{{"\u2200": {nested(MOST).decode()}}}'.encode("utf-16-le"),  # has a byte '"'
+    "over what Python parses": nested(100_000),
+    "and a surrogate": rb'{"a": ' + b"[" * 100_000 + rb'"\ud800"' + b"]" * 100_000 + b"}",
+}
+
+
+@pytest.mark.parametrize("case", TOO_DEEP)
+def test_json_that_nests_too_deep(stand, openai_error, case):
+    s = stand()
+    error = openai_error(s.request("POST", "/v1/echo", content=TOO_DEEP[case], headers=JSON))
+    assert error["code"] == 400
+    assert error["message"] == f"The body nests deeper than {MOST} objects and lists."
+    assert s.events == []
+
+
+NOT_TOO_DEEP = {
+    "transfer parameters": b'{"model": "m", "kv_transfer_params": %s}' % nested(100),
+    "the most": nested(MOST),
+    "the most of both": nested(MOST // 2, b'{"a": [', b"]}"),
+    "many": b'{"prompt": [%s[5]]}' % (b"[5], " * 1000),
+    "text": b'{"prompt": "%s"}' % (b"{[" * 1000),
+    "escapes": rb'{"a": "\\\"%s", "%s\\": "%s"}' % (b"{" * 500, b"[" * 500, b"{" * 500),
+    "UTF-16": f'{{"a": "\u2200{"[" * 500}"}}'.encode("utf-16-le"),
+    "half a character": nested(500).decode().encode("utf-16-le")[:-1],  # vLLM's to refuse
+}
+
+
+@pytest.mark.parametrize("case", NOT_TOO_DEEP)
+def test_json_that_does_not_nest_too_deep_arrives(stand, case):
+    body = NOT_TOO_DEEP[case]
+    answer = stand().request("POST", "/v1/echo", content=body, headers=JSON)
+    assert answer.json()["bytes"] == len(body)
+
+
+def test_many_small_lists_hold_no_other_request_up():
+    """8 MiB of them: to parse them would take seconds."""
+    body = b'{"prompt": [' + b"[], " * (2 * 2**20) + b"[]]}"
+    began = time.process_time()
+    assert complaint(body) is None
+    assert time.process_time() - began < 1
 
 
 def test_other_bodies_are_none_of_its_business(stand):

@@ -151,6 +151,15 @@ BAD = {
             "no allowed token": {"structured_outputs": {"choice": ["a"]}, "allowed_token_ids": [1]},
         }.items()
     },
+    # What its engine cannot pickle for its workers.
+    "nested 500 deep": (
+        400,
+        {
+            "content": b'{"model": "demo", "prompt": "a", "kv_transfer_params": %s1%s}'
+            % (b'{"a": ' * 500, b"}" * 500),
+            "headers": JSON,
+        },
+    ),
     "300 headers": (431, {"headers": [("x", "y")] * 300}),
     "10 MB": (413, {"json": {**COMPLETION, "prompt": "x" * 10_000_000}}),
 }

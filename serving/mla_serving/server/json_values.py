@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Refuse JSON with values that vLLM answers with 500, or with words on its own code: half of a
 surrogate pair, such as "\ud800", which is no Unicode text and can be neither tokenised nor sent on,
-integers that it cannot pass on to its engine, and a field that it reads before it is checked.
+integers that it cannot pass on to its engine, and a field that it reads before it is checked. Also
+JSON that nests too deep, which ends its engine.
 """
 
 import json
@@ -13,6 +14,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mla_serving.server.errors import error_response
+from mla_serving.server.json_depth import MOST, is_too_deep
 from mla_serving.server.json_object import is_json
 from mla_serving.server.replay import replay
 
@@ -61,11 +63,13 @@ class JsonValues:
 def complaint(body: bytes) -> tuple[str, str] | None:
     """The place in JSON of a value to refuse ("messages[0].content"; "" for a name at the top), and
     what is wrong with it; None without one, and for what is no JSON."""
+    if is_too_deep(body):
+        return "", f"The body nests deeper than {MOST} objects and lists."
     if not _SUSPECT.search(body):
         return None
     try:
         content = json.loads(body)
-    except (ValueError, RecursionError):  # vLLM's to refuse
+    except ValueError:  # vLLM's to refuse
         return None
     return _lone_surrogate(content) or _odd_field(content)
 
