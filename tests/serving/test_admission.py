@@ -2,10 +2,13 @@
 """Requests over a real socket: how many are taken, and that none is counted when it has ended."""
 
 import asyncio
+from functools import partial
 
 import httpx
 import pytest
+from mla_serving.server.head_limit import HeadLimit
 
+from tests.serving.connection import connected
 from tests.serving.running_app import DONE, Running
 
 
@@ -38,6 +41,32 @@ def test_a_client_that_leaves_is_no_longer_counted(stand):
                     break
                 await asyncio.sleep(0.02)
             assert r.stand.gate.running == 0
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("behind", [0, 1, 3])
+@pytest.mark.parametrize("leave", ["close", "abort"])
+def test_a_client_that_has_sent_its_next_requests_and_leaves(stand, leave, behind):
+    """uvicorn would stop reading at the second, and tell only the last that the client has gone."""
+
+    async def run():
+        s = stand()
+        protocol = partial(HeadLimit, max_bytes=10_000, max_headers=20)
+        async with connected(s.app, protocol) as (reader, writer, _):
+            writer.write(b"POST /v1/stream HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n")
+            await asyncio.wait_for(reader.readuntil(b"data: 2"), 5)
+            for _ in range(behind):
+                writer.write(b"POST /v1/echo HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n\r\nx")
+                await asyncio.sleep(0.05)
+            assert s.gate.running == 1
+            writer.close() if leave == "close" else writer.transport.abort()
+            for _ in range(100):
+                if s.gate.running == 0:
+                    break
+                await asyncio.sleep(0.02)
+            assert s.gate.running == 0
+            assert s.events == ["cancelled"]  # nor were the next ones run
 
     asyncio.run(run())
 

@@ -10,10 +10,11 @@ from http import HTTPStatus
 from typing import Any
 
 from mla_serving.server.head_wait import HeadWait
+from mla_serving.server.pipelining import Pipelining
 from mla_serving.server.upgrade import IgnoreUpgrade
 
 
-class HeadLimit(HeadWait, IgnoreUpgrade):
+class HeadLimit(HeadWait, Pipelining, IgnoreUpgrade):
     """uvicorn's HTTP protocol: 431 for a head above `max_bytes` or `max_headers`.
 
     Also gives the 400 of what is no HTTP the shape of all other errors.

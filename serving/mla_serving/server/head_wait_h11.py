@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wait for a request's head where httptools is missing."""
+"""The wait for a request's head where httptools is missing.
+
+This one parses no request before it has answered the one in front, and reads none: of a client that
+has sent its next request and leaves it hears when it writes, not before (pipelining.py).
+"""
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
