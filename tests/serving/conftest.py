@@ -35,6 +35,25 @@ GIVEN_UP = {
 }
 
 
+class VLLMClientError(Exception):
+    """As vLLM's, by name."""
+
+
+class TooLargeError(VLLMClientError):
+    """What vLLM raises of a field, as its VLLMValidationError."""
+
+    parameter = "top_logprobs"
+
+
+# What vLLM answers in its own shape, unless its answer has begun.
+HANDLED = {
+    "field": TooLargeError("too large"),
+    "value": ValueError("not like this"),
+    "type": TypeError("private text"),
+    "nan": ValueError("Out of range float values are not JSON compliant"),
+}
+
+
 class FakeEngine:
     """What the server reads of vLLM's engine client."""
 
@@ -130,6 +149,24 @@ def make_vllm_app(events, engine):
         if how == "amid":
             return StreamingResponse(1 / (2 - i) for i in range(3))
         raise ZeroDivisionError("private text")
+
+    async def handled(request, error):
+        param = getattr(error, "parameter", None)
+        status = 500 if request.app is not app else 422 if param else 400
+        return JSONResponse({"error": {"message": str(error), "param": param}}, status)
+
+    for error in (VLLMClientError, ValueError, TypeError):
+        app.add_exception_handler(error, handled)
+
+    @app.post("/v1/late")
+    async def late(how: str, named: bool = True):
+        """As vLLM's streamed responses, which check some fields when they generate."""
+
+        async def chunks():
+            yield "event: x\n" * named + "data: 0\n\n"
+            raise HANDLED.get(how) or ZeroDivisionError("private text")
+
+        return StreamingResponse(chunks(), media_type="text/event-stream")
 
     @app.post("/v1/generate")
     async def generate(how: str, grammar: bool = True, ends: str = "error", kind: str = "token"):

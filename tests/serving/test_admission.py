@@ -2,6 +2,7 @@
 """Requests over a real socket: how many are taken, and that none is counted when it has ended."""
 
 import asyncio
+import json
 from functools import partial
 
 import httpx
@@ -98,3 +99,50 @@ def test_a_crash_amid_an_answer_shows(stand):
                 await r.client.post("/v1/fail?how=amid")
 
     asyncio.run(run())
+
+
+async def late(stand, path):
+    """The lines of a stream, and whether it was cut off."""
+    async with Running(stand) as r, r.client.stream("POST", f"/v1/late?{path}") as answer:
+        lines = []
+        try:
+            async for line in answer.aiter_lines():
+                lines.append(line)
+        except httpx.RemoteProtocolError:
+            return lines, True
+        return lines, False
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize(
+    ("how", "status", "kind", "message", "param"),
+    [
+        ("field", 422, "UnprocessableEntityError", "too large", "top_logprobs"),
+        ("value", 400, "BadRequestError", "not like this", None),
+    ],
+)
+def test_a_refusal_amid_a_stream_is_an_event(
+    stand, named, how, status, kind, message, param, capfd
+):
+    """As the application answers where it does not stream; nothing of it is in the log."""
+    lines, cut = asyncio.run(late(stand, f"how={how}&named={named}"))
+    names = ["event: x", "event: error"]
+    assert [line for line in lines if line.startswith("event:")] == (names if named else [])
+    first, second = (json.loads(line[6:]) for line in lines if line.startswith("data: "))
+    error = {"message": message, "type": kind, "param": param, "code": status}
+    assert (first, second["error"]) == (0, error)
+    assert not cut
+    assert "Exception" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("how", "name"), [("type", "TypeError"), ("nan", "ValueError"), ("own", "ZeroDivisionError")]
+)
+def test_a_crash_amid_a_stream_is_an_event_and_shows(stand, how, name, capfd):
+    lines, cut = asyncio.run(late(stand, f"how={how}"))
+    assert [line for line in lines if line.startswith("event:")] == ["event: x", "event: error"]
+    error = json.loads(lines[-2].removeprefix("data: "))["error"]
+    assert (error["message"], error["code"]) == (f"Internal error: {name}", 500)
+    assert cut
+    log = capfd.readouterr().err
+    assert log.count("Exception in ASGI application") == 1 and f"\n{name}: " in log

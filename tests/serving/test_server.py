@@ -195,6 +195,32 @@ def test_a_stream_says_that_its_grammar_is_at_fault(client, path, body):
     assert "grammar that the request asks for" in errors[0]["message"]
 
 
+# What vLLM checks of a response when it generates: a stream has begun by then.
+LATE = {
+    "regex": {"structured_outputs": {"regex": "("}},
+    "grammar": {"structured_outputs": {"grammar": "x"}},
+    "schema": {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "no"}}}},
+    "choice": {"structured_outputs": {"choice": []}},
+    "logit_bias": {"logit_bias": {"999999": 5}},
+    "top_logprobs": {"top_logprobs": 25, "include": ["message.output_text.logprobs"]},
+}
+
+
+@pytest.mark.parametrize("case", LATE)
+def test_a_streamed_response_says_what_is_refused_late(server, client, openai_error, case):
+    """To OpenAI's client, in the words of the same refusal without streaming."""
+    body = {"model": MODEL, "input": "x", "max_output_tokens": 2}
+    refused = openai_error(client.post("/v1/responses", json={**body, **LATE[case]}))
+    ours = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
+    seen = []
+    with pytest.raises(openai.APIError) as caught:
+        for event in ours.responses.create(**body, stream=True, extra_body=LATE[case]):
+            seen.append(event.type)
+    assert seen == ["response.created", "response.in_progress"]
+    assert caught.value.body == refused and refused["code"] == 400
+    assert caught.value.message == refused["message"]
+
+
 @pytest.mark.parametrize(
     ("method", "path", "status"), [("GET", "/v1/nothing", 404), ("GET", "/v1/completions", 405)]
 )

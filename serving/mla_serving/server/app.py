@@ -93,7 +93,7 @@ def build_root_app(
         allow_methods=args.allowed_methods,
         allow_headers=args.allowed_headers,
     )
-    app.add_middleware(OpenAIErrors)
+    app.add_middleware(OpenAIErrors, vllm_app=vllm_app)
     if args.enable_request_id_headers:
         app.add_middleware(RequestId)
     app.add_middleware(Counted)

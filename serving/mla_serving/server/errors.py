@@ -6,9 +6,12 @@ import logging
 from http import HTTPStatus
 from typing import Any
 
+from starlette.applications import Starlette
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mla_serving.server.late_error import cause_of, late_refusal
 
 _LOG = logging.getLogger("uvicorn.error")  # which would log it otherwise
 # What an error body may weigh before it is passed on as it is: ours and vLLM's are far smaller.
@@ -43,10 +46,10 @@ def error_response(
     return JSONResponse(error_body(status, message, param), status, headers)
 
 
-def error_event(status: int, message: str, named: bool) -> bytes:
+def error_event(status: int, message: str, named: bool, param: str | None = None) -> bytes:
     """An error as an event of a stream that has begun. named: its events have names, as those of
-    responses and messages have."""
-    error = error_body(status, message)
+    responses and messages have; OpenAI's client raises the `error` of these too."""
+    error = error_body(status, message, param)
     if not named:
         return f"data: {json.dumps(error)}\n\n".encode()
     return f"event: error\ndata: {json.dumps({'type': 'error', **error})}\n\n".encode()
@@ -87,10 +90,13 @@ def _holds_nan(body: bytes) -> bool:
 
 class OpenAIErrors:
     """ASGI middleware: gives any error answer (status >= 400) of the application our one shape, and
-    500 where it raises before an answer, or answers 400 for NaN of its own."""
+    500 where it raises before an answer, or answers 400 for NaN of its own. A stream of events amid
+    which it raises ends with one that says why: vLLM checks some fields of a response as late as
+    that. `vllm_app` knows the words."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, vllm_app: Starlette) -> None:
         self.app = app
+        self.vllm_app = vllm_app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -98,10 +104,13 @@ class OpenAIErrors:
         held: Message | None = None
         body = b""
         last: Message = {}  # of those passed on
+        streams = False
 
         async def send_on(message: Message) -> None:
-            nonlocal last
+            nonlocal last, streams
             last = message
+            if message["type"] == "http.response.start":
+                streams = is_event_stream(message)
             await send(message)
 
         async def send_shaped(message: Message) -> None:
@@ -134,12 +143,26 @@ class OpenAIErrors:
         except Exception as error:
             # Starlette answers a crash and raises it again; uvicorn then closes the connection
             # under what the client, which was told nothing, has sent or sends next.
+            text = f"Internal error: {type(cause_of(error)).__name__}"
             if last and (last["type"] == "http.response.start" or last.get("more_body")):
+                if streams:
+                    named = last.get("body", b"").startswith(b"event:")
+                    refusal = await late_refusal(self.vllm_app, error, scope)
+                    if refusal is not None and not _holds_nan(refusal.body):
+                        return await send(_last_event(refusal, named))
+                    event = error_event(500, text, named)
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
                 raise  # the client must see that the answer was cut off
             _LOG.exception("Exception in ASGI application")
             if not last:
-                text = f"Internal error: {type(error).__name__}"
                 await error_response(500, text)(scope, receive, send)
+
+
+def _last_event(refusal: Response, named: bool) -> Message:
+    status, body = refusal.status_code, bytes(refusal.body)
+    error = json.loads(reshaped(status, body) or body)["error"]
+    event = error_event(status, error["message"], named, error.get("param"))
+    return {"type": "http.response.body", "body": event}
 
 
 _REPLACED = (b"content-type", b"content-length")
