@@ -29,12 +29,7 @@ time.sleep(60)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
     assert "Exception ignored in" in done.stderr and "StopRequested" in done.stderr
     assert done.returncode == 128 + signal.SIGTERM
-    for _ in range(100):
-        if has_ended(int(done.stdout)):
-            break
-        time.sleep(0.05)
-    else:
-        pytest.fail("the child still runs")
+    wait_for_the_end_of(done.stdout)
 
 
 HANG_UP = """
@@ -143,6 +138,43 @@ if __name__ == "__main__":
         pytest.fail(f"the child still runs, or shared memory is left: {left}")
 
 
+@pytest.mark.parametrize("error", ["NoSuchProcess", "AccessDenied"])
+def test_a_child_that_cannot_be_killed_keeps_no_other_alive(error):
+    """It may end, as engines do that a first signal is ending, between the list and its turn."""
+    code = f"""
+import subprocess
+import psutil
+from mla_serving.server import lifecycle
+
+children = [subprocess.Popen(["sleep", "60"]) for _ in range(4)]
+print(*(child.pid for child in children), flush=True)
+list_children, kill = psutil.Process.children, psutil.Process.kill
+
+def list_and_end_one(self, **how):
+    found = list_children(self, **how)
+    children[1].kill()
+    children[1].wait()
+    return found
+
+def refuse(self):
+    if self.pid == children[1].pid:
+        raise psutil.AccessDenied(self.pid)
+    kill(self)
+
+psutil.Process.children = list_and_end_one
+if "{error}" == "AccessDenied":
+    psutil.Process.kill = refuse
+try:
+    lifecycle.kill_everything()
+finally:  # not reached
+    for child in children:
+        child.kill()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    wait_for_the_end_of(*done.stdout.split())
+
+
 def test_vllm_does_not_swallow_a_signal_while_its_engine_loads(tmp_path):
     code = f"""
 import os, signal, sys, time, zmq
@@ -158,6 +190,14 @@ except lifecycle.StopRequested:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "told to stop\n"), done.stderr
+
+
+def wait_for_the_end_of(*pids):
+    for _ in range(100):
+        if all(has_ended(int(pid)) for pid in pids):
+            return
+        time.sleep(0.05)
+    pytest.fail("a child still runs")
 
 
 def has_ended(pid):

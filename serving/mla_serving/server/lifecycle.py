@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing import resource_tracker
 from typing import Any
@@ -169,5 +169,6 @@ def kill_everything() -> None:
     tracker = getattr(resource_tracker._resource_tracker, "_pid", None)
     for child in psutil.Process().children(recursive=True):
         if child.pid != tracker:
-            child.kill()
+            with suppress(psutil.Error):  # it has ended by itself, or is another user's
+                child.kill()
     os._exit(128 + signal.SIGTERM)
