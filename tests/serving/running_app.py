@@ -11,6 +11,8 @@ import uvicorn
 from mla_serving.server import lifecycle
 from mla_serving.server.progress import Progress
 
+WAIT_SECONDS = 60  # for what takes a moment, but where other processes want the cores
+
 
 class Running:
     """A root application served by uvicorn until stopped, with a client."""
@@ -35,9 +37,10 @@ class Running:
                 Progress(),
             )
         )
-        await asyncio.wait_for(listening.wait(), 5)
+        await asyncio.wait_for(listening.wait(), WAIT_SECONDS)
         port = sock.getsockname()[1]
-        self.client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=10)
+        url = f"http://127.0.0.1:{port}"
+        self.client = httpx.AsyncClient(base_url=url, timeout=WAIT_SECONDS)
         return self
 
     async def __aexit__(self, *_):
@@ -61,7 +64,7 @@ class Running:
             return [line for line in lines if line]
 
         task = asyncio.create_task(read())
-        await asyncio.wait_for(first.wait(), 5)
+        await asyncio.wait_for(first.wait(), WAIT_SECONDS)
         self.lines = lines
         return task
 

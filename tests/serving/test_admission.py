@@ -10,7 +10,7 @@ import pytest
 from mla_serving.server.head_limit import HeadLimit
 
 from tests.serving.connection import connected
-from tests.serving.running_app import DONE, Running
+from tests.serving.running_app import DONE, WAIT_SECONDS, Running
 
 
 def test_admission_limit(stand, openai_error):
@@ -56,7 +56,7 @@ def test_a_client_that_has_sent_its_next_requests_and_leaves(stand, leave, behin
         protocol = partial(HeadLimit, max_bytes=10_000, max_headers=20)
         async with connected(s.app, protocol) as (reader, writer, _):
             writer.write(b"POST /v1/stream HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n")
-            await asyncio.wait_for(reader.readuntil(b"data: 2"), 5)
+            await asyncio.wait_for(reader.readuntil(b"data: 2"), WAIT_SECONDS)
             for _ in range(behind):
                 writer.write(b"POST /v1/echo HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n\r\nx")
                 await asyncio.sleep(0.05)
@@ -83,7 +83,7 @@ def test_a_crash_takes_no_other_request_of_its_connection_along(stand, monkeypat
             reader, writer = await asyncio.open_connection(host.host, host.port)
             writer.write(path + b" HTTP/1.1\r\nHost: x\r\n\r\n")
             writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-            answers = await asyncio.wait_for(reader.read(), 5)
+            answers = await asyncio.wait_for(reader.read(), WAIT_SECONDS)
             assert answers.startswith(b"HTTP/1.1 500 ")
             assert answers.endswith(b'{"from":"vllm"}')
             writer.close()

@@ -9,6 +9,7 @@ import pytest
 from mla_serving.server.head_limit import HeadLimit
 
 from tests.serving.connection import connected
+from tests.serving.running_app import WAIT_SECONDS
 
 BYTES, HEADERS = 100_000, 20
 TOO_LARGE = 431
@@ -42,7 +43,7 @@ def ask(*pieces):
                     break
                 writer.write(piece)
                 await asyncio.sleep(0.01)
-            head = await asyncio.wait_for(answer, 5)
+            head = await asyncio.wait_for(answer, WAIT_SECONDS)
             length = int(head.lower().partition(b"content-length: ")[2].split()[0])
             body = await reader.readexactly(length)
             closed = head.lower().count(b"connection: close")
@@ -159,7 +160,7 @@ def test_requests_behind_those_that_ask_for_another_protocol():
     async def run():
         async with connection() as (reader, writer, _):
             writer.write(post + get + post + plain)
-            return await asyncio.wait_for(reader.read(), 5)
+            return await asyncio.wait_for(reader.read(), WAIT_SECONDS)
 
     answers = asyncio.run(run()).split(b"HTTP/1.1 200 OK")
     assert [answer[-1:] for answer in answers[1:]] == [b"3", b"0", b"3", b"2"]

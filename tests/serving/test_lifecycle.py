@@ -12,7 +12,7 @@ import pytest
 from mla_serving.server import lifecycle
 from mla_serving.server.admission import Admission, Gate
 
-from tests.serving.running_app import DONE, Running
+from tests.serving.running_app import DONE, WAIT_SECONDS, Running
 
 
 @pytest.fixture
@@ -184,7 +184,7 @@ def test_a_stream_that_has_waited_all_the_drain_says_so(stand):
                         said.append(line)
 
             reading = asyncio.create_task(read())
-            await asyncio.wait_for(begun.wait(), 5)
+            await asyncio.wait_for(begun.wait(), WAIT_SECONDS)
             os.kill(os.getpid(), signal.SIGTERM)
             with pytest.raises(httpx.RemoteProtocolError):
                 await reading
