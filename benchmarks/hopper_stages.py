@@ -107,8 +107,7 @@ def stage_kernel(clocks, sink, scale_log2, loops, STAGE: gl.constexpr):
         begin = clock()
         for _ in range(loops):
             token = issue_scores(
-                q_a, q_b, q_rope, q_shared, ring_a, ring_b, ring_r, loaded, loaded, loaded,
-                0, 1, 0, 1,
+                q_a, q_b, q_rope, q_shared, ring_a, ring_b, ring_r, loaded, loaded, 0, 1, 0, 1
             )  # fmt: skip
             if STAGE == 1:
                 mbarrier.wait(taken.index(0), 1)

@@ -23,10 +23,12 @@ from mla_kernels.decode.reference import mla_decode_reference
 from mla_kernels.decode.rescale import RESCALES
 from mla_kernels.decode.torch_impl import mla_decode_torch
 from mla_kernels.dispatch import Choice
-from mla_kernels.layouts import MlaDims
+from mla_kernels.layouts import BLOCK_SIZE, MlaDims
 from mla_kernels.query.api import join_query_torch
 from mla_kernels.torch_modes import untraced
 from mla_kernels.triton_common.record import kind
+
+MAX_TOKENS = 2**30  # of a request
 
 __all__ = ["AVAILABLE", "MAX_HEADS", "MAX_S_Q", "mla_decode"]
 
@@ -217,6 +219,16 @@ def _by_torch(
     return out, (result_lse.float() if lse is None else lse.copy_(result_lse))
 
 
+def check_room(B: int, max_blocks: int, block_size: int) -> None:
+    """Kernels count the tokens of a request, and the blocks of a batch, in 32 bits."""
+    room = max_blocks * block_size
+    if room > MAX_TOKENS or B * (room // BLOCK_SIZE + 3) >= 2**31:
+        raise ValueError(
+            f"Expected a block_table with room for {MAX_TOKENS} tokens a request and, in all, for "
+            f"2^31 blocks of {BLOCK_SIZE}; got {B} requests of {room} tokens"
+        )
+
+
 def check_arguments(
     q: Query,
     kv_cache: torch.Tensor,
@@ -247,6 +259,7 @@ def check_arguments(
     if both_float and kv_cache.dtype != dtype:
         raise ValueError(f"Expected q and kv_cache of one dtype, got {dtype} and {kv_cache.dtype}")
     checks.check_shape("block_table", block_table, (B, "max_blocks"))
+    check_room(B, block_table.shape[1], kv_cache.shape[1])
     checks.check_dtype("block_table", block_table, (torch.int32,))
     checks.check_last_contiguous("block_table", block_table)
     checks.check_shape("seq_lens", seq_lens, (B,))

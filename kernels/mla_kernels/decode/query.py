@@ -132,6 +132,7 @@ def _rows(part: torch.Tensor) -> torch.Tensor | None:
     row = part.stride(2) if H > 1 else part.stride(1) if s_q > 1 else D
     request = part.stride(0) if B > 1 else s_q * H * row
     offsets = (part.data_ptr(), row * part.element_size(), request * part.element_size())
-    if any(offset % 16 for offset in offsets):
+    # Of one that is expanded the next is the same; that TMA takes a stride of 0 is not known.
+    if any(offset % 16 for offset in offsets) or not row or not request:
         return None
     return part.as_strided((B, s_q * H, D), (request, row, 1))

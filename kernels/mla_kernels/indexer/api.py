@@ -19,6 +19,7 @@ from mla_kernels.versions import no_triton
 
 AVAILABLE = ("hopper", "triton", "torch", "reference")
 MAX_HEADS = 64
+MAX_ROOM = 2**30  # tokens of a request, which kernels count in 32 bits with some to spare
 HEAD_DIM = 128
 
 
@@ -236,3 +237,5 @@ def _check(
     for name, x in (("k_cache", k_cache), ("weights", weights)):
         checks.check_device(name, x, q.device)
     check_rows(T, block_table, seq_lens, positions, request_ids, lengths, q.device)
+    room = block_table.shape[1] * BLOCK_SIZE
+    checks.check_range("width of scores (64 * block_table.shape[1])", room, 0, MAX_ROOM)

@@ -16,11 +16,12 @@ def join_query(q_latent: torch.Tensor, q_rope: torch.Tensor) -> torch.Tensor:
     parts, as `mla_decode` wants them: torch.cat for parts of any strides at the speed of a copy.
 
     The latent part comes out of a batched product over heads as a transposed view, which torch.cat
-    copies element by element. T up to any number, H 1 and more, bf16, fp16 or fp32; the last
+    copies element by element. H 1 and more, T * H up to 2^30, bf16, fp16 or fp32; the last
     dimension of both must be contiguous. ValueError for parts that do not fit each other.
     """
     checks.check_shape("q_latent", q_latent, ("T", "H", "R"))
     T, H, R = q_latent.shape
+    checks.check_range("T * H", T * H, 0, 2**30)
     checks.check_shape("q_rope", q_rope, (T, H, "P"))
     checks.check_dtype("q_latent", q_latent, DTYPES)
     checks.check_dtype("q_rope", q_rope, (q_latent.dtype,))

@@ -12,7 +12,7 @@ from mla_kernels.decode.query import Query, check_query, first_part, joined, res
 from mla_kernels.dispatch import Choice
 from mla_kernels.layouts import MlaDims
 from mla_kernels.sparse.choice import AVAILABLE as AVAILABLE
-from mla_kernels.sparse.choice import choose_sparse_impl, is_few
+from mla_kernels.sparse.choice import MAX_SLOTS, choose_sparse_impl, is_few
 from mla_kernels.sparse.reference import mla_sparse_attention_reference
 from mla_kernels.sparse.torch_impl import mla_sparse_attention_torch
 from mla_kernels.sparse.torch_sdpa import sparse_attention_by_sdpa
@@ -54,8 +54,8 @@ def mla_sparse_attention(
                they are; for the others they are joined by `join_query`
     kv_cache   [num_blocks, block_size, Dk] bf16, fp16 or fp32; float8_e4m3fn with kv_scale; or
                uint8 [num_blocks, block_size, 656] = fp8_ds_mla rows (layouts.py)
-    slots      [T, K] int32 = block * block_size + offset; -1, or any number outside the cache, is
-               none, at any place in the row; a slot named twice counts twice
+    slots      [T, K] int32 = block * block_size + offset, K up to 2^20; -1, or any number outside
+               the cache, is none, at any place in the row; a slot named twice counts twice
     scale      softmax scale, 1 / sqrt(head dim before absorption); a Python number
     kv_scale   float8_e4m3fn caches only: value = e4m3 * kv_scale
     lengths    [T] int32: token t uses slots[t, :lengths[t]] only
@@ -194,6 +194,7 @@ def _check_arguments(
     if kv_cache.dtype in checks.FLOAT_DTYPES and kv_cache.dtype != dtype:
         raise ValueError(f"Expected q and kv_cache of one dtype, got {dtype} and {kv_cache.dtype}")
     checks.check_shape("slots", slots, (T, "K"))
+    checks.check_range("K (slots.shape[1])", slots.shape[1], 0, MAX_SLOTS)
     checks.check_dtype("slots", slots, (torch.int32,))
     checks.check_last_contiguous("slots", slots)
     rows = kv_cache.shape[0] * kv_cache.shape[1]

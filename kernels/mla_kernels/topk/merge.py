@@ -48,6 +48,11 @@ def merge_topk(
     checks.check_range("ranks (candidates.shape[0])", ranks, 1, MAX_MERGED // next_power_of_2(k))
     checks.check_range("rank", rank, 0, ranks - 1)
     checks.check_range("interleave", interleave, 1, 2**20)
+    if ranks * (2**20 + int(interleave)) > 2**31:
+        raise ValueError(
+            f"Expected tokens of all ranks below 2^31, got {ranks} ranks of up to 2^20 tokens and "
+            f"interleave {interleave}"
+        )
     rank, interleave = int(rank), int(interleave)  # NumPy's integers are none to Triton
     if out is None:
         out = torch.empty((T, k), dtype=torch.int32, device=candidates.device)

@@ -73,6 +73,8 @@ def test_parts_that_tma_cannot_read_are_copied(start):
         ((2, 3, 1), (3 * 512, 512, 7), 0, False),
         ((2, 1, 1), (512, 7, 7), 0, False),
         ((1, 3, 4), (7, 2048, 512), 0, False),
+        ((2, 1, 16), (16 * 512, 16 * 512, 0), 0, True),  # one head for all
+        ((2, 1, 16), (0, 16 * 512, 512), 0, True),  # one request for all
     ],
 )
 def test_places_that_tma_cannot_reach(shape, strides, first, copied):

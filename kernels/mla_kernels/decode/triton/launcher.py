@@ -113,7 +113,9 @@ def launch_decode(call: DecodeCall, tile: Tile, dims: MlaDims, arch: Arch) -> No
         kv_cache.stride(0),
         *call.sizes(),
         **kernel_constants(dims, kv_format, *cache_sizes(kv_cache)),
-        **tile_constants(tile, arch, call.rescale, kv_format, q.dtype, kv_cache.shape[1]),
+        **tile_constants(
+            tile, arch, call.rescale, kv_format, q.dtype, prefetch=may_prefetch(kv_cache, tile)
+        ),
         **call.modes(),
         LOAD_SCALE=isinstance(call.kv_scale, torch.Tensor),
         **tile_options(tile),
@@ -143,10 +145,18 @@ def kernel_constants(
     }
 
 
+def may_prefetch(kv_cache: torch.Tensor, tile: Tile) -> bool:
+    """Whether a tile lies within a page and not much lies between its rows, as in a cache whose
+    blocks hold all layers: all of that would be read from memory too."""
+    _, page, width = kv_cache.shape
+    return page % tile.tokens == 0 and kv_cache.stride(1) < 2 * width
+
+
 def tile_constants(
-    tile: Tile, arch: Arch, rescale: str, kv_format: str, dtype: torch.dtype, block_size: int
+    tile: Tile, arch: Arch, rescale: str, kv_format: str, dtype: torch.dtype, *, prefetch: bool
 ) -> dict[str, Any]:
-    """Compile-time arguments that the tile and the GPU decide."""
+    """Compile-time arguments that the tile and the GPU decide, and whether the cache lets a tile be
+    asked for ahead."""
     # fp16 holds every e4m3 value and costs half a conversion instruction. With q rows on wgmma's
     # M side a converted q would take the registers.
     fp16_dots = kv_format == "fp8" and (tile.order == "tokens" or not tile.wgmma)
@@ -165,7 +175,7 @@ def tile_constants(
         "WGMMA": tile.wgmma,
         "WARPS": tile.warps,
         "CARRY": tile.carry,
-        "PREFETCH": 0 if INTERPRET or block_size % tile.tokens else tile.prefetch,
+        "PREFETCH": tile.prefetch if prefetch and not INTERPRET else 0,
         "HW_FP8": arch.e4m3_convert and not INTERPRET,
         "PDL": arch.programmatic_launch and not INTERPRET,
         "INTERPRET": INTERPRET,

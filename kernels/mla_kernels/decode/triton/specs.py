@@ -142,7 +142,9 @@ def _decode_spec(
         },
         constexprs={
             **kernel_constants(dims, kv_format, page, row_stride(dims, kv_format, align), align),
-            **tile_constants(tile, arch, rescale, kv_format, dtype, page),
+            **tile_constants(
+                tile, arch, rescale, kv_format, dtype, prefetch=page % tile.tokens == 0
+            ),
             "LOAD_SCALE": kv_format == "fp8",
             "CAUSAL": causal,
             "CHUNKED": chunked,
