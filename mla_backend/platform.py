@@ -177,6 +177,14 @@ class MlaCpuPlatform(CpuPlatform):
             settled.restore(vllm_config)
 
     @classmethod
+    def register_triton_kernel_overrides(cls) -> None:
+        """vLLM's own (from 0.31 on), of an operator that rejects what is no draft."""
+        from mla_backend.cpu_worker.rejection import reject_padding
+
+        reject_padding()
+        super().register_triton_kernel_overrides()
+
+    @classmethod
     def update_block_size_for_backend(cls, vllm_config: Any) -> None:
         """vLLM's own. From 0.33 on it chooses a block size here where none was asked for, 128 for a
         model with several classes of layers; ours was chosen above, and the log names it.

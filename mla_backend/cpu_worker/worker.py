@@ -16,7 +16,11 @@ from mla_backend.cpu_worker.blocks import zero_blocks
 from mla_backend.cpu_worker.drafting import unshare_lengths
 from mla_backend.cpu_worker.experts import choose_experts, pass_on
 from mla_backend.cpu_worker.generators import keep_generators
-from mla_backend.cpu_worker.rejection import expand_batch_to_tokens, limit_drafts
+from mla_backend.cpu_worker.rejection import (
+    expand_batch_to_tokens,
+    limit_drafts,
+    reject_padding,
+)
 from mla_backend.cpu_worker.reloading import pack_experts_each_time, refuse_int8
 from mla_backend.cpu_worker.stages import make_stage_buffers
 
@@ -25,6 +29,7 @@ class MlaCpuWorker(CPUWorker):
     """vLLM's, with all mends."""
 
     def init_device(self) -> None:
+        reject_padding()  # to 0.30; later ones have taken the operator already (platform.py)
         super().init_device()
         rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
         rejection_sampler.apply_top_k_top_p = limit_drafts

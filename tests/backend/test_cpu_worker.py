@@ -12,6 +12,7 @@ from vllm.model_executor.layers.fused_moe.router import (
     fused_topk_bias_router,
     zero_expert_router,
 )
+from vllm.utils import cpu_triton_utils
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from vllm.v1.sample import rejection_sampler
@@ -102,12 +103,42 @@ def test_values_are_repeated_for_the_tokens_of_a_request(dtype):
     assert got.dtype == dtype and got.tolist() == [3, 3, 1, 1, 1, 7]
 
 
+@pytest.mark.parametrize("row", [0, 1])
+def test_padding_is_no_draft(monkeypatch, row):
+    """In front of a draft's row is the last token's probability of another request, or what lies in
+    front of all of them. Through what vLLM takes for its kernel (0.31 on)."""
+    from vllm.triton_utils import dispatcher
+
+    from mla_backend.platform import MlaCpuPlatform
+
+    name, taken = "_rejection_random_sample_kernel_impl", {}
+    monkeypatch.setattr(cpu_triton_utils, name, getattr(cpu_triton_utils, name))
+    monkeypatch.setattr(dispatcher, "register_kernels", taken.update)
+    monkeypatch.setattr("vllm.triton_utils.HAS_TRITON", False)
+    for _ in range(2):
+        MlaCpuPlatform.register_triton_kernel_overrides()
+    judge = taken["vllm.v1.sample.rejection_sampler.rejection_random_sample_kernel"]
+    rows = torch.zeros(3, 8)
+    rows[:2, 7], rows[2, 2] = 1.0, 1.0
+    target, B = rows[2 - row :], 1 + row
+    drafts, recovered = torch.tensor([7, -1])[1 - row :], torch.tensor([0, 2])[1 - row :]
+    out = torch.full((B, 2), -9, dtype=torch.int32)
+    ends, bonus = torch.arange(1, B + 1), torch.full((B, 1), 3)
+    uniform, greedy = torch.full((B,), 0.5, dtype=torch.float64), torch.zeros(B, dtype=torch.bool)
+    judge(
+        *(out, ends, drafts, None, target, bonus, recovered, uniform, greedy, 1, 8),
+        NO_DRAFT_PROBS=True,
+    )
+    assert out.tolist() == [[7, 3], [2, -9]][1 - row :]
+
+
 @pytest.fixture
 def mend(monkeypatch):
     """`mend(runner)`: our worker's mends, with a model runner that vLLM's worker has made."""
     for module, name in (
         (rejection_sampler, "expand_batch_to_tokens"),
         (rejection_sampler, "apply_top_k_top_p"),
+        (cpu_triton_utils, "_rejection_random_sample_kernel_impl"),
         (fused_topk_bias_router, "vllm_topk_softmax"),
         (zero_expert_router, "zero_experts_compute_triton"),
     ):
