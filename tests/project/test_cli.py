@@ -33,6 +33,20 @@ def test_help_is_instant_and_names_every_command():
     assert min(seconds) < 0.3
 
 
+def test_closed_output_is_nothing():
+    """As some supervisors leave it; uvicorn looks at both streams when it is set up."""
+    code = (
+        "import uvicorn; from mla_serving import cli, server\n"
+        "def main(_):\n"
+        "    uvicorn.Config('app')\n"
+        "    return len(open('/dev/null').read()) + (open('/dev/null').fileno() < 3)\n"
+        "server.main = main\n"
+        "raise SystemExit(cli.main(['serve']))"
+    )
+    run = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", code]
+    assert subprocess.run(run).returncode == 0
+
+
 def test_nothing_heavy_is_imported_for_help():
     code = (
         "import sys; from mla_serving.cli import main\n"

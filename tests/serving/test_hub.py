@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from mla_serving.server import hub
+from mla_serving import hub
 
 MLA = "org/name"
 
@@ -74,3 +74,16 @@ def test_a_server_without_a_network_ends_at_once(closed, tmp_path):
     assert done.returncode == 1
     assert f"{closed} cannot be reached (Connection refused): models are looked for" in done.stdout
     assert f"{MLA} is not in the Hugging Face Hub's cache" in done.stderr
+
+
+def test_a_plan_without_a_network_ends_at_once(closed, tmp_path):
+    """The Hub's client would be tried for half a minute, with lines about every time."""
+    environ = {
+        k: v for k, v in os.environ.items() if k != "HF_HUB_OFFLINE" and k not in hub._OTHERS
+    }
+    environ |= {"HF_ENDPOINT": closed, "HF_HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "mla_serving.cli", "plan", "--model", MLA, "--gpus", "8"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and not done.stdout
+    (said,) = done.stderr.splitlines()
+    assert f"({closed} cannot be reached (Connection refused)). Give the path of a config" in said

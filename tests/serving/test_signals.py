@@ -32,6 +32,26 @@ time.sleep(60)
     wait_for_the_end_of(done.stdout)
 
 
+def test_a_second_signal_ends_a_start_at_once():
+    """Ctrl-C twice, by somebody whom the start takes too long."""
+    code = """
+import os, signal, subprocess, time
+from mla_serving.server import lifecycle
+lifecycle.catch_signals_while_starting()
+child = subprocess.Popen(["sleep", "60"])
+print(child.pid, flush=True)
+try:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(30)
+except lifecycle.StopRequested:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(30)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=25)
+    assert done.returncode == 128 + signal.SIGTERM and not done.stderr
+    wait_for_the_end_of(done.stdout)
+
+
 HANG_UP = """
 import os, signal, subprocess, time
 from multiprocessing import resource_tracker

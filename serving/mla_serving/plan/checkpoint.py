@@ -2,8 +2,11 @@
 """The JSON files of a checkpoint that the plan reads, from a folder or the Hugging Face Hub."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
+
+from mla_serving.hub import unreachable
 
 # ModelOpt up to 0.29 writes `quantization_config` here, beside config.json.
 QUANTISATION_FILE = "hf_quant_config.json"
@@ -29,13 +32,14 @@ def read(model: str) -> tuple[dict[str, Any], str]:
             path = path.with_name(_OF_MISTRAL)
         elif not path.exists():
             raise FileNotFoundError(f"{model}: a directory without config.json")
+    unanswered = None if here else _why_unanswered(model)
     if not here:
-        path = _download(model)
+        path = _download(model, unanswered)
     config = _object(path)
     if path.name == _OF_MISTRAL:
         return _translated(config, path), (path.parent.name if here else model) or model
     if config.get("quantization_config") is None and config.get("compression_config") is None:
-        file = path.with_name(QUANTISATION_FILE) if here else _also_on_hub(model)
+        file = path.with_name(QUANTISATION_FILE) if here else _also_on_hub(model, unanswered)
         if file is not None and file.exists():
             config["quantization_config"] = _object(file)
     return config, (path.parent.name if here else model) or model
@@ -70,33 +74,44 @@ def _translated(config: dict[str, Any], path: Path) -> dict[str, Any]:
     return translated
 
 
-def _download(model: str) -> Path:
+def _why_unanswered(model: str) -> str | None:
+    """Why the Hub will not answer for `model`; FileNotFoundError if that is no name on it."""
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise FileNotFoundError(f"{model}: no such file or directory")
+    return unreachable(model, os.environ)
+
+
+def _from_hub(model: str, file: str, unanswered: str | None) -> Path:
+    """unanswered: why the Hub is not asked, only its cache: it would be tried for half a minute."""
     from huggingface_hub import hf_hub_download
+
+    if unanswered is None:
+        return Path(hf_hub_download(model, file))
+    return Path(hf_hub_download(model, file, local_files_only=True))
+
+
+def _download(model: str, unanswered: str | None) -> Path:
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     try:
         try:
-            return Path(hf_hub_download(model, "config.json"))
+            return _from_hub(model, "config.json", unanswered)
         except LocalEntryNotFoundError:  # the Hub does not answer: it would not then either
             raise
         except EntryNotFoundError:
-            return Path(hf_hub_download(model, _OF_MISTRAL))
+            return _from_hub(model, _OF_MISTRAL, unanswered)
     except Exception as error:  # also of its HTTP client, as for an HF_ENDPOINT without https://
-        reason = (str(error) or type(error).__name__).splitlines()[0]
+        reason = unanswered or (str(error) or type(error).__name__).splitlines()[0]
         raise OSError(
             f"{model} is no path here, and its config.json did not come from the Hugging Face Hub "
             f"({reason}). Give the path of a config.json"
         ) from None
 
 
-def _also_on_hub(model: str) -> Path | None:
+def _also_on_hub(model: str, unanswered: str | None) -> Path | None:
     """The file of the quantisation. None without one, and where the Hub does not answer, as in
     vLLM: the report says in how many bits the weights were taken."""
-    from huggingface_hub import hf_hub_download
-
     try:
-        return Path(hf_hub_download(model, QUANTISATION_FILE))
+        return _from_hub(model, QUANTISATION_FILE, unanswered)
     except Exception:  # as in `_download`
         return None

@@ -43,7 +43,7 @@ class StopRequested(SystemExit):
 
 def catch_signals_while_starting() -> None:
     """From here on SIGINT, SIGTERM and SIGHUP raise StopRequested in the main thread, and end the
-    process and its children if that has not done it soon.
+    process and its children if that has not done it soon, or with a second SIGINT or SIGTERM.
 
     SIGINT and SIGHUP stay blocked in this thread and so in all threads and processes started later:
     Ctrl-C, or the end of a terminal, goes to the whole process group, and vLLM's workers would die
@@ -64,7 +64,11 @@ def catch_signals_while_starting() -> None:
             if number != signal.SIGHUP or not _told.is_set():
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    def stop(*_: object) -> None:
+    def stop(number: int, _: object) -> None:
+        if _told.is_set():
+            if number == signal.SIGHUP:  # of a thread that is older than the mask
+                return
+            kill_everything()
         _told.set()
         last_resort = threading.Timer(_START_STOP_SECONDS, kill_everything)
         last_resort.daemon = True

@@ -13,7 +13,8 @@ from functools import partial
 from pydantic import ValidationError
 
 from mla_backend.refusals import described, heard, place
-from mla_serving.server import environment, hub, lifecycle
+from mla_serving import hub
+from mla_serving.server import environment, lifecycle
 from mla_serving.server.admission import Gate
 from mla_serving.server.progress import Progress, say
 from mla_serving.server.settings import read_settings
