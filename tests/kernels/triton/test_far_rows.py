@@ -10,7 +10,9 @@ import functools
 import pytest
 import torch
 from mla_kernels import checks, indexer_scores, mla_decode, mla_sparse_attention, write_kv_cache
+from mla_kernels.arch import ARCHS
 from mla_kernels.decode.reference import mla_decode_reference
+from mla_kernels.decode.triton import launcher as decode_launcher
 from mla_kernels.decode.triton.launcher import are_near
 from mla_kernels.layer import MlaLayerBuffers, MlaLayerConfig, rope_table
 from mla_kernels.layer.torch_impl import rotate_and_append_torch
@@ -19,9 +21,11 @@ from mla_kernels.query.triton.launcher import launch_join_query
 from mla_kernels.sparse.call import SparseCall
 from mla_kernels.sparse.hopper.launcher import mla_sparse_attention_hopper
 from mla_kernels.sparse.reference import mla_sparse_attention_reference
+from mla_kernels.sparse.triton import launcher as sparse_launcher
 from mla_kernels.testing.cases import decode_case
 from mla_kernels.testing.indexer_case import make_indexer_case
 from mla_kernels.testing.metrics import SHORT_BAR, measure
+from mla_kernels.triton_common.runtime import INTERPRET
 
 APART = 2**30
 
@@ -140,6 +144,26 @@ def test_kernels_for_few_rows_take_near_pages_only(dtype):
         strides = apart // size, 656, 1
         cache = torch.empty_strided((2, 64, 656), strides, dtype=dtype, device="meta")
         assert checks.pages_near(cache) is near
+
+
+@pytest.mark.skipif(not INTERPRET, reason="a GPU would launch")
+@pytest.mark.parametrize(("apart", "few"), [(2**32 - 16, True), (2**32, False)])
+@pytest.mark.parametrize("op", ["decode", "sparse"])
+def test_far_pages_are_left_to_the_general_kernel(monkeypatch, op, apart, few):
+    """What a GPU would be given; nothing is launched, and nothing of the cache is touched."""
+    cache = torch.empty_strided((2, 64, 656), (apart, 656, 1), dtype=torch.uint8)
+    q, table = torch.zeros(1, 1, 16, 576).bfloat16(), torch.zeros(1, 1, dtype=torch.int32)
+    module, taken = (decode_launcher if op == "decode" else sparse_launcher), []
+    monkeypatch.setattr(module, "INTERPRET", False)
+    monkeypatch.setattr(module, "arch_of", lambda _: ARCHS[90])
+    monkeypatch.setattr(module, "launch_merge", lambda *_: None)
+    for name in ("launch_few_rows", f"launch_{op}"):
+        monkeypatch.setattr(module, name, lambda *_, name=name: taken.append(name))
+    if op == "decode":
+        mla_decode(q, cache, table, table[0], scale=0.04, impl="triton")
+    else:
+        mla_sparse_attention(q[0], cache, table, **SPARSE, impl="triton")
+    assert taken == ["launch_few_rows" if few else f"launch_{op}"]
 
 
 def test_the_sparse_kernel_of_an_sm_90_takes_near_rows_only():
