@@ -40,13 +40,9 @@ def _open_what_is_closed() -> None:
     """The standard streams, where a supervisor closed them: nothing. uvicorn looks at its output
     when it is set up, which is behind minutes of loading; and the next file or socket that is
     opened would be one of them."""
-    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # each the lowest free
         if getattr(sys, name) is None:
-            opened = os.open(os.devnull, os.O_RDWR)
-            if opened != descriptor:
-                os.dup2(opened, descriptor)
-                os.close(opened)
-            setattr(sys, name, os.fdopen(descriptor, "r" if name == "stdin" else "w"))
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
 
 
 def _run(args: Sequence[str]) -> int:
