@@ -39,10 +39,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _open_what_is_closed() -> None:
     """The standard streams, where a supervisor closed them: nothing. uvicorn looks at its output
     when it is set up, which is behind minutes of loading; and the next file or socket that is
-    opened would be one of them."""
+    opened would be one of them. So have the processes of the engine."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # each the lowest free
         if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+            nothing = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(nothing, True)
+            setattr(sys, name, os.fdopen(nothing, mode))
 
 
 def _run(args: Sequence[str]) -> int:

@@ -36,10 +36,12 @@ def test_help_is_instant_and_names_every_command():
 def test_closed_output_is_nothing():
     """As some supervisors leave it; uvicorn looks at both streams when it is set up."""
     code = (
-        "import uvicorn; from mla_serving import cli, server\n"
+        "import subprocess, sys, uvicorn; from mla_serving import cli, server\n"
         "def main(_):\n"
         "    uvicorn.Config('app')\n"
-        "    return len(open('/dev/null').read()) + (open('/dev/null').fileno() < 3)\n"
+        "    child = 'import sys; sys.exit(None in (sys.stdin, sys.stdout, sys.stderr))'\n"
+        "    status = subprocess.run([sys.executable, '-c', child]).returncode\n"
+        "    return status + (open('/dev/null').fileno() < 3)\n"
         "server.main = main\n"
         "raise SystemExit(cli.main(['serve']))"
     )
