@@ -13,6 +13,8 @@ FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BLOCK_SIZES = (16, 32, 64, 128)
 # Scales that fp32 holds without loss, multiplied by log2(e) too.
 MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**127
+# Of a request, and slots of a token: kernels count both in 32 bits, and launch so many ranges.
+MAX_TOKENS, MAX_SLOTS = 2**30, 2**20
 
 
 def check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:

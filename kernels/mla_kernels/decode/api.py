@@ -28,8 +28,6 @@ from mla_kernels.query.api import join_query_torch
 from mla_kernels.torch_modes import untraced
 from mla_kernels.triton_common.record import kind
 
-MAX_TOKENS = 2**30  # of a request
-
 __all__ = ["AVAILABLE", "MAX_HEADS", "MAX_S_Q", "mla_decode"]
 
 
@@ -222,10 +220,10 @@ def _by_torch(
 def check_room(B: int, max_blocks: int, block_size: int) -> None:
     """Kernels count the tokens of a request, and the blocks of a batch, in 32 bits."""
     room = max_blocks * block_size
-    if room > MAX_TOKENS or B * (room // BLOCK_SIZE + 3) >= 2**31:
+    if room > checks.MAX_TOKENS or B * (room // BLOCK_SIZE + 3) >= 2**31:
         raise ValueError(
-            f"Expected a block_table with room for {MAX_TOKENS} tokens a request and, in all, for "
-            f"2^31 blocks of {BLOCK_SIZE}; got {B} requests of {room} tokens"
+            f"Expected a block_table with room for {checks.MAX_TOKENS} tokens a request and, in "
+            f"all, for 2^31 blocks of {BLOCK_SIZE}; got {B} requests of {room} tokens"
         )
 
 

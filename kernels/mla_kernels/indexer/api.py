@@ -19,7 +19,6 @@ from mla_kernels.versions import no_triton
 
 AVAILABLE = ("hopper", "triton", "torch", "reference")
 MAX_HEADS = 64
-MAX_ROOM = 2**30  # tokens of a request, which kernels count in 32 bits with some to spare
 HEAD_DIM = 128
 
 
@@ -238,4 +237,4 @@ def _check(
         checks.check_device(name, x, q.device)
     check_rows(T, block_table, seq_lens, positions, request_ids, lengths, q.device)
     room = block_table.shape[1] * BLOCK_SIZE
-    checks.check_range("width of scores (64 * block_table.shape[1])", room, 0, MAX_ROOM)
+    checks.check_range("width of scores (64 * block_table.shape[1])", room, 0, checks.MAX_TOKENS)

@@ -9,7 +9,6 @@ from mla_kernels import checks
 from mla_kernels.dispatch import choose_impl
 from mla_kernels.indexer.rows import check_request_ids
 from mla_kernels.layouts import BLOCK_SIZE
-from mla_kernels.sparse.choice import MAX_SLOTS
 from mla_kernels.torch_modes import untraced
 from mla_kernels.triton_common.record import Recordings, kind
 
@@ -50,7 +49,7 @@ def positions_to_slots(
         replay([*operands, slots])
         return slots
     checks.check_shape("positions", positions, ("T", "K"))
-    checks.check_range("K (positions.shape[1])", positions.shape[1], 0, MAX_SLOTS)
+    checks.check_range("K (positions.shape[1])", positions.shape[1], 0, checks.MAX_SLOTS)
     checks.check_shape("block_table", block_table, ("B", "max_blocks"))
     T, B = positions.shape[0], block_table.shape[0]
     for name, x in (("positions", positions), ("block_table", block_table)):

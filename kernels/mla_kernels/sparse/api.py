@@ -12,7 +12,7 @@ from mla_kernels.decode.query import Query, check_query, first_part, joined, res
 from mla_kernels.dispatch import Choice
 from mla_kernels.layouts import MlaDims
 from mla_kernels.sparse.choice import AVAILABLE as AVAILABLE
-from mla_kernels.sparse.choice import MAX_SLOTS, choose_sparse_impl, is_few
+from mla_kernels.sparse.choice import choose_sparse_impl, is_few
 from mla_kernels.sparse.reference import mla_sparse_attention_reference
 from mla_kernels.sparse.torch_impl import mla_sparse_attention_torch
 from mla_kernels.sparse.torch_sdpa import sparse_attention_by_sdpa
@@ -194,7 +194,7 @@ def _check_arguments(
     if kv_cache.dtype in checks.FLOAT_DTYPES and kv_cache.dtype != dtype:
         raise ValueError(f"Expected q and kv_cache of one dtype, got {dtype} and {kv_cache.dtype}")
     checks.check_shape("slots", slots, (T, "K"))
-    checks.check_range("K (slots.shape[1])", slots.shape[1], 0, MAX_SLOTS)
+    checks.check_range("K (slots.shape[1])", slots.shape[1], 0, checks.MAX_SLOTS)
     checks.check_dtype("slots", slots, (torch.int32,))
     checks.check_last_contiguous("slots", slots)
     rows = kv_cache.shape[0] * kv_cache.shape[1]

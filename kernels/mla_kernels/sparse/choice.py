@@ -11,7 +11,6 @@ from mla_kernels.versions import no_triton
 
 AVAILABLE = ("hopper", "triton", "torch", "reference")
 RESCALES = ("pow2", "flash")
-MAX_SLOTS = 2**20  # of a token: its ranges fit a launch and are merged at once
 
 
 def is_few(tokens: int | None, heads: int, kv_cache_dtype: torch.dtype) -> bool:

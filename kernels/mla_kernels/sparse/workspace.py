@@ -26,7 +26,7 @@ def mla_sparse_workspace(
     """
     checks.check_range("num_tokens", num_tokens, 0, 2**31 - 1)
     checks.check_range("num_heads", num_heads, 1, MAX_HEADS)
-    checks.check_range("num_slots", num_slots, 0, choice.MAX_SLOTS)
+    checks.check_range("num_slots", num_slots, 0, checks.MAX_SLOTS)
     checks.check_range("kv_lora_rank", kv_lora_rank, 1, 2**15)
     checks.check_type("device", device, torch.device)
     size = 0
