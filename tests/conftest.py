@@ -38,10 +38,13 @@ def seeded() -> None:
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Engines start one after the other, in one of xdist's processes; those of tests/gpu, where
-    all start with the first test, once."""
-    starts = item.get_closest_marker("engine") or item.path.parent.name == "gpu"
-    if starts and item.config.pluginmanager.hasplugin("xdist"):
+    all start with the first test, once. So do makes, which lock the Makefile."""
+    if not item.config.pluginmanager.hasplugin("xdist"):
+        return
+    if item.get_closest_marker("engine") or item.path.parent.name == "gpu":
         item.add_marker(pytest.mark.xdist_group("engine"))
+    elif item.path.name == "test_makefile.py":
+        item.add_marker(pytest.mark.xdist_group("make"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
