@@ -10,6 +10,7 @@ from mla_kernels.decode.query import Query, tokens_of
 from mla_kernels.sparse.triton.tiles import (
     FIXED_WORKSPACE,
     Split,
+    Turn,
     partial_bytes,
     tokens_at_once,
 )
@@ -90,6 +91,12 @@ class SparseCall:
             scratch = torch.empty(needed, dtype=torch.uint8, device=self.lse.device)
             whole = replace(self, workspace=scratch)
         return [whole._part(slice(t, t + turn)) for t in range(0, T, turn)]
+
+    def parts(self, turns: tuple[Turn, ...]) -> "list[tuple[SparseCall, Split]]":
+        """The call as so many launches."""
+        if len(turns) == 1:
+            return [(self, turns[0].split)]
+        return [(self._part(slice(turn.start, turn.stop)), turn.split) for turn in turns]
 
     def _part(self, tokens: slice) -> "SparseCall":
         return replace(

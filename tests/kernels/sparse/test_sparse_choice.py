@@ -195,6 +195,48 @@ def test_programs_of_the_hopper_kernel(tokens, heads, kv_format, splits, grid, m
     assert support.choose_grid(tokens, heads, kv_format, split, GPU) == grid
 
 
+@pytest.mark.parametrize(
+    ("tokens", "heads", "launches"),
+    [
+        (64, 128, [(64, 1)]),
+        (72, 128, [(64, 1), (8, 8)]),
+        (96, 128, [(64, 1), (32, 2)]),
+        (128, 128, [(128, 1)]),
+        (144, 128, [(128, 1), (16, 4)]),
+        (4096, 128, [(4096, 1)]),
+        (128, 64, [(128, 1)]),
+        (144, 64, [(128, 1), (16, 8)]),
+        (40, 64 * 200, [(40, 1)]),  # a token of more programs than run at once
+    ],
+)
+def test_launches_of_the_hopper_kernel(tokens, heads, launches, monkeypatch):
+    """Tokens whose programs would leave most of the device idle, behind those that fill it."""
+    sms = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: sms)
+    turns = support.choose_turns(tokens, heads, 2048, GPU)
+    assert [(turn.stop - turn.start, turn.split.splits) for turn in turns] == launches
+
+
+@pytest.mark.parametrize("heads", [16, 128, 320])
+@pytest.mark.parametrize("slots", [1, 64, 2048, 5000])
+def test_all_tokens_are_launched_once(heads, slots, monkeypatch):
+    sms = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: sms)
+    several = 0
+    for tokens in range(1, 700):
+        turns = support.choose_turns(tokens, heads, slots, GPU)
+        several += len(turns) > 1
+        stops = [turn.stop for turn in turns]
+        assert [turn.start for turn in turns] == [0, *stops[:-1]] and stops[-1] == tokens
+        assert all(turn.start % 16 == 0 and turn.stop > turn.start for turn in turns)
+        for turn in turns:
+            # So the workspace for up to `tokens` tokens is enough (largest_workspace).
+            alone = support.choose_split(turn.stop - turn.start, heads, slots, GPU)
+            assert turn.split == alone
+            assert turn.split.splits * turn.split.span >= slots
+    assert (several > 0) is (slots >= 2048)
+
+
 def test_rows_that_start_between_16_bytes_are_not_aligned():
     row = torch.zeros(1, 64, 577, dtype=torch.bfloat16)
     assert checks.rows_aligned(row[..., :576].contiguous())

@@ -274,7 +274,7 @@ def test_largest_scores(device, cache, splits):
 def test_deterministic_bits_are_those_of_a_token_alone(device, impl, room, monkeypatch):
     """Also where the workspace holds fewer tokens than there are."""
     q, kv, slots, options = sparse_case((700, 600, 3), 600, heads=8, device=device)
-    monkeypatch.setattr(launcher, "choose_split", None)  # by the number of tokens
+    monkeypatch.setattr(launcher, "choose_turns", None)  # by the number of tokens
     if room:
         size = tiles.partial_bytes(room, 8, tiles.fixed_split(600).splits, 512)
         options["workspace"] = torch.full((size,), 0xFF, dtype=torch.uint8, device=device)
@@ -316,6 +316,26 @@ def test_deterministic_calls_without_a_workspace_take_turns(device, monkeypatch)
     workspace = torch.empty(one - 4, dtype=torch.uint8, device=device)
     with pytest.raises(ValueError, match=f"Expected workspace of {one} bytes, got {one - 4}"):
         attend(q, kv, slots, options, deterministic=True, workspace=workspace)
+
+
+@pytest.mark.parametrize("cache", FORMATS)
+def test_tokens_behind_whole_waves_are_a_launch_of_their_own(device, cache, monkeypatch):
+    monkeypatch.setattr(tiles, "capacities", lambda tile, device: (16, 16))
+    launches, launch = [], launcher.launch_and_merge
+
+    def record(call, tile, split, *args):
+        launches.append((call.shape[0], split.splits))
+        launch(call, tile, split, *args)
+
+    monkeypatch.setattr(launcher, "launch_and_merge", record)
+    lengths = [300, *range(15), 0, 300, 1]
+    sink = torch.linspace(-1, 1, 16, device=device)
+    q, kv, slots, options = sparse_case(lengths, 512, cache=cache, device=device)
+    counts = torch.tensor(lengths, dtype=torch.int32, device=device)
+    options |= {"sink": sink, "lengths": counts}
+    check(q, kv, slots, options)
+    assert [tokens for tokens, _ in launches] == [16, 3]
+    assert launches[0][1] == 1 < launches[1][1]
 
 
 def test_ranges_of_the_deterministic_mode():

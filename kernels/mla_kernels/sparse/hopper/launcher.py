@@ -10,7 +10,7 @@ from mla_kernels.decode.query import token_parts
 from mla_kernels.decode.rescale import scale_to_log2
 from mla_kernels.sparse.call import SparseCall
 from mla_kernels.sparse.hopper.kernel import hopper_sparse_kernel
-from mla_kernels.sparse.hopper.support import FORMATS, choose_grid, choose_split
+from mla_kernels.sparse.hopper.support import FORMATS, choose_grid, choose_turns
 from mla_kernels.sparse.triton.results import launch_merge
 from mla_kernels.sparse.triton.tiles import Split, fixed_split
 from mla_kernels.triton_common.formats import cache_views
@@ -33,7 +33,8 @@ def mla_sparse_attention_hopper(call: SparseCall, *, deterministic: bool = False
     if T == 0:
         return
     if not deterministic:
-        launch_sparse(call, choose_split(T, H, K, call.lse.device))
+        for part, split in call.parts(choose_turns(T, H, K, call.lse.device)):
+            launch_sparse(part, split)
         return
     split = fixed_split(K)
     for part in call.turns(split):

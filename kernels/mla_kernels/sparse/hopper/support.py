@@ -5,7 +5,14 @@ import torch
 
 from mla_kernels.decode.hopper.layouts import BLOCK
 from mla_kernels.layouts import MlaDims
-from mla_kernels.sparse.triton.tiles import Split, even_split, fixed_split, partial_bytes
+from mla_kernels.sparse.triton.tiles import (
+    Split,
+    Turn,
+    even_split,
+    even_turns,
+    fixed_split,
+    partial_bytes,
+)
 
 # Tokens that no device splits (tiles.FULL waves of at most 512 SMs).
 MOST_SPLIT = 2048
@@ -16,6 +23,12 @@ def choose_split(T: int, H: int, K: int, device: torch.device) -> Split:
     """How T tokens of H heads and K slots are cut on this device, one program an SM."""
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     return even_split(T, -(-H // BLOCK.value), K, BLOCK.value, sms)
+
+
+def choose_turns(T: int, H: int, K: int, device: torch.device) -> tuple[Turn, ...]:
+    """The launches of such a call, with `choose_split` of each one's tokens."""
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return even_turns(T, -(-H // BLOCK.value), K, BLOCK.value, sms, sms)
 
 
 def choose_grid(

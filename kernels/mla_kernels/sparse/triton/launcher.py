@@ -22,8 +22,8 @@ from mla_kernels.sparse.triton.results import launch_merge
 from mla_kernels.sparse.triton.tiles import (
     Split,
     Tile,
-    choose_split,
     choose_tile,
+    choose_turns,
     fixed_split,
     unaligned_tile,
 )
@@ -59,15 +59,17 @@ def mla_sparse_attention_triton(
     if tile is None and few_rows and not INTERPRET:  # Gluon has no interpreter
         chosen = choose_few_rows(H, dims, kv_format, arch, dtype)
     chosen = chosen or choose_tile(H, kv_format, arch, half=dtype == torch.float16)
-    turns = [call]
-    if split is None and deterministic:
+    if split is not None:
+        parts = [(call, split)]
+    elif deterministic:
         split = fixed_split(K)
-        turns = call.turns(split)
-    split = split or choose_split(T, H, K, chosen, device)
+        parts = [(part, split) for part in call.turns(split)]
+    else:
+        parts = call.parts(choose_turns(T, H, K, chosen, device))
     if tile is None and row_alignment(call.kv_cache) < 16 and isinstance(chosen, Tile):
         # Behind the split, so that one workspace does for all caches.
         chosen = unaligned_tile(H, kv_format, arch)
-    for part in turns:
+    for part, split in parts:
         launch_and_merge(part, chosen, split, dims, arch)
 
 

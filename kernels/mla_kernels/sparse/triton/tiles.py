@@ -17,6 +17,10 @@ OVERHEAD = 2.0
 MERGE = 1.0
 PARTIAL = 2.0
 MAX_SPLITS = 64
+# Views of later tokens are aligned as the first are, so that no kernel is compiled for others.
+ALIGNED = 16
+# Two launches are taken for so much less: of the cost, which is an estimate.
+WORTH = 0.95
 # Tokens that fill the device so many times are not split.
 FULL = 4
 # Slots of a range in deterministic mode. Measured on an H200: as one range of 2048 slots a token of
@@ -59,6 +63,15 @@ class Split:
     span: int
 
 
+@dataclass(frozen=True)
+class Turn:
+    """Tokens start to stop - 1 of a call, in one launch."""
+
+    start: int
+    stop: int
+    split: Split
+
+
 def choose_tile(heads: int, kv_format: str, arch: Arch, *, half: bool = False) -> Tile:
     """The tile for `heads` query heads: few are not padded to 64. `half`: fp16 queries."""
     wgmma = arch.tensor_core == "wgmma"
@@ -94,15 +107,30 @@ def unaligned_tile(heads: int, kv_format: str, arch: Arch) -> Tile:
 
 def choose_split(T: int, H: int, K: int, tile: Tile | FewRowsTile, device: torch.device) -> Split:
     """How T tokens of H heads and K slots are cut on this device."""
+    row_tiles, (capacity, alone) = -(-H // tile.rows), capacities(tile, device)
+    return even_split(T, row_tiles, K, tile.tokens, capacity_for(T * row_tiles, capacity, alone))
+
+
+def choose_turns(
+    T: int, H: int, K: int, tile: Tile | FewRowsTile, device: torch.device
+) -> tuple[Turn, ...]:
+    """The launches of such a call, with `choose_split` of each one's tokens."""
+    return even_turns(T, -(-H // tile.rows), K, tile.tokens, *capacities(tile, device))
+
+
+def capacities(tile: Tile | FewRowsTile, device: torch.device) -> tuple[int, int]:
+    """Programs that run at once, and as many as shall if few enough (`capacity_for`)."""
     sms = INTERPRETED_SMS
     if device.type != "cpu":
         sms = torch.cuda.get_device_properties(device).multi_processor_count
-    row_tiles = -(-H // tile.rows)
-    if not isinstance(tile, FewRowsTile):
-        per_sm = tile.per_sm
-    else:  # one that has an SM for itself is faster, and leaves half as much to merge
-        per_sm = 1 if 2 * T * row_tiles <= sms else tile.ctas
-    return even_split(T, row_tiles, K, tile.tokens, sms * per_sm)
+    if isinstance(tile, FewRowsTile):
+        return sms * tile.ctas, sms
+    return sms * tile.per_sm, sms * tile.per_sm
+
+
+def capacity_for(programs: int, capacity: int, alone: int) -> int:
+    """One that has an SM for itself is faster, and leaves half as much to merge."""
+    return alone if 2 * programs <= alone else capacity
 
 
 def fixed_split(K: int) -> Split:
@@ -117,22 +145,46 @@ def tokens_at_once(H: int, splits: int, kv_lora_rank: int, workspace_bytes: int)
     return fit - fit % 16 if fit >= 16 else fit
 
 
+def split_cost(splits: int, T: int, row_tiles: int, K: int, tokens: int, capacity: int) -> float:
+    """What T tokens in so many ranges take, in tiles of 64 slots, where `capacity` programs run:
+    the longest chain of tiles, and the merge."""
+    tiles = max(1, -(-K // tokens))
+    waves = -(-T * row_tiles * splits // capacity)
+    chain = waves * (-(-tiles // splits) * tokens / 64 + OVERHEAD)
+    merge = MERGE + T * splits / 128 + waves * PARTIAL
+    return chain + (merge if splits > 1 else 0.0)
+
+
 @cache
 def even_split(T: int, row_tiles: int, K: int, tokens: int, capacity: int) -> Split:
-    """The split whose longest chain of tiles is the shortest, where `capacity` programs run."""
-    programs = T * row_tiles
+    """The split that takes least, where `capacity` programs run."""
     tiles = max(1, -(-K // tokens))
-
-    def cost(splits: int) -> float:
-        waves = -(-programs * splits // capacity)
-        chain = waves * (-(-tiles // splits) * tokens / 64 + OVERHEAD)
-        merge = MERGE + T * splits / 128 + waves * PARTIAL
-        return chain + (merge if splits > 1 else 0.0)
-
-    most = 1 if programs >= FULL * capacity else min(tiles, MAX_SPLITS)
-    splits = min(range(1, most + 1), key=cost)
+    most = 1 if T * row_tiles >= FULL * capacity else min(tiles, MAX_SPLITS)
+    splits = min(range(1, most + 1), key=lambda s: split_cost(s, T, row_tiles, K, tokens, capacity))
     span = -(-tiles // splits)
     return Split(-(-tiles // span), span * tokens)
+
+
+@cache
+def even_turns(
+    T: int, row_tiles: int, K: int, tokens: int, capacity: int, alone: int
+) -> tuple[Turn, ...]:
+    """One launch, or two: where the last of a few waves of programs would leave much of the device
+    idle, its tokens are a launch of their own, in ranges."""
+
+    def turn(start: int, stop: int) -> tuple[Turn, float]:
+        size = stop - start
+        room = capacity_for(size * row_tiles, capacity, alone)
+        split = even_split(size, row_tiles, K, tokens, room)
+        cost = split_cost(split.splits, size, row_tiles, K, tokens, room)
+        return Turn(start, stop, split), cost
+
+    together, cost = turn(0, T)
+    whole = T * row_tiles // capacity * capacity // row_tiles // ALIGNED * ALIGNED
+    if not 0 < whole < T or T * row_tiles >= FULL * capacity:
+        return (together,)
+    (first, of_first), (rest, of_rest) = turn(0, whole), turn(whole, T)
+    return (first, rest) if of_first + of_rest < WORTH * cost else (together,)
 
 
 def partial_bytes(T: int, H: int, splits: int, kv_lora_rank: int) -> int:
