@@ -311,9 +311,8 @@ def all_engines():
                 disable_custom_all_reduce=True, **RANKS["dcp 2"])  # fmt: skip
         add("CUSTOM tp 2 mtp", 128, NO_MULTICAST, compilation_config=MTP_GRAPHS,
             disable_custom_all_reduce=True, **MTP, **RANKS["tp 2"])  # fmt: skip
-        add("CUSTOM v3.2 all dcp 2 mtp", "v3.2 all", checked | NO_MULTICAST, short,
-            disable_custom_all_reduce=True, **mtp, **RANKS["dcp 2"])  # fmt: skip
         for name, dealt in (("dcp 2 mtp", {}), ("dcp 2 pairs mtp", PAIRS)):
-            add(f"CUSTOM {name}", 128, checked | NO_MULTICAST, disable_custom_all_reduce=True,
-                **mtp, **RANKS["dcp 2"], **dealt)  # fmt: skip
+            options = {"disable_custom_all_reduce": True, **mtp, **RANKS["dcp 2"], **dealt}
+            add(f"CUSTOM {name}", 128, checked | NO_MULTICAST, **options)
+            add(f"CUSTOM v3.2 all {name}", "v3.2 all", checked | NO_MULTICAST, short, **options)
     return engines

@@ -34,7 +34,7 @@ def bars(engines, checkpoint):
 
 OF_SPARSE = [f"{SPARSE} {ranks}" for ranks in RANKS]
 DEALT_DRAFTS = ["dcp 2 mtp", "dcp 2 pairs mtp", "dcp 2 other runner mtp"]
-DEALT_DRAFTS += [f"{SPARSE} dcp 2 mtp", f"{SPARSE} dcp 2 other runner mtp"]
+DEALT_DRAFTS += [f"{SPARSE} {ranks}" for ranks in DEALT_DRAFTS]
 OTHERS = ["tp 2 mtp", "dcp 2 other runner", *DEALT_DRAFTS, *OF_SPARSE]
 
 
