@@ -99,12 +99,12 @@ def test_no_time_is_more_than_that_of_a_larger_case(v32):
     """64 requests are between 32 and 128."""
     load = {"kv_cache_dtype": "fp8_ds_mla", "context": 32768}
     measured = {case.name: case.us for case in rates.load("h200").cases[rates.SPARSE]}
-    one, some, many = (measured[f"b{b}_h16_q1_32k_fp8_ds_mla"] for b in (1, 32, 128))
+    one, some, many, most = (measured[f"b{b}_h16_q1_32k_fp8_ds_mla"] for b in (1, 32, 128, 288))
     for batch, by, us in (
         (4, "b1_h16_q1_32k_fp8_ds_mla", one + (some - one) * 3 / 31),
         (32, "b32_h16_q1_32k_fp8_ds_mla", some),
         (64, "b32_h16_q1_32k_fp8_ds_mla", some + (many - some) * 32 / 96),
-        (4096, "b128_h16_q1_32k_fp8_ds_mla", 32 * many),  # of none that large
+        (4096, "b288_h16_q1_32k_fp8_ds_mla", 4096 / 288 * most),  # of none that large
     ):
         plan = cost.make(question(v32, Layout(tp=8), batch=batch, memory=1000 * GIB, **load))
         found = plan.attention.kernels["attention"]
@@ -162,21 +162,17 @@ def test_a_case_that_was_not_measured_is_guessed_by_the_others():
     assert statistics.geometric_mean(factors) < 1.08 and sorted(factors)[-4] < 1.3
 
 
-# Cases measured only after the page. Its engines scored exactly, with kernels of before, and their
-# indexer took 11 % longer of 128 x 32768 than the other page's, which twice 64 requests fit.
-LATER = {"sparse_steps": {"b256x32768"}}
-
-
-@pytest.mark.parametrize("page, bar", [("sparse_steps", 0.03), ("sparse_steps_fp8_ds_mla", 0.02)])
-def test_sparse_attention_in_the_engine_takes_what_the_plan_says(page, bar):
-    """All of it on the GPU, also what makes slots. Of 128 requests within `bar`; of fewer, where no
+@pytest.mark.parametrize(
+    "page, cases, within",
+    [("sparse_steps_more_cases", 8, 5), ("sparse_steps_fp8_ds_mla", 16, 10)],
+)
+def test_sparse_attention_in_the_engine_takes_what_the_plan_says(page, cases, within):
+    """All of it on the GPU, also what makes slots. Of 128 requests within 2 %; of fewer, where no
     case is as near, within 16 %, or hardly more than a bound."""
     of = rates.load("h200")
-    then = [c for c in of.cases[rates.INDEXER] if c.name not in LATER.get(page, ())]
-    of = replace(of, cases={**of.cases, rates.INDEXER: tuple(then)})
     of_page = json.loads((ROOT / f"benchmarks/results/h200/{page}.json").read_text())["rows"]
-    rows = [row for row in of_page if row["backend"] == "CUSTOM" and "batch" in row]
-    assert len(rows) == 16
+    rows = [row for row in of_page if row["backend"] == "CUSTOM" and "attention_ms" in row]
+    assert len(rows) == cases
     compared = 0
     for row in rows:
         cache = "fp8_ds_mla" if "fp8" in page else "16 bit"
@@ -186,10 +182,10 @@ def test_sparse_attention_in_the_engine_takes_what_the_plan_says(page, bar):
         if any(kernel.at_most for kernel in times.kernels.values()):
             assert row["attention_ms"] < 1.04 * planned, row
         else:
-            rel = bar if row["batch"] == 128 else 0.16
+            rel = 0.02 if row["batch"] == 128 else 0.16
             assert planned == pytest.approx(row["attention_ms"], rel=rel), row
             compared += 1
-    assert compared == 10
+    assert compared == within
 
 
 def test_layers_that_share_an_indexer_share_its_time():
@@ -208,4 +204,4 @@ def test_a_context_shorter_than_the_choice_has_slots_that_are_empty(v32):
     load = {"kv_cache_dtype": "fp8_ds_mla", "batch": 128, "context": 1024}
     found = cost.make(question(v32, Layout(tp=8), **load)).attention.kernels["attention"]
     assert found.case == "b128_h16_q1_32k_fp8_ds_mla_half_tail"
-    assert found.us == pytest.approx(61 * 52.58)
+    assert found.us == pytest.approx(61 * 52.42)
