@@ -44,6 +44,12 @@ def note(words: str) -> None:
             Path(path).write_text(words)
 
 
+def note_first(words: str) -> None:
+    """Leave `words` for the server, unless another process has left its own."""
+    if (path := os.environ.get(_FILE)) and not Path(path).exists():
+        note(words)
+
+
 def place(error: BaseException) -> str:
     """Where `error` was raised, as the end of a sentence; "" if someone put it into words."""
     frames = traceback.extract_tb(error.__traceback__)
@@ -64,9 +70,8 @@ class _Failures(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
-        path = os.environ.get(_FILE)
-        if error and path and "failed to start" in str(record.msg) and not Path(path).exists():
-            note(described(error))
+        if error and "failed to start" in str(record.msg):
+            note_first(described(error))
 
 
 _FAILURES = _Failures(logging.ERROR)

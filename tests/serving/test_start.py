@@ -43,7 +43,8 @@ def test_a_start_that_fails_gives_its_address_back(refusal, said, monkeypatch, c
 
     closed = []
     args, http, vllm_api = (ModuleType(name) for name in ("args", "http", "vllm_api"))
-    args.parse = lambda layers: "args"
+    parsed = Namespace(api_server_count=None)
+    args.parse = lambda layers: parsed
     vllm_api.prepare = lambda args: None
     http.bind = lambda args: "socket"
     http.unbind = lambda *both: closed.append(both)
@@ -53,7 +54,7 @@ def test_a_start_that_fails_gives_its_address_back(refusal, said, monkeypatch, c
     monkeypatch.setattr(run, "_serve", fail)
     assert run.serve([]) == 1
     assert capsys.readouterr().err == "".join(f"mla-backend serve: {x}\n" for x in said)
-    assert closed == [("socket", "args")]
+    assert closed == [("socket", parsed)]
 
 
 def test_the_doctor_is_named_for_what_it_looks_at():

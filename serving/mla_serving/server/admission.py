@@ -8,6 +8,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mla_serving.server.errors import error_event, error_response, is_event_stream
 from mla_serving.server.paths import route_path
+from mla_serving.server.shared_gate import SharedGate
 
 # Answered during a drain too: what watches the server must see it drain.
 _ALWAYS = ("/health", "/metrics", "/mla/info")
@@ -29,9 +30,15 @@ class Gate:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def enter(self) -> None:
+    def enter(self, limited: bool = False) -> bool:
+        """Count one more request; False, and it is not, while the gate drains, or where it is
+        `limited` and as many as may run do."""
+        if self.draining or (limited and 0 < self.limit <= self.running):
+            self.refused += 1
+            return False
         self.running += 1
         self._idle.clear()
+        return True
 
     def leave(self) -> None:
         self.running -= 1
@@ -47,11 +54,14 @@ class Gate:
         return True
 
 
+AnyGate = Gate | SharedGate
+
+
 class Admission:
     """ASGI middleware before the Gate: 503 while it drains and for what that cuts short, 429 when
     it is full."""
 
-    def __init__(self, app: ASGIApp, gate: Gate) -> None:
+    def __init__(self, app: ASGIApp, gate: AnyGate) -> None:
         self.app = app
         self.gate = gate
 
@@ -59,16 +69,10 @@ class Admission:
         gate = self.gate
         if scope["type"] not in ("http", "websocket") or route_path(scope) in _ALWAYS:
             return await self.app(scope, receive, send)
-        refusal = None
-        if gate.draining:
-            refusal = _stopping()
-        elif gate.limit and gate.running >= gate.limit and scope.get("method") == "POST":
-            text = f"Too many requests: {gate.limit} are running (--mla-max-requests)."
-            refusal = error_response(429, text, {"Retry-After": "1"})
-        if refusal is not None:
-            gate.refused += 1
+        if not gate.enter(limited=scope.get("method") == "POST"):
             if scope["type"] == "websocket":
                 return await send({"type": "websocket.close", "code": 1013})
+            refusal = _stopping() if gate.draining else _too_many(gate.limit)
             return await refusal(scope, receive, send)
         start: Message | None = None
         last: Message = {}  # of those sent
@@ -78,7 +82,6 @@ class Admission:
             start, last = start or message, message
             await send(message)
 
-        gate.enter()
         try:
             await self.app(scope, receive, send_noted)
         except asyncio.CancelledError:
@@ -94,6 +97,11 @@ class Admission:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         finally:
             gate.leave()
+
+
+def _too_many(limit: int) -> Response:
+    text = f"Too many requests: {limit} are running (--mla-max-requests)."
+    return error_response(429, text, {"Retry-After": "1"})
 
 
 def _stopping() -> Response:

@@ -10,7 +10,7 @@ from fastapi import FastAPI, Request, WebSocket
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 
-from mla_serving.server.admission import Admission, Gate
+from mla_serving.server.admission import Admission, AnyGate
 from mla_serving.server.auth import ApiKey
 from mla_serving.server.body_limit import BodyLimit
 from mla_serving.server.body_wait import BodyWait
@@ -31,7 +31,7 @@ _OTHERS = [method.value for method in HTTPMethod if method.value not in _READ]
 def build_root_app(
     vllm_app: FastAPI,
     engine: Any,
-    gate: Gate,
+    gate: AnyGate,
     info: Info,
     watchdog: Watchdog,
     args: Namespace,

@@ -123,6 +123,7 @@ def parse(settings: Settings) -> Namespace:
     given = settings.arguments(parser._option_string_actions)
     args = _parse(parser, given)
     _refuse_other_launchers(args)
+    _refuse_processes(args)
     _refuse_follower(args)
     _refuse_empty(args)
     _refuse_odd_keys(args)
@@ -282,19 +283,35 @@ def _of_package() -> str:
 
 
 def _refuse_other_launchers(args: Namespace) -> None:
-    """This server is one HTTP process around one engine client; the rest stays `vllm serve`."""
+    """This server speaks HTTP, at one address; the rest stays `vllm serve`."""
     reasons = {
         "--headless": args.headless,
         "--grpc": getattr(args, "grpc", False),
         "--data-parallel-multi-port-external-lb": getattr(
             args, "data_parallel_multi_port_external_lb", False
         ),
-        # 0 is `vllm serve`'s other word for --headless.
-        f"--api-server-count {args.api_server_count}": args.api_server_count not in (None, 1),
+        "--api-server-count 0": args.api_server_count == 0,  # vLLM's other word for --headless
     }
     for option, asked in reasons.items():
         if asked:
             raise ValueError(
                 f"{option} is not served here; use `vllm serve {option} --attention-backend "
                 f"CUSTOM`{_of_package()}, where this plugin works the same"
+            )
+
+
+def _refuse_processes(args: Namespace) -> None:
+    """Numbers of HTTP processes that mean nothing, and what vLLM has for one alone."""
+    count = 1 if args.api_server_count is None else args.api_server_count
+    if count < 1:
+        raise ValueError(f"--api-server-count must be 1 or more, got {count}")
+    alone = {
+        "--enable-elastic-ep": getattr(args, "enable_elastic_ep", False),
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": vllm_api.envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING,
+    }
+    for what, asked in alone.items():
+        if asked and count > 1:
+            raise ValueError(
+                f"--api-server-count {count} does not go with {what}, which vLLM has for one HTTP "
+                "process alone; expected 1"
             )

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """uvicorn, set up from vLLM's HTTP options."""
 
+import copy
 import errno
 import socket
 from argparse import Namespace
@@ -16,11 +17,22 @@ from mla_serving.server import vllm_api
 from mla_serving.server.lifecycle import Server
 
 
-def make_server(app: Any, args: Namespace, on_listening: Callable[[], None]) -> Server:
-    """The HTTP server for `app`, with every option that `vllm serve` would give to uvicorn."""
+def make_server(
+    app: Any,
+    args: Namespace,
+    on_listening: Callable[[], None],
+    make: Callable[[uvicorn.Config, Callable[[], None]], Server] = Server,
+    process: str = "",
+) -> Server:
+    """The HTTP server for `app`, with every option that `vllm serve` would give to uvicorn.
+
+    process: stands before each line of uvicorn's log, unless its format is the user's.
+    """
     more: dict[str, Any] = {}
     if (log_config := vllm_api.get_uvicorn_log_config(args)) is not None:
         more["log_config"] = log_config
+    elif process:
+        more["log_config"] = _named(process)
     if args.ssl_ciphers is not None:
         more["ssl_ciphers"] = args.ssl_ciphers
     config = uvicorn.Config(
@@ -44,7 +56,14 @@ def make_server(app: Any, args: Namespace, on_listening: Callable[[], None]) -> 
             cert_path=args.ssl_certfile,
             ca_path=args.ssl_ca_certs,
         )
-    return Server(config, on_listening)
+    return make(config, on_listening)
+
+
+def _named(process: str) -> dict[str, Any]:
+    log_config = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
+    for formatter in log_config["formatters"].values():
+        formatter["fmt"] = f"({process}) {formatter['fmt']}"
+    return log_config
 
 
 def _protocol(args: Namespace) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 from mla_kernels.layouts import Fp8DsMlaLayout, MlaDims
 
 import mla_backend
-from mla_serving.server.admission import Gate
+from mla_serving.server.admission import AnyGate
 
 _WORKER_TIMEOUT_SECONDS = 2.0
 
@@ -29,7 +29,7 @@ class Info:
     def __init__(
         self,
         engine: Any,
-        gate: Gate,
+        gate: AnyGate,
         served: list[str],
         gauges: Callable[[], dict[str, list[float]]],
         ask: Callable[[str], Awaitable[list[dict[str, Any]]]],

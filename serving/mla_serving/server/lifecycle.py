@@ -7,16 +7,16 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing import resource_tracker
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 import uvicorn
 
-from mla_serving.server.admission import Gate
+from mla_serving.server.admission import AnyGate
 from mla_serving.server.progress import Progress
 from mla_serving.server.watchdog import is_retired
 
@@ -85,6 +85,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, on_listening: Callable[[], None]) -> None:
         super().__init__(config)
+        config.timeout_graceful_shutdown = _CANCEL_SECONDS
         self._on_listening = on_listening
 
     @contextmanager
@@ -96,15 +97,27 @@ class Server(uvicorn.Server):
             if sock.family != socket.AF_UNIX:
                 # Its connections have it too: what is left of them keeps no next server away.
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        await super().startup(sockets)
+        await self.listen(sockets or [])
         self._on_listening()
+
+    async def listen(self, sockets: list[socket.socket]) -> None:
+        """Run the application's start-up, then accept connections of `sockets`."""
+        await super().startup(sockets)
+
+
+class Serving(Protocol):
+    """What of a server is used to run and to end it."""
+
+    should_exit: bool
+
+    async def serve(self, sockets: list[socket.socket]) -> None: ...
 
 
 async def run_until_stopped(
-    server: Server,
+    server: Serving,
     sock: socket.socket,
     engine: Any,
-    gate: Gate,
+    gate: AnyGate,
     drain_timeout: float,
     progress: Progress,
 ) -> int:
@@ -125,15 +138,14 @@ async def run_until_stopped(
     loop = asyncio.get_running_loop()
     for number in _SIGNALS:
         loop.add_signal_handler(number, on_signal)
-    server.config.timeout_graceful_shutdown = _CANCEL_SECONDS
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     stopping = asyncio.create_task(stop.wait())
-    dying = asyncio.create_task(_engine_death(engine))
+    dying = asyncio.create_task(engine_death(engine))
     await asyncio.wait({serving, stopping, dying}, return_when=asyncio.FIRST_COMPLETED)
     engine_stop = _ENGINE_STOP_SECONDS
     if stop.is_set():
         began = time.monotonic()
-        await _drain(gate, drain_timeout, dying, progress)
+        await _drain(gate, drain_timeout, {serving, dying}, progress)
         if not engine.errored and engine.vllm_config.kv_transfer_config is not None:
             # Its engine runs on until another one has read a prompt's blocks, or none may any more.
             engine_stop = max(engine_stop, drain_timeout - (time.monotonic() - began))
@@ -149,16 +161,20 @@ async def run_until_stopped(
     return 0 if stop.is_set() and not died else 1
 
 
-async def _engine_death(engine: Any) -> None:
+async def engine_death(engine: Any) -> None:
+    """Returns when `engine` has died."""
     while not engine.errored or is_retired(engine):
         await asyncio.sleep(_ENGINE_CHECK_SECONDS)
 
 
-async def _drain(gate: Gate, seconds: float, dying: asyncio.Task[None], progress: Progress) -> None:
+async def _drain(
+    gate: AnyGate, seconds: float, ending: set[asyncio.Task[None]], progress: Progress
+) -> None:
+    """Until all requests are answered, `seconds` are over, or one of `ending` is done."""
     gate.draining = True
     progress.line(f"stopping: running requests ({gate.running}) have {seconds:g} s to finish")
     idle = asyncio.create_task(gate.wait_idle(seconds))
-    await asyncio.wait({idle, dying}, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({idle, *ending}, return_when=asyncio.FIRST_COMPLETED)
     if idle.done() and not idle.result():
         progress.line(f"not finished in time and aborted: {gate.running}")
     idle.cancel()
@@ -171,8 +187,19 @@ def kill_everything() -> None:
     shared memory (hundreds of MB an engine) that they leave behind.
     """
     tracker = getattr(resource_tracker._resource_tracker, "_pid", None)
-    for child in psutil.Process().children(recursive=True):
-        if child.pid != tracker:
-            with suppress(psutil.Error):  # it has ended by itself, or is another user's
-                child.kill()
+    _kill(child for child in psutil.Process().children(recursive=True) if child.pid != tracker)
     os._exit(128 + signal.SIGTERM)
+
+
+def kill(pids: Iterable[int]) -> None:
+    """End these processes and all that they started, now."""
+    for pid in pids:
+        with suppress(psutil.Error):  # it has ended by itself
+            process = psutil.Process(pid)
+            _kill([*process.children(recursive=True), process])
+
+
+def _kill(processes: Iterable[psutil.Process]) -> None:
+    for process in processes:
+        with suppress(psutil.Error):  # it has ended by itself, or is another user's
+            process.kill()

@@ -2,6 +2,7 @@
 """Plain lines on standard output that say how far the start-up is."""
 
 import errno
+import io
 import os
 import sys
 import threading
@@ -12,6 +13,13 @@ from contextlib import contextmanager, suppress
 _HEARTBEAT_SECONDS = 15.0
 _STDOUT = 1  # the descriptor
 _NOBODY_READS = (errno.EPIPE, errno.EIO)  # of a pipe, of a terminal
+
+
+def any_letter() -> None:
+    """From here on a letter of a path that this locale cannot write comes out as its code, as on
+    stderr."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def say(text: str) -> None:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The start-up, step by step, with a line for each."""
 
-import asyncio
 import os
 import socket
 import sys
@@ -43,6 +42,10 @@ def _start(argv: list[str] | None, refused: Callable[[], str]) -> int:
         args = server_args.parse(settings)
         vllm_api.prepare(args)
         sock = http.bind(args)
+        if (args.api_server_count or 1) > 1:
+            from mla_serving.server import processes
+
+            return processes.serve(args, sock, progress, partial(_say_ready, args, progress))
         import uvloop  # comes with vLLM
 
         return int(uvloop.run(_serve(args, sock, progress)))
@@ -80,34 +83,24 @@ def _what(error: Exception) -> str:
 
 
 async def _serve(args: Namespace, sock: socket.socket, progress: Progress) -> int:
-    from mla_serving.server import http, vllm_api, warmup
-    from mla_serving.server.app import build_root_app
-    from mla_serving.server.info import Info
-    from mla_serving.server.watchdog import Watchdog
+    from mla_serving.server import http, vllm_api
+    from mla_serving.server.assembly import assemble
 
     async with AsyncExitStack() as stack:
         with progress.waiting(f"loading {args.model} into vLLM {vllm_api.VLLM_VERSION}"):
             client = vllm_api.build_async_engine_client(args)
             engine = await stack.enter_async_context(client)
-        tasks = await engine.get_supported_tasks()
-        vllm_app = vllm_api.build_app(args, tasks, engine.model_config)
-        await vllm_api.init_app_state(engine, vllm_app.state, args, tasks)
         gate = Gate(args.mla_max_requests)
-        names = args.served_model_name or [args.model]
-        ask = partial(vllm_api.ask_workers, engine)
-        info = Info(engine, gate, names, vllm_api.engine_gauges, ask, vllm_api.VLLM_VERSION)
-        keys = vllm_api.api_keys(args)
-        watchdog = Watchdog(engine, args.mla_hang_timeout)
-        watching = asyncio.create_task(watchdog.run())
-        stack.callback(watching.cancel)
-        app = build_root_app(vllm_app, engine, gate, info, watchdog, args, keys)
-        server = http.make_server(app, args, lambda: _say_ready(args, names[0], tasks, progress))
-        vllm_app.state.server = server  # vLLM's handlers stop it when they find the engine dead
-        if "generate" in tasks and not args.mla_no_warmup:
+        ours = await assemble(stack, engine, gate, args)
+        server = http.make_server(
+            ours.app, args, lambda: _say_ready(args, progress, ours.name, ours.tasks)
+        )
+        ours.vllm_app.state.server = (
+            server  # vLLM's handlers stop it when they find the engine dead
+        )
+        if "generate" in ours.tasks and not args.mla_no_warmup:
             with progress.waiting("computing a first answer"):
-                max_len = engine.model_config.max_model_len
-                count = vllm_api.count_engines(engine)
-                refusal = await warmup.first_answers(vllm_app, names[0], max_len, keys, count)
+                refusal = await ours.first_answers()
             if refusal is not None:
                 progress.line(f"no first answer, so a user's may be slow: {refusal}")
         return await lifecycle.run_until_stopped(
@@ -115,7 +108,7 @@ async def _serve(args: Namespace, sock: socket.socket, progress: Progress) -> in
         )
 
 
-def _say_ready(args: Namespace, model: str, tasks: Collection[str], progress: Progress) -> None:
+def _say_ready(args: Namespace, progress: Progress, model: str, tasks: Collection[str]) -> None:
     from mla_serving.server import http, vllm_api
 
     progress.line(f"ready: {model} at {http.url(args)}/v1")

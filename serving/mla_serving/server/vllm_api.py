@@ -11,6 +11,10 @@
 | validate_api_server_args | openai.api_server | launchers.launcher | common.cli_args |
 | SSLCertRefresher | serve.utils.ssl | launchers.utils.ssl | as 0.32 |
 
+vLLM's launcher of several HTTP processes, `run_multi_api_server` in entrypoints.cli.serve, calls by
+the same names in 0.26, 0.29, 0.32 and 0.33 what `run_api_servers` gives it; how it hands on the
+addresses of engines, in between, differs.
+
 `ask_workers` uses what is private to vLLM's engine client, `_call_utility_async` and `core_engines`
 (seen alike in 0.26, 0.29 and 0.32); without them /mla/info knows of no worker.
 
@@ -20,8 +24,16 @@ Importing this module imports vLLM: seconds.
 import asyncio
 import importlib
 import importlib.metadata
+import multiprocessing
+import os
+import socket
+import sys
 from argparse import Namespace
+from collections.abc import Callable, Iterable
+from functools import partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import vllm
@@ -33,8 +45,9 @@ from vllm.platforms import current_platform
 from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
-from vllm.utils.system_utils import set_ulimit
-from vllm.v1.metrics.reader import get_metrics_snapshot
+from vllm.utils.system_utils import decorate_logs, set_process_title, set_ulimit
+from vllm.v1.metrics.prometheus import get_prometheus_registry
+from vllm.v1.utils import shutdown
 
 from mla_backend.attention import support
 
@@ -81,6 +94,8 @@ __all__ = [
     "ask_workers",
     "build_app",
     "build_async_engine_client",
+    "count_engines",
+    "end",
     "engine_gauges",
     "get_uvicorn_log_config",
     "has_command",
@@ -90,7 +105,9 @@ __all__ = [
     "keep_alive_seconds",
     "make_arg_parser",
     "model_uses_mla",
+    "name_process",
     "prepare",
+    "run_api_servers",
     "validate_parsed_serve_args",
 ]
 
@@ -161,17 +178,86 @@ def keep_alive_seconds() -> int:
 def engine_gauges() -> dict[str, list[float]]:
     """vLLM's own gauges by name, one value per engine (several with data parallelism).
 
-    Updated with every step of the engine; empty with --disable-log-stats.
+    Updated with every step of the engine; empty with --disable-log-stats. Of several HTTP processes
+    an engine tells one of them: the latest of what any has heard.
     """
-    gauges: dict[str, list[float]] = {}
-    for metric in get_metrics_snapshot():
-        if metric.name in (
-            "vllm:kv_cache_usage_perc",
-            "vllm:num_requests_running",
-            "vllm:num_requests_waiting",
-        ):
-            gauges.setdefault(metric.name, []).append(metric.value)
-    return gauges
+    names = (
+        "vllm:kv_cache_usage_perc",
+        "vllm:num_requests_running",
+        "vllm:num_requests_waiting",
+    )
+    families = get_prometheus_registry().collect()
+    return {
+        family.name: [sample.value for sample in family.samples]
+        for family in families
+        if family.name in names
+    }
+
+
+def run_api_servers(
+    args: Namespace,
+    sock: socket.socket,
+    target: Callable[..., None],
+    supervise: Callable[[Any, list[BaseProcess], Any, Any], None],
+) -> None:
+    """vLLM's launcher of `args.api_server_count` HTTP processes: it starts engines and processes,
+    has them supervised, and ends them.
+
+    With a socket of ours, for which it would make one, and signals as they are. Its function is run
+    with some of the names that it uses; vLLM's module stays as it is.
+
+    Args:
+        args: the settings.
+        sock: bound; closed here once the processes have it.
+        target: run in each process, called with the ids of the other processes that were started
+            (of engines, and of their coordinator), the socket's address, the socket, `args` and
+            which client of the engines this is (`client_config` of build_async_engine_client).
+        supervise: called when all engines are loaded, with vLLM's configuration, the processes, the
+            manager of the engines of this machine and the coordinator of data-parallel ones (None:
+            there are none); the server ends when it returns.
+    """
+    module = importlib.import_module(f"{_ENTRYPOINTS}.cli.serve")
+    configs = []
+
+    def launch(vllm_config: Any, *more: Any, **named: Any) -> Any:
+        configs.append(vllm_config)
+        return module.launch_core_engines(vllm_config, *more, **named)
+
+    def start(**named: Any) -> Any:
+        others = [process.pid for process in multiprocessing.active_children()]
+        started = module.APIServerProcessManager(target_server_fn=partial(target, others), **named)
+        sock.close()  # or clients would be kept waiting after those processes have ended
+        return started
+
+    def wait(api_server_manager: Any, engine_manager: Any = None, coordinator: Any = None) -> None:
+        supervise(configs[0], api_server_manager.processes, engine_manager, coordinator)
+
+    ours = {
+        "setup_server": lambda args, **_: (str(sock.getsockname()), sock),
+        "launch_core_engines": launch,
+        "APIServerProcessManager": start,
+        "wait_for_completion_or_failure": wait,
+        "signal": SimpleNamespace(signal=lambda *_: None, SIGTERM=None, SIGINT=None),
+    }
+    if missing := ours.keys() - vars(module).keys():
+        raise ImportError(f"vLLM {VLLM_VERSION} starts no HTTP processes by {sorted(missing)}")
+    code = module.run_multi_api_server.__code__
+    FunctionType(code, {**vars(module), **ours})(args)
+
+
+def end(processes: Iterable[BaseProcess], seconds: float) -> None:
+    """By SIGTERM, and what is left after that time by SIGKILL, with all that it started."""
+    shutdown(list(processes), timeout=seconds)
+
+
+def name_process(index: int) -> str:
+    """Name this HTTP process in the list of processes and in vLLM's log. Returns what names it in
+    other lines, "" where vLLM marks all that a process prints (0.26 and 0.29 do)."""
+    set_process_title("APIServer", str(index))
+    name = f"ApiServer_{index}"
+    decorate_logs(name)
+    marked = hasattr(sys.stdout, "_original_write")
+    return "" if marked else f"{name} pid={os.getpid()}"
 
 
 def count_engines(engine: Any) -> int:
