@@ -2,6 +2,7 @@
 """A server of several HTTP processes, seen from the one that starts, watches and ends them."""
 
 import asyncio
+import gc
 import multiprocessing
 import signal
 import socket
@@ -52,16 +53,26 @@ class Workers:
         coordinator: vLLM's, of data-parallel engines, if there is one: it must run as well.
         engines: theirs.
         shared: with the processes.
+        progress: where to say that one has ended.
+
+    `failed` says whether one has ended by itself.
     """
 
     def __init__(
-        self, processes: list[BaseProcess], coordinator: Any, engines: Engines, shared: Shared
+        self,
+        processes: list[BaseProcess],
+        coordinator: Any,
+        engines: Engines,
+        shared: Shared,
+        progress: Progress,
     ) -> None:
         self._processes = processes
         self._watched = [*processes, *([coordinator.proc] if coordinator else [])]
         self._engines = engines
         self._shared = shared
+        self._progress = progress
         self.should_exit = False
+        self.failed = False
 
     def wait_for(self, step: int) -> None:
         """Until all have reached `step` of their start. RuntimeError when one of them, or an
@@ -74,11 +85,12 @@ class Workers:
             time.sleep(_POLL_SECONDS)
 
     async def serve(self, sockets: list[socket.socket]) -> None:
-        """Until `should_exit` is set, or one of them has ended by itself: RuntimeError then, when
-        the others have ended too. An engine's end, of which one may hear first, is its own."""
-        ended = ""
-        while not (self.should_exit or ended or self._engines.errored):
-            ended = self._ended()
+        """Until `should_exit` is set, or one of them, or an engine, has ended by itself; then end
+        them all. An engine's end, of which one of them may hear first, is no failure of theirs."""
+        while not (self.should_exit or self._engines.errored or self.failed):
+            if ended := self._ended():
+                self._progress.line(ended)
+                self.failed = True
             await asyncio.sleep(_POLL_SECONDS)
         self._shared.gate.draining = True  # what is cut short is a 503, with a time to come back
         for process in self._processes:
@@ -88,8 +100,6 @@ class Workers:
             if time.monotonic() > deadline:
                 lifecycle.kill(process.pid for process in self._processes if process.pid)
             await asyncio.sleep(_POLL_SECONDS)
-        if ended:
-            raise RuntimeError(ended)
 
     def _ended(self) -> str:
         """Words for one that has ended; "" while all run, and where it ended with the engine."""
@@ -97,7 +107,7 @@ class Workers:
             if process.exitcode == ENGINE_DIED and process in self._processes:
                 self._engines.errored = True
             elif process.exitcode is not None:
-                return f"{process.name} (process {process.pid}) {_how(process.exitcode)}"
+                return f"the process {process.name} ({process.pid}) {_how(process.exitcode)}"
         return ""
 
 
@@ -136,7 +146,7 @@ def serve(
         def supervise(config: Any, processes: list[BaseProcess], manager: Any, of_dp: Any) -> None:
             nonlocal status
             engines = Engines(manager, of_dp, config)
-            workers = Workers(processes, of_dp, engines, shared)
+            workers = Workers(processes, of_dp, engines, shared, progress)
             workers.wait_for(LOADED)
             loading.close()
             tasks = shared.said.get()
@@ -149,11 +159,12 @@ def serve(
             shared.listen.value = 1
             workers.wait_for(LISTENING)
             say_ready((args.served_model_name or [args.model])[0], tasks)
+            gc.freeze()  # as vLLM's application does: or the end takes seconds
             status = uvloop.run(
                 lifecycle.run_until_stopped(
                     workers, sock, engines, shared.gate, args.mla_drain_timeout, progress
                 )
-            )
+            ) or int(workers.failed)
 
         vllm_api.run_api_servers(args, sock, partial(main, shared), supervise)
     return status
