@@ -3,6 +3,8 @@
 
 import asyncio
 import json
+import shutil
+import subprocess
 from argparse import Namespace
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -15,6 +17,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from mla_serving.server.admission import Gate
 from mla_serving.server.app import build_root_app
 from mla_serving.server.info import Info
+from mla_serving.server.shared_gate import SharedGate
 from mla_serving.server.watchdog import Watchdog
 
 # vLLM's options of CORS: pages of one site may ask.
@@ -220,12 +223,13 @@ class Stand:
         kv_transfer=None,
         open_metrics=False,
         request_ids=False,
+        shared=False,
     ):
         self.engine = FakeEngine(kv_transfer)
         self.events = []
         self.gauges = {}
         self.vllm_app = make_vllm_app(self.events, self.engine)
-        self.gate = Gate(limit)
+        self.gate = (SharedGate if shared else Gate)(limit)
         ask = self.engine.collective_rpc
         self.info = Info(self.engine, self.gate, ["demo"], lambda: self.gauges, ask, "0.32.0")
         args = Namespace(
@@ -250,6 +254,21 @@ class Stand:
                 return await client.request(method, path, **kwargs)
 
         return asyncio.run(send())
+
+
+@pytest.fixture(scope="session")
+def tls_files(tmp_path_factory):
+    """A certificate, its key, another key, what is none of them, and a file that is not there."""
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl to make certificates with")
+    folder = tmp_path_factory.mktemp("tls")
+    paths = {name: folder / f"{name}.pem" for name in ("cert", "key", "other", "junk", "nowhere")}
+    for cert, key in (("cert", "key"), ("junk", "other")):
+        made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+        made += ["-nodes", "-subj", "/CN=x", "-keyout", paths[key], "-out", paths[cert]]
+        subprocess.run(made, check=True, capture_output=True)
+    paths["junk"].write_text("junk\n")
+    return {name: str(path) for name, path in paths.items()} | {"folder": str(folder)}
 
 
 @pytest.fixture

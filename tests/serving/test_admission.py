@@ -13,16 +13,18 @@ from tests.serving.connection import connected
 from tests.serving.running_app import DONE, WAIT_SECONDS, Running
 
 
-def test_admission_limit(stand, openai_error):
+@pytest.mark.parametrize("shared", [False, True])
+def test_admission_limit(stand, openai_error, shared):
     async def run():
-        async with Running(stand, limit=2) as r:
+        async with Running(stand, limit=2, shared=shared) as r:
             streams = [await r.stream(), await r.stream()]
             refused = await r.client.post("/v1/echo", content=b"x")
             assert openai_error(refused)["code"] == 429
             assert refused.headers["retry-after"] == "1"
             for path in ("/health", "/metrics", "/v1/nothing"):  # what is only read is not limited
                 assert (await r.client.get(path)).status_code != 429
-            assert (await r.client.get("/mla/info")).json()["server"]["http_requests"] == 2
+            counts = (await r.client.get("/mla/info")).json()["server"]
+            assert counts == {"draining": False, "http_requests": 2, "refused": 1}
             r.release()
             assert [await s for s in streams] == [DONE, DONE]
             assert (await r.client.post("/v1/echo", content=b"x")).status_code == 200

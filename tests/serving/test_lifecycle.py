@@ -24,10 +24,13 @@ def no_hang_up(monkeypatch):
     signal.signal(signal.SIGHUP, before)
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_finishes_what_runs_and_takes_nothing_new(stand, openai_error, no_hang_up, number):
+def test_a_signal_finishes_what_runs_and_takes_nothing_new(
+    stand, openai_error, no_hang_up, number, shared
+):
     async def run():
-        async with Running(stand) as r:
+        async with Running(stand, shared=shared) as r:
             stream = await r.stream()
             os.kill(os.getpid(), number)
             await asyncio.sleep(0.1)
@@ -83,11 +86,12 @@ def test_blocks_that_a_connector_hands_over_have_the_rest_of_the_drain(
         assert 30 < seconds < 60
 
 
-def test_the_drain_waits_for_every_request(stand):
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_drain_waits_for_every_request(stand, shared):
     """Not until the first of several is done."""
 
     async def run():
-        gate = stand().gate
+        gate = stand(shared=shared).gate
         gate.enter()
         gate.enter()
         gate.leave()
@@ -120,9 +124,10 @@ def test_a_cancellation_that_is_not_the_drains_is_passed_on(kind, draining):
     asyncio.run(run())
 
 
-def test_the_drain_is_bounded(stand, capfd):
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_drain_is_bounded(stand, capfd, shared):
     async def run():
-        async with Running(stand, drain_timeout=0.3) as r:
+        async with Running(stand, drain_timeout=0.3, shared=shared) as r:
             stream = await r.stream()
             start = time.monotonic()
             os.kill(os.getpid(), signal.SIGTERM)

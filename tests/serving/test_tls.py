@@ -2,8 +2,6 @@
 """Options of TLS that do not go together are refused by name, before a model is loaded."""
 
 import os
-import shutil
-import subprocess
 from argparse import Namespace
 from pathlib import Path
 
@@ -14,19 +12,9 @@ NOTHING = dict.fromkeys(("ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cip
 NOTHING |= {"ssl_cert_reqs": 0, "enable_ssl_refresh": False}
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    """A certificate, its key, another key, what is none of them, and a file that is not there."""
-    if shutil.which("openssl") is None:
-        pytest.skip("no openssl to make certificates with")
-    folder = tmp_path_factory.mktemp("tls")
-    paths = {name: folder / f"{name}.pem" for name in ("cert", "key", "other", "junk", "nowhere")}
-    for cert, key in (("cert", "key"), ("junk", "other")):
-        made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
-        made += ["-nodes", "-subj", "/CN=x", "-keyout", paths[key], "-out", paths[cert]]
-        subprocess.run(made, check=True, capture_output=True)
-    paths["junk"].write_text("junk\n")
-    return {name: str(path) for name, path in paths.items()} | {"folder": str(folder)}
+@pytest.fixture
+def files(tls_files):
+    return tls_files
 
 
 def check(files, **given):
