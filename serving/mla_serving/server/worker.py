@@ -21,7 +21,8 @@ from mla_serving.server.accept import NOT_ACCEPTING, SharingServer
 from mla_serving.server.progress import any_letter
 from mla_serving.server.shared_gate import SharedGate
 
-# How far a process is; each step is taken by all before one of them takes the next.
+# How far a process is: it has its client of the engines; a first answer is computed, if this is
+# the process that does so; it takes connections, for which all wait until all are WARM.
 LOADED, WARM, LISTENING = 1, 2, 3
 # Its exit status when it found the engine dead.
 ENGINE_DIED = 3
