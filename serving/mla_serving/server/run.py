@@ -95,9 +95,8 @@ async def _serve(args: Namespace, sock: socket.socket, progress: Progress) -> in
         server = http.make_server(
             ours.app, args, lambda: _say_ready(args, progress, ours.name, ours.tasks)
         )
-        ours.vllm_app.state.server = (
-            server  # vLLM's handlers stop it when they find the engine dead
-        )
+        # vLLM's handlers stop it when they find the engine dead.
+        ours.vllm_app.state.server = server
         if "generate" in ours.tasks and not args.mla_no_warmup:
             with progress.waiting("computing a first answer"):
                 refusal = await ours.first_answers()
