@@ -53,7 +53,7 @@ def indexer_topk_fused(
         raise ValueError(
             f"Expected a workspace of at least {4 * words} bytes (one row), got {workspace.numel()}"
         )
-    if step > 16:  # later rows as aligned as the first: no other specialisation
+    if 16 < step < T:  # later rows as aligned as the first: no other specialisation
         step -= step % 16
     rows_per_request = T // max(block_table.shape[0], 1)
     # All turns take the tile of the whole call: of the portable kernel, another adds the heads in

@@ -88,6 +88,17 @@ def test_turns_take_the_tile_of_the_whole_call(how, hopper, device, monkeypatch)
     assert len(rows) > 2 and len(set(rows)) == 1 and rows[0] > 1
 
 
+@pytest.mark.parametrize("rows", [17, 40])
+def test_rows_that_the_workspace_holds_take_one_turn(rows, device, monkeypatch):
+    turns, select = [], fused_form.exact_topk_triton
+    monkeypatch.setattr(
+        fused_form, "exact_topk_triton", lambda *a, **o: turns.append(select(*a, **o))
+    )
+    case = make_indexer_case([rows], chunks=[rows], heads=8, device=device)
+    indexer_topk(*case.args, 5, impl="triton", **case.rows)
+    assert [len(chosen) for chosen in turns] == [len(case.q)]
+
+
 @pytest.mark.parametrize("impl", [*IMPLS, "reference"])
 @pytest.mark.parametrize("turns", [False, True])
 def test_values_are_the_scores_of_the_chosen_keys(turns, impl, device):
