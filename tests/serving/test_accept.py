@@ -2,6 +2,7 @@
 """Connections of one socket, dealt out to servers that know each other's loads."""
 
 import asyncio
+import contextlib
 import socket
 import ssl
 from contextlib import asynccontextmanager
@@ -137,5 +138,25 @@ def test_tls_and_what_is_none(sock, run_in, tls_files):
             assert (await ask(*pair)).startswith(b"HTTP/1.1 200")
             pair[1].close()
             await becomes(lambda: not any(server._connecting for server in servers))
+
+    run_in(run())
+
+
+def test_a_connection_that_fails_to_start_is_closed(sock, run_in):
+    async def run():
+        async with sharing(sock) as servers:
+            whole = [server.config.http_protocol_class for server in servers]
+
+            def broken(**_):
+                raise RuntimeError
+
+            for server in servers:
+                server.config.http_protocol_class = broken
+            reader, _ = await connect(sock)
+            with contextlib.suppress(ConnectionError):
+                assert await asyncio.wait_for(reader.read(), WAIT_SECONDS) == b""
+            for server, protocol in zip(servers, whole, strict=True):
+                server.config.http_protocol_class = protocol
+            assert b"200 OK" in await ask(*await connect(sock))
 
     run_in(run())

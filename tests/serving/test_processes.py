@@ -98,7 +98,8 @@ def test_a_signal_ends_them_when_all_requests_are_answered(capfd):
 
     assert server.run(ask) == 0
     assert [process.exitcode for process in server.processes] == [0, 0]
-    assert server.manager.stop_seconds == 10 and server.dp.stops == [10]
+    (left,) = server.dp.stops
+    assert server.manager.stop_seconds == 10 and left == pytest.approx(10, abs=1)
     said = capfd.readouterr().out
     assert "stopping: running requests (1) have 60 s" in said and "aborted" not in said
 
@@ -231,3 +232,35 @@ def test_lines_of_a_process_are_recognisable():
     import uvicorn
 
     assert "ApiServer" not in str(uvicorn.config.LOGGING_CONFIG)
+
+
+def test_the_coordinator_has_the_time_that_the_engines_leave():
+    server = Server()
+    server.manager.shutdown = lambda timeout: time.sleep(0.3)
+    server.engines.shutdown(0.4)
+    (left,) = server.dp.stops
+    assert 0 <= left <= 0.1
+    server.engines.shutdown(0.1)
+    assert server.dp.stops[1] == 0
+
+
+def test_gauges_of_several_processes_are_read_from_their_files_alone(tmp_path):
+    """And those of one are its own, whoever else writes to the folder."""
+    script = """
+import sys
+from prometheus_client import Counter, Gauge
+gauge = Gauge("vllm:num_requests_running", "-", ["engine"], multiprocess_mode="mostrecent")
+Counter("vllm:num_requests_waiting", "-").inc()  # no gauge: its file is not read
+for engine, value in enumerate(sys.argv[1:]):
+    gauge.labels(engine).set(float(value))
+from mla_serving.server.vllm_api import engine_gauges
+print(sorted(engine_gauges(1).get("vllm:num_requests_running", [])))
+print(sorted(engine_gauges(2)["vllm:num_requests_running"]), len(engine_gauges(2)))
+"""
+    env = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    said = []
+    for values in (["3", "4"], ["5"]):
+        command = [sys.executable, "-c", script, *values]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+        said += done.stdout.splitlines()[-2:]
+    assert said == ["[3.0, 4.0]", "[3.0, 4.0] 1", "[5.0]", "[4.0, 5.0] 1"]

@@ -103,13 +103,14 @@ def serve_with(monkeypatch, app):
     vllm_api.build_app = lambda *args: app
     vllm_api.init_app_state = nothing
     vllm_api.api_keys = lambda args: []
-    vllm_api.engine_gauges, vllm_api.ask_workers = dict, nothing
+    vllm_api.engine_gauges, vllm_api.ask_workers = lambda processes: {}, nothing
     vllm_api.count_engines = lambda engine: 1
     http = ModuleType("http")
     http.make_server = lambda *args: SimpleNamespace(should_exit=False)
     stand_in(monkeypatch, vllm_api=vllm_api, http=http)
     args = Namespace(
         model="m", served_model_name=["demo"], root_path="", mla_max_requests=0,
+        api_server_count=None,
         mla_max_body_mib=1.0, mla_open_metrics=False, mla_hang_timeout=1.0, mla_no_warmup=False,
         enable_request_id_headers=False,
         mla_drain_timeout=1.0,

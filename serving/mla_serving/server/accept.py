@@ -101,7 +101,7 @@ class SharingServer(Server):
 
         try:
             await loop.connect_accepted_socket(protocol, connection, ssl=config.ssl)
-        except OSError as error:  # ssl.SSLError is one
+        except Exception as error:  # of the handshake, say
             _LOG.debug("a connection failed to start: %s", error)
             connection.close()
         except asyncio.CancelledError:

@@ -2,6 +2,7 @@
 """Every option of `vllm serve`, a few of our own, and the defaults that make MLA models ours."""
 
 import math
+import os
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -308,6 +309,8 @@ def _refuse_processes(args: Namespace) -> None:
     alone = {
         "--enable-elastic-ep": getattr(args, "enable_elastic_ep", False),
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": vllm_api.envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING,
+        # Each would know the answers that it gave itself.
+        "VLLM_ENABLE_RESPONSES_API_STORE": vllm_api.envs.VLLM_ENABLE_RESPONSES_API_STORE,
     }
     for what, asked in alone.items():
         if asked and count > 1:
@@ -315,3 +318,10 @@ def _refuse_processes(args: Namespace) -> None:
                 f"--api-server-count {count} does not go with {what}, which vLLM has for one HTTP "
                 "process alone; expected 1"
             )
+    # What is in it would be counted as this server's.
+    folder = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
+    if count > 1 and folder and (not Path(folder).is_dir() or any(Path(folder).glob("*.db"))):
+        raise ValueError(
+            f"PROMETHEUS_MULTIPROC_DIR={folder}: expected a folder without metrics (*.db files). "
+            "Unset, the server has a temporary one"
+        )

@@ -50,7 +50,8 @@ async def assemble(stack: AsyncExitStack, engine: Any, gate: AnyGate, args: Name
     await vllm_api.init_app_state(engine, vllm_app.state, args, tasks)
     names = args.served_model_name or [args.model]
     ask = partial(vllm_api.ask_workers, engine)
-    info = Info(engine, gate, names, vllm_api.engine_gauges, ask, vllm_api.VLLM_VERSION)
+    gauges = partial(vllm_api.engine_gauges, args.api_server_count or 1)
+    info = Info(engine, gate, names, gauges, ask, vllm_api.VLLM_VERSION)
     keys = vllm_api.api_keys(args)
     watchdog = Watchdog(engine, args.mla_hang_timeout)
     watching = asyncio.create_task(watchdog.run())

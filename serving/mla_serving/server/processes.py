@@ -20,8 +20,9 @@ from mla_serving.server.progress import Progress
 from mla_serving.server.worker import ENGINE_DIED, LISTENING, LOADED, WARM, Shared, main
 
 _POLL_SECONDS = 0.05
-# What is cut short at the end of the drain has a second, and the engines are to hear of it.
-_STOP_SECONDS = 10.0
+# What is cut short at the end of the drain has a second, and the engines are to hear of it. With
+# the engines' own time all is over in 15.
+_STOP_SECONDS = 5.0
 
 
 class Engines:
@@ -39,10 +40,11 @@ class Engines:
         self.errored = True
 
     def shutdown(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
         if self._manager is not None:
             self._manager.shutdown(timeout=timeout)
         if self._coordinator is not None:
-            self._coordinator.shutdown(timeout=timeout)
+            self._coordinator.shutdown(timeout=max(0.0, deadline - time.monotonic()))
 
 
 class Workers:
