@@ -162,14 +162,25 @@ def test_a_case_that_was_not_measured_is_guessed_by_the_others():
     assert statistics.geometric_mean(factors) < 1.08 and sorted(factors)[-4] < 1.3
 
 
+# Cases measured only after the page. Its engines scored exactly, with kernels of before, and their
+# indexer took 11 % longer of 128 x 32768 than the other pages', which twice 64 requests fit.
+LATER = {"sparse_steps": {"b256x32768"}}
+
+
 @pytest.mark.parametrize(
-    "page, cases, within",
-    [("sparse_steps_more_cases", 8, 5), ("sparse_steps_fp8_ds_mla", 16, 10)],
+    "page, bar, cases, within",
+    [
+        ("sparse_steps", 0.03, 16, 10),
+        ("sparse_steps_more_cases", 0.02, 8, 5),
+        ("sparse_steps_fp8_ds_mla", 0.02, 16, 10),
+    ],
 )
-def test_sparse_attention_in_the_engine_takes_what_the_plan_says(page, cases, within):
-    """All of it on the GPU, also what makes slots. Of 128 requests within 2 %; of fewer, where no
+def test_sparse_attention_in_the_engine_takes_what_the_plan_says(page, bar, cases, within):
+    """All of it on the GPU, also what makes slots. Of 128 requests within `bar`; of fewer, where no
     case is as near, within 16 %, or hardly more than a bound."""
     of = rates.load("h200")
+    then = [c for c in of.cases[rates.INDEXER] if c.name not in LATER.get(page, ())]
+    of = replace(of, cases={**of.cases, rates.INDEXER: tuple(then)})
     of_page = json.loads((ROOT / f"benchmarks/results/h200/{page}.json").read_text())["rows"]
     rows = [row for row in of_page if row["backend"] == "CUSTOM" and "attention_ms" in row]
     assert len(rows) == cases
@@ -182,7 +193,7 @@ def test_sparse_attention_in_the_engine_takes_what_the_plan_says(page, cases, wi
         if any(kernel.at_most for kernel in times.kernels.values()):
             assert row["attention_ms"] < 1.04 * planned, row
         else:
-            rel = 0.02 if row["batch"] == 128 else 0.16
+            rel = bar if row["batch"] == 128 else 0.16
             assert planned == pytest.approx(row["attention_ms"], rel=rel), row
             compared += 1
     assert compared == within
