@@ -264,3 +264,29 @@ print(sorted(engine_gauges(2)["vllm:num_requests_running"]), len(engine_gauges(2
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
         said += done.stdout.splitlines()[-2:]
     assert said == ["[3.0, 4.0]", "[3.0, 4.0] 1", "[5.0]", "[4.0, 5.0] 1"]
+
+
+@pytest.mark.parametrize("gone", ["of the module", "of the function"])
+def test_a_launcher_of_vllms_that_takes_other_names_is_refused(gone, monkeypatch):
+    """Not run with a socket or a worker of its own."""
+    from mla_serving.server import vllm_api
+
+    ran = []
+
+    def of_the_module(args):
+        ran.append((setup_server, launch_core_engines, APIServerProcessManager))  # noqa: F821
+        ran.append((wait_for_completion_or_failure, signal))  # noqa: F821
+
+    def of_the_function(args):
+        ran.append((setup_server, launch_core_engines, APIServerProcessManager))  # noqa: F821
+        ran.append(wait_for_completion_or_failure)  # noqa: F821
+
+    names = ["setup_server", "launch_core_engines", "APIServerProcessManager", "signal"]
+    module = SimpleNamespace(**dict.fromkeys(names), wait_for_completion_or_failure=None)
+    if gone == "of the module":
+        del module.signal
+    module.run_multi_api_server = of_the_module if gone == "of the module" else of_the_function
+    monkeypatch.setattr(vllm_api.importlib, "import_module", lambda name: module)
+    with pytest.raises(ImportError, match=r"starts no HTTP processes by \['signal'\]"):
+        vllm_api.run_api_servers(SimpleNamespace(), None, None, None)
+    assert not ran

@@ -250,9 +250,10 @@ def run_api_servers(
         "wait_for_completion_or_failure": wait,
         "signal": SimpleNamespace(signal=lambda *_: None, SIGTERM=None, SIGINT=None),
     }
-    if missing := ours.keys() - vars(module).keys():
-        raise ImportError(f"vLLM {VLLM_VERSION} starts no HTTP processes by {sorted(missing)}")
     code = module.run_multi_api_server.__code__
+    # One that it does not read would be replaced for nothing.
+    if missing := ours.keys() - (vars(module).keys() & code.co_names):
+        raise ImportError(f"vLLM {VLLM_VERSION} starts no HTTP processes by {sorted(missing)}")
     FunctionType(code, {**vars(module), **ours})(args)
 
 
