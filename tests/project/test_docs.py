@@ -235,6 +235,27 @@ def test_sparse_prefill_beside_flashmla_alone_is_as_measured():
     assert f"prefill beside FlashMLA alone is {mean} times as fast" in readme
 
 
+def test_what_the_readme_says_of_sparse_decode_is_what_was_measured():
+    results = json.loads((ROOT / "benchmarks/results/h200/sparse.json").read_text())
+    us = {(r["case"], r["impl"]): r.get("us") for r in results["rows"]}
+    readme = " ".join((ROOT / "README.md").read_text().split())
+
+    def ratio(case, impl, other, than):
+        return us[case, impl] / us[other, than]
+
+    few, hopper, portable = "b40_h128_q1_32k_bf16", "mla_kernels/hopper", "mla_kernels/triton"
+    lost = ratio(few, "peer/flashmla_prefill", few, hopper)
+    assert f"Of 40, which do not fill it, FlashMLA takes {lost:.2f} of our time" in readme
+    cases = [
+        ("b128_h128_q1_32k_fp8_ds_mla", hopper), ("b128_h16_q1_32k_fp8_ds_mla", hopper),
+        ("b128_h128_q1_32k_bf16", hopper), ("b128_h16_q1_32k_fp8_ds_mla", portable),
+    ]  # fmt: skip
+    ends = [100 * ratio(f"{c}_half_tail", i, f"{c}_half_alone", i) - 100 for c, i in cases]
+    low, high, few_heads = min(ends[:3]), max(ends[:3]), ends[3]
+    assert f"{int(low)} to {round(high)} % in the Hopper kernel" in readme
+    assert f"and {few_heads:.0f} % in the portable one for 16 heads" in readme
+
+
 def test_how_many_first_tokens_of_v32_differ_is_what_was_measured():
     path = ROOT / "benchmarks/results/h200/vllm_0.32/sparse_extends.json"
     rows = json.loads(path.read_text())["rows"]

@@ -129,7 +129,8 @@ def capacities(tile: Tile | FewRowsTile, device: torch.device) -> tuple[int, int
 
 
 def capacity_for(programs: int, capacity: int, alone: int) -> int:
-    """One that has an SM for itself is faster, and leaves half as much to merge."""
+    """How many programs shall run at once: `alone`, which give each an SM to itself, if that is
+    room enough, as they are faster so and leave half as much to merge."""
     return alone if 2 * programs <= alone else capacity
 
 
