@@ -247,3 +247,12 @@ def test_a_second_signal_ends_all_of_them_at_once(one_engine):
         assert time.monotonic() - start < 10
         assert running.exception(30) is not None
     assert_nothing_is_left(processes)
+
+
+def test_all_end_with_the_main_process_that_is_killed(one_engine):
+    processes = family(one_engine)
+    assert len(named(processes, "EngineCore")) == 1
+    assert len(named(processes, "APIServer")) == PROCESSES
+    one_engine.process.kill()
+    one_engine.process.wait(STOP_SECONDS)
+    assert_nothing_is_left(processes)
