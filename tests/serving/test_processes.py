@@ -14,7 +14,7 @@ import psutil
 import pytest
 from mla_serving.server import lifecycle
 from mla_serving.server.progress import Progress
-from mla_serving.server.worker import ENGINE_DIED, LOADED, Shared
+from mla_serving.server.worker import ENGINE_DIED, LISTENING, LOADED, WARM, Shared
 
 from tests.serving.running_app import WAIT_SECONDS
 
@@ -48,7 +48,8 @@ class Server:
     def __init__(self, connector=None, dp=True):
         from mla_serving.server.processes import Engines, Workers
 
-        self.shared, self.manager = Shared(0, 2), Manager()
+        self.shared, self.manager, self.said = Shared(0, 2), Manager(), []
+        self.shared.steps[:] = [LISTENING] * 2
         self.processes = [Process(f"ApiServer_{i}", 1000 + i) for i in range(2)]
         self.dp = None
         if dp:
@@ -57,7 +58,10 @@ class Server:
             self.dp.shutdown = lambda timeout: stops.append(timeout)
         config = SimpleNamespace(kv_transfer_config=connector)
         self.engines = Engines(self.manager, self.dp, config)
-        self.workers = Workers(self.processes, self.dp, self.engines, self.shared, Progress())
+        self.workers = Workers(
+            *(self.processes, self.dp, self.engines, self.shared, Progress()),
+            on_listening=lambda: self.said.append("ready"),
+        )
 
     def run(self, while_it_runs, drain=60.0):
         """The exit status of a server for which `while_it_runs` decides when it is to end."""
@@ -102,6 +106,50 @@ def test_a_signal_ends_them_when_all_requests_are_answered(capfd):
     assert server.manager.stop_seconds == 10 and left == pytest.approx(10, abs=1)
     said = capfd.readouterr().out
     assert "stopping: running requests (1) have 60 s" in said and "aborted" not in said
+
+
+def test_it_is_ready_when_all_of_them_listen():
+    server = Server()
+    server.shared.steps[1] = WARM
+    assert not server.shared.listen.value
+
+    async def start_late(server):
+        assert server.shared.listen.value and server.said == []
+        server.shared.steps[1] = LISTENING
+        await asyncio.sleep(0.3)
+        assert server.said == ["ready"]
+        await ask_to_stop(server)
+
+    assert server.run(start_late) == 0
+    assert server.said == ["ready"]
+
+
+def test_a_signal_between_the_first_that_listens_and_the_last_is_heard():
+    """It answers by then, so requests may run: nothing is cut off, as a start would be."""
+    server = Server()
+    server.shared.steps[1] = WARM
+    server.shared.gate.enter()
+
+    async def ask(server):
+        await ask_to_stop(server)
+        await asyncio.sleep(0.3)
+        assert [process.exitcode for process in server.processes] == [None, None]
+        server.shared.gate.leave()
+
+    assert server.run(ask) == 0
+    assert server.said == []
+
+
+def test_one_that_ends_before_it_listens_is_a_failed_start():
+    server = Server()
+    server.shared.steps[1] = WARM
+
+    async def end(server):
+        server.processes[1].exitcode = 1
+
+    with pytest.raises(RuntimeError, match=r"ApiServer_1 \(1001\) has ended with status 1"):
+        server.run(end)
+    assert server.said == []
 
 
 @pytest.mark.parametrize("connector", [None, "NixlConnector"])
@@ -176,7 +224,7 @@ def test_one_that_does_not_end_is_killed(monkeypatch):
 
 def test_a_start_waits_for_all_and_ends_with_any():
     server = Server()
-    server.shared.steps[0] = LOADED
+    server.shared.steps[:] = [LOADED, 0]
     threading.Timer(0.2, server.shared.steps.__setitem__, (1, LOADED)).start()
     server.workers.wait_for(LOADED)
     assert server.shared.steps[1] == LOADED
@@ -184,6 +232,7 @@ def test_a_start_waits_for_all_and_ends_with_any():
     with pytest.raises(RuntimeError, match=r"ApiServer_1 .* has ended with status 1"):
         server.workers.wait_for(LOADED + 1)
     server = Server()
+    server.shared.steps[1] = 0
     server.manager.ended.set()
     with pytest.raises(RuntimeError, match="an engine has died"):
         server.workers.wait_for(LOADED)

@@ -56,6 +56,7 @@ class Workers:
         engines: theirs.
         shared: with the processes.
         progress: where to say that one has ended.
+        on_listening: called when all of them do.
 
     `failed` says whether one has ended by itself.
     """
@@ -67,28 +68,31 @@ class Workers:
         engines: Engines,
         shared: Shared,
         progress: Progress,
+        on_listening: Callable[[], None],
     ) -> None:
         self._processes = processes
         self._watched = [*processes, *([coordinator.proc] if coordinator else [])]
         self._engines = engines
         self._shared = shared
         self._progress = progress
+        self._on_listening = on_listening
         self.should_exit = False
         self.failed = False
 
     def wait_for(self, step: int) -> None:
-        """Until all have reached `step` of their start. RuntimeError when one of them, or an
-        engine, has ended."""
-        while min(self._shared.steps) < step:
-            if ended := self._ended():
-                raise RuntimeError(ended)
-            if self._engines.errored:
-                raise RuntimeError("an engine has died")
+        """Until all have reached `step` of their start; RuntimeError as of `_have_reached`."""
+        while not self._have_reached(step):
             time.sleep(_POLL_SECONDS)
 
     async def serve(self, sockets: list[socket.socket]) -> None:
-        """Until `should_exit` is set, or one of them, or an engine, has ended by itself; then end
-        them all. An engine's end, of which one of them may hear first, is no failure of theirs."""
+        """Let them listen until `should_exit` is set, or one of them, or an engine, has ended by
+        itself; then end them all. An engine's end, of which one of them may hear first, is no
+        failure of theirs."""
+        self._shared.listen.value = 1
+        while not (self.should_exit or self._have_reached(LISTENING)):
+            await asyncio.sleep(_POLL_SECONDS)
+        if not self.should_exit:
+            self._on_listening()
         while not (self.should_exit or self._engines.errored or self.failed):
             if ended := self._ended():
                 self._progress.line(ended)
@@ -102,6 +106,16 @@ class Workers:
             if time.monotonic() > deadline:
                 lifecycle.kill(process.pid for process in self._processes if process.pid)
             await asyncio.sleep(_POLL_SECONDS)
+
+    def _have_reached(self, step: int) -> bool:
+        """Whether all have; RuntimeError when one of them, or an engine, has ended instead."""
+        if min(self._shared.steps) >= step:
+            return True
+        if ended := self._ended():
+            raise RuntimeError(ended)
+        if self._engines.errored:
+            raise RuntimeError("an engine has died")
+        return False
 
     def _ended(self) -> str:
         """Words for one that has ended; "" while all run, and where it ended with the engine."""
@@ -148,7 +162,11 @@ def serve(
         def supervise(config: Any, processes: list[BaseProcess], manager: Any, of_dp: Any) -> None:
             nonlocal status
             engines = Engines(manager, of_dp, config)
-            workers = Workers(processes, of_dp, engines, shared, progress)
+
+            def listening() -> None:
+                say_ready((args.served_model_name or [args.model])[0], tasks)
+
+            workers = Workers(processes, of_dp, engines, shared, progress, listening)
             workers.wait_for(LOADED)
             loading.close()
             tasks = shared.said.get()
@@ -158,9 +176,6 @@ def serve(
                 workers.wait_for(WARM)
             if (refusal := shared.said.get()) is not None:
                 progress.line(f"no first answer, so a user's may be slow: {refusal}")
-            shared.listen.value = 1
-            workers.wait_for(LISTENING)
-            say_ready((args.served_model_name or [args.model])[0], tasks)
             gc.freeze()  # as vLLM's application does: or the end takes seconds
             status = uvloop.run(
                 lifecycle.run_until_stopped(
