@@ -51,6 +51,8 @@ def register() -> None:
         compat.build_indexers_without_deepgemm(is_selected)
     else:
         compat.register_cpu_prefill_backend(CPU_PREFILL_CLASS)
+        if type(current_platform).__module__ == CPU_PLATFORM_CLASS.rpartition(".")[0]:
+            compat.wait_without_yielding()
     logger.debug("Registered %s as %s", BACKEND_CLASS, ", ".join(names))
 
 

@@ -42,6 +42,7 @@ resolving.
 | | split_kv_b_exactly | all | ones are rounded to a scale of activations |
 | amd | on_amd_gpu, fp8_is_fnuz | all | its capabilities look like NVIDIA's |
 | adapters | check_adapters | all | LoRA changes layers that an attention backend never calls |
+| waiting | wait_without_yielding | all | on CPU its processes can starve all others |
 | indexer | replace_indexer | all | its class takes no other kernels; on CPU none quantises |
 | | (below sm_89) | to 0.28 | the fused kernel of its queries does not compile |
 | | indexer_needs_fp8_type | 0.29 on | nor can one do without it: refused |
@@ -113,6 +114,7 @@ from mla_backend.compat.versions import (
     require_supported_vllm,
     vllm_version_status,
 )
+from mla_backend.compat.waiting import wait_without_yielding
 from mla_backend.compat.weights import (
     LatentsKeepTheirDtype,
     keep_kv_b_weight,
@@ -160,6 +162,7 @@ __all__ = [
     "split_kv_b_exactly",
     "tokens_added_to_drafts",
     "vllm_version_status",
+    "wait_without_yielding",
     "wants_fp8_prompts",
     "without_padding",
 ]

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mla_backend import platform
+from mla_backend import platform, plugin
 
 
 @pytest.mark.parametrize("named, expected", [(None, "ours"), ("theirs", "theirs")])
@@ -57,3 +57,20 @@ def test_all_that_was_asked_for_is_put_back():
     asked.restore(theirs)
     assert theirs == mine
     assert len(dataclasses.fields(asked)) == 5
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_processes_wait_without_sched_yield(monkeypatch, ours):
+    from vllm import platforms
+    from vllm.distributed import utils
+    from vllm.platforms.cpu import CpuPlatform
+
+    asleep, yielded = [], []
+    monkeypatch.setattr(utils, "USE_SCHED_YIELD", True)
+    chosen = platform.MlaCpuPlatform() if ours else CpuPlatform()
+    monkeypatch.setattr(platforms, "_current_platform", chosen)
+    plugin.register()
+    monkeypatch.setattr(utils.os, "sched_yield", lambda: yielded.append(1))
+    monkeypatch.setattr(utils.time, "sleep", asleep.append)
+    utils.sched_yield()
+    assert (asleep, yielded) == (([0], []) if ours else ([], [1]))

@@ -17,6 +17,9 @@ from tests.serving.server_process import STOP_SECONDS, ServerProcess
 pytestmark = pytest.mark.engine
 
 PROCESSES, LIMIT = 2, 3
+# Of an answer that outlasts what a test does beside it. With two cores vLLM may compute one request
+# after another.
+LONG = 8000
 BODY = {"model": "demo", "prompt": [1, 2, 3], "ignore_eos": True}
 TWO_ENGINES = [
     *("--data-parallel-size", "2", "--load-format", "dummy"),
@@ -31,7 +34,7 @@ def start(demo_checkpoint, tmp_path_factory):
         return ServerProcess(
             str(demo_checkpoint("v3")),
             *("--served-model-name", "demo", "--dtype", "float32", "--enforce-eager"),
-            *("--max-model-len", "512", "--kv-cache-memory-bytes", "64M"),
+            *("--max-model-len", "8192", "--kv-cache-memory-bytes", "256M"),
             *("--api-server-count", str(PROCESSES), *more),
             key="test-key",
             log=tmp_path_factory.mktemp("server") / "log",
@@ -82,14 +85,25 @@ def info(client):
     return client.get("/mla/info").json()
 
 
+def until(client, true_of):
+    """What `/mla/info` says once it is so, or after a minute."""
+    deadline = time.monotonic() + 60
+    while not true_of(said := info(client)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return said
+
+
+def total_requests(said):
+    return said["requests"]["running"] + said["requests"]["waiting"]
+
+
 def stream(server, begun, max_tokens):
-    """The lines of a stream, and whether it came to its end."""
+    """The lines of a stream; `begun` once it has an answer, that is when it was counted."""
     body = {**BODY, "max_tokens": max_tokens, "stream": True}
-    lines = []
+    lines: list[str] = []
     with server.client() as client, client.stream("POST", "/v1/completions", json=body) as answer:
-        for line in answer.iter_lines():
-            lines.append(line)
-            begun.set()
+        begun.set()
+        lines.extend(answer.iter_lines())
     return [line for line in lines if line]
 
 
@@ -140,25 +154,31 @@ def test_the_first_answers_are_computed_once(two_engines):
 def test_the_limit_and_the_counts_are_those_of_the_server(two_engines, each):
     before = [info(client)["server"]["refused"] for client in each]
     assert before == [before[0]] * PROCESSES
-    asked = {**BODY, "max_tokens": 300}
+    asked = {**BODY, "max_tokens": LONG, "stream": True}
+    # Whoever got in stays in until all have been answered and the counts were read.
+    answered, read = threading.Barrier(8 + 1), threading.Event()
 
-    def ask(i):
-        with two_engines.client() as client:
-            return client.post("/v1/completions", json=asked).status_code
+    def ask(client):
+        with client.stream("POST", "/v1/completions", json=asked) as answer:
+            answered.wait(60)
+            assert read.wait(60)
+            return answer.status_code
 
-    with ThreadPoolExecutor(8) as pool:
-        answers = [pool.submit(ask, i) for i in range(8)]
-        seen = []
-        while sum(answer.done() for answer in answers) < 8:
-            seen += [(i["server"]["http_requests"], i["requests"]) for i in map(info, each)]
-    statuses = sorted(answer.result() for answer in answers)
+    with ExitStack() as stack:
+        stack.callback(read.set)  # so that no thread is left when this test fails
+        pool = stack.enter_context(ThreadPoolExecutor(8))
+        clients = [stack.enter_context(two_engines.client()) for _ in range(8)]
+        answers = [pool.submit(ask, client) for client in clients]
+        answered.wait(60)
+        counted = [until(client, lambda i: total_requests(i) == LIMIT) for client in each]
+        read.set()
+        statuses = sorted(answer.result() for answer in answers)
     assert statuses == [200] * LIMIT + [429] * (8 - LIMIT)
-    assert max(count for count, _ in seen) == LIMIT  # also when asked of the other process
-    assert max(requests["running"] for _, requests in seen) == LIMIT
-    for client in each:
-        server = info(client)["server"]
-        counts = {"draining": False, "http_requests": 0, "refused": before[0] + 8 - LIMIT}
-        assert server == counts
+    for counts in counted:  # also when asked of the other process
+        assert counts["server"]["http_requests"] == total_requests(counts) == LIMIT
+    after = {"draining": False, "http_requests": 0, "refused": before[0] + 8 - LIMIT}
+    for client in each:  # a stream that is left is aborted a moment later
+        assert until(client, lambda i: i["server"] == after)["server"] == after
 
 
 def test_metrics_are_those_of_the_server(each):
@@ -191,7 +211,7 @@ def test_one_that_is_killed_ends_the_server(two_engines):
     assert folder.is_dir()
     begun = threading.Event()
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(stream, two_engines, begun, 480)
+        running = pool.submit(stream, two_engines, begun, LONG)
         assert begun.wait(30)
         second.kill()
         assert two_engines.process.wait(STOP_SECONDS) == 1
@@ -235,7 +255,7 @@ def test_a_second_signal_ends_all_of_them_at_once(one_engine):
     server, processes = one_engine, family(one_engine)
     begun = threading.Event()
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(stream, server, begun, 480)
+        running = pool.submit(stream, server, begun, LONG)
         assert begun.wait(30)
         server.process.terminate()
         with server.client() as client:
