@@ -33,6 +33,9 @@ CONTEXT_PER_TOKEN = 4
 # int32 in 16 bytes: kernels are compiled differently for what does not start at a multiple of them.
 ALIGNED = 4
 
+# block_table [B, max_blocks] and seq_lens [B] int32 of requests, or of pieces, and their tokens.
+Launch = tuple[torch.Tensor, torch.Tensor, int]
+
 
 def longest_piece(kernel: DecodeKernel, num_heads: int) -> int:
     """New tokens of a prompt's end that the kernel takes as one request, at most.
@@ -160,10 +163,9 @@ class ExtendRows:
         block_table: torch.Tensor,
         start: int,
         launches: list[tuple[int, int]],
-    ) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
-        """Of each launch of `pieces`, from token `start` on: block_table [number, max_blocks],
-        seq_lens [number] and its tokens. On a rank of several some may be behind those of the last
-        request, as padding of a CUDA graph: their lengths are 0.
+    ) -> list[Launch]:
+        """What the `launches` that `pieces` gave take, from token `start` on. On a rank of several
+        tokens may be behind the last request's, as padding of a CUDA graph: their lengths are 0.
 
         query_start_loc [B + 1], seq_lens [B] (the new tokens included) and block_table
         [B, max_blocks] are those of the requests, int32 on the device. No sync, no allocation.

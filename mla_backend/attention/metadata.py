@@ -240,62 +240,69 @@ class MlaMetadataBuilder(StepBuilder, MLACommonMetadataBuilder[MlaMetadata]):
         **_: Any,
     ) -> MlaDecodeMetadata:
         STATS.decode_steps += 1
-        T, B = num_decode_tokens, seq_lens_device.shape[0]
-
-        def launch(
-            table: torch.Tensor,
-            lengths: torch.Tensor,
-            tokens: int,
-            seq_lens: torch.Tensor | None = None,
-        ) -> MlaDecodeMetadata:
-            return MlaDecodeMetadata(
-                block_table=table,
-                seq_lens=lengths if seq_lens is None else seq_lens,
-                dcp_tot_seq_lens=dcp_tot_seq_lens_device,
-                lengths=lengths,
-                plan=self._plans.for_step(lengths, tokens // lengths.shape[0]),
-                tokens=tokens,
-            )
-
-        if self._one_token_each and T >= B:
-            return launch(block_table_tensor, seq_lens_device, T)
-        if self._deals_drafts:
+        starts, tokens = query_start_loc_device, num_decode_tokens
+        whole = (block_table_tensor, seq_lens_device, tokens)
+        if self._one_token_each and tokens >= len(seq_lens_device):
+            launches = [whole]
+        elif self._deals_drafts:
             # Each token sees its own number of this rank's, which are every so many of a request's.
             assert dcp_tot_seq_lens_device is not None
-            (rows,) = self._rows.fill(
-                query_start_loc_device, dcp_tot_seq_lens_device, block_table_tensor, 0, [(T, 1)]
+            launches = self._rows.fill(
+                starts, dcp_tot_seq_lens_device, block_table_tensor, 0, [(tokens, 1)]
             )
-            return launch(*rows, seq_lens_device)
-        query_lens = np.diff(query_start_loc_cpu.numpy())
+        else:
+            query_lens = np.diff(query_start_loc_cpu.numpy())
+            launches = self._cut(whole, query_lens, starts)
+        decodes = [
+            MlaDecodeMetadata(
+                block_table=block_table,
+                seq_lens=seq_lens_device if self._deals_drafts else lengths,
+                dcp_tot_seq_lens=dcp_tot_seq_lens_device,
+                lengths=lengths,
+                plan=self._plans.for_step(lengths, tokens // len(lengths)),
+                tokens=tokens,
+            )
+            for block_table, lengths, tokens in launches
+        ]
+        for before, after in itertools.pairwise(decodes):
+            before.rest = after
+        return decodes[0]
+
+    def _cut(
+        self, whole: extends.Launch, query_lens: np.ndarray, query_start_loc: torch.Tensor
+    ) -> list[extends.Launch]:
+        """Launches of requests, or of pieces of some, of as many new tokens each.
+
+        whole            all requests [B] of the decode part
+        query_lens       [B] new tokens of each, on the host
+        query_start_loc  [B + 1] where they begin, on the device
+        """
+        block_table, seq_lens, tokens = whole
+        requests = len(seq_lens)
         new = query_lens[query_lens > 0]  # none is a padded request of a graph
-        if T < B and new.max(initial=1) == 1:
+        if tokens < requests and new.max(initial=1) == 1:
             # A microbatch: it may begin or end with a request of which it has no token, and may
             # have none at all but padding, when nobody attends.
             first = int(np.flatnonzero(query_lens)[0]) if len(new) else 0
-            some = slice(first, first + max(T, 1))
-            return launch(block_table_tensor[some], seq_lens_device[some], max(T, 1))
-        if len(new) == 0 or (new.min() == new.max() and B <= T <= B * self._most_s_q):
-            return launch(block_table_tensor, seq_lens_device, T)
+            some = slice(first, first + max(tokens, 1))
+            return [(block_table[some], seq_lens[some], max(tokens, 1))]
+        fits = requests <= tokens <= requests * self._most_s_q
+        if len(new) == 0 or (new.min() == new.max() and fits):
+            return [whole]
         STATS.extend_steps += 1
-        requests = extends.equal_run(query_lens, self._most_s_q)
-        tokens = requests * int(query_lens[0])
-        taken = {int(query_lens[0])} if requests else set()
+        equal = extends.equal_run(query_lens, self._most_s_q)
+        s_q = int(query_lens[0])
+        taken = {s_q} if equal else set()
         rest = self._rows.fill(
-            query_start_loc_device,
-            seq_lens_device,
-            block_table_tensor,
-            tokens,
+            query_start_loc,
+            seq_lens,
+            block_table,
+            equal * s_q,
             extends.pieces(
-                query_lens[requests:], self._longest_piece, None if self._on_cpu else taken
+                query_lens[equal:], self._longest_piece, None if self._on_cpu else taken
             ),
         )
-        launches = [launch(*piece) for piece in rest]
-        if requests:
-            first = launch(block_table_tensor[:requests], seq_lens_device[:requests], tokens)
-            launches.insert(0, first)
-        for before, after in itertools.pairwise(launches):
-            before.rest = after
-        return launches[0]
+        return [(block_table[:equal], seq_lens[:equal], equal * s_q), *rest] if equal else rest
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
