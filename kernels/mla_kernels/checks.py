@@ -50,12 +50,12 @@ def check_scale(scale: float, name: str = "softmax scale") -> None:
 
 
 def _check_positive(name: str, value: object) -> None:
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, Real)
-        or not value <= MAX_SCALE
-        or value < MIN_SCALE
-    ):
+    try:
+        # By float: NumPy's 16-bit numbers round these bounds to 0 and inf.
+        fits = isinstance(value, Real) and MIN_SCALE <= float(value) <= MAX_SCALE
+    except OverflowError:  # an integer that no float reaches
+        fits = False
+    if isinstance(value, bool) or not fits:
         raise ValueError(
             f"Expected a finite {name} above 0, got {value!r} (allowed: 2^-126 to 2^127)"
         )
@@ -95,7 +95,7 @@ def check_device(name: str, x: torch.Tensor, device: torch.device) -> None:
 
 
 def check_last_contiguous(name: str, x: torch.Tensor) -> None:
-    if x.shape[-1] > 1 and x.stride(-1) != 1:
+    if x.numel() and x.shape[-1] > 1 and x.stride(-1) != 1:
         raise ValueError(
             f"Expected {name} with a contiguous last dimension, got strides {x.stride()}"
         )
@@ -175,6 +175,8 @@ def check_kv_cache(
                 f"Expected kv_lora_rank to be a multiple of {Fp8DsMlaLayout.group_size} for "
                 f"fp8_ds_mla rows, got {dims.kv_lora_rank}"
             )
+        if dims.rope_dim % 2:  # rows are of words of 4 bytes
+            raise ValueError(f"Expected an even rope dim for fp8_ds_mla rows, got {dims.rope_dim}")
         width = Fp8DsMlaLayout(dims).row_bytes
     check_shape(name, kv_cache, ("num_blocks", "block_size", width))
     check_choice(f"block size ({name}.shape[1])", kv_cache.shape[1], BLOCK_SIZES)

@@ -26,7 +26,7 @@ def without_modes(
     function: Callable[Concatenate[torch.Tensor, P], R],
 ) -> Callable[Concatenate[torch.Tensor, P], R]:
     """`function`, which computes in torch on the device of its first argument, without gradients,
-    without autocast and with products of fp32 in fp32.
+    of either mode, without autocast and with products of fp32 in fp32.
 
     Autocast would round the factors of products in fp32 to 16 bits, and refuses to join tensors of
     another 16-bit float than its own; `torch.set_float32_matmul_precision` or `torch.backends`
@@ -40,7 +40,7 @@ def without_modes(
         device = x.device.type
         set_here = _products_in_fp32(device)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), torch.autograd.forward_ad._set_fwd_grad_enabled(False):
                 if device == "meta" or not torch.is_autocast_enabled(device):  # meta has none
                     return function(x, *args, **kwargs)
                 with torch.autocast(device, enabled=False):

@@ -264,10 +264,11 @@ def test_metadata_takes_the_old_arguments_and_remembers_the_shapes():
         else:
             with pytest.raises(ValueError, match="first used with"):
                 flash_mla.flash_mla_with_kvcache(*args)
-    args = (first.q, first.kv_cache.unsqueeze(2), first.block_table, first.seq_lens, 512, meta)
-    for change in ({"causal": True}, {"indices": all_slots(first)}):
+    args = (first.q, first.kv_cache.unsqueeze(2), first.block_table, first.seq_lens)
+    for change in ({"causal": True}, {"indices": all_slots(first)}, {"head_dim_v": 500}):
         with pytest.raises(ValueError, match="first used with"):
-            flash_mla.flash_mla_with_kvcache(*args, **change)
+            more = {"head_dim_v": 512, "tile_scheduler_metadata": meta, **change}
+            flash_mla.flash_mla_with_kvcache(*args, **more)
 
 
 def test_parameters_are_those_of_flash_mla():

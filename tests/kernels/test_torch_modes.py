@@ -24,6 +24,7 @@ from mla_kernels.query import api as query_api
 from mla_kernels.testing.cases import decode_case
 from mla_kernels.testing.indexer_case import make_indexer_case
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 RESCALES = ["pow2", "amla", "flash"]
@@ -95,6 +96,23 @@ def test_sparse_attention(rescale, dtype, mode):
     slots = torch.randint(-1, 256, (3, 70), generator=g, dtype=torch.int32)
     call = {"scale": 0.05, "rescale": rescale}
     check(lambda: mla_sparse_attention(q, kv_cache, slots, **call), mode)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"impl": "reference"}, *({"impl": "torch", "rescale": rescale} for rescale in RESCALES)],
+    ids=str,
+)
+def test_nothing_is_differentiated_forwards(how):
+    """Nor backwards: part of a tangent, as of what is not copied first, would be wrong."""
+    case = decode_case([300, 3], dtype=torch.float32)
+    q, kv_cache, *rest = case.args
+    want = mla_decode(*case.args, **case.options, **how)
+    with forward_ad.dual_level():
+        dual = [forward_ad.make_dual(x, torch.ones_like(x)) for x in (q, kv_cache)]
+        got = mla_decode(*dual, *rest, **case.options, **how)
+        assert all(forward_ad.unpack_dual(x).tangent is None for x in got)
+    assert all(map(torch.equal, got, want))
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -23,7 +23,8 @@ def check_query(
         checks.check_dtype("q", q, dtypes)
         return tuple(q.shape)
     if not isinstance(q, tuple) or len(q) != 2:
-        raise ValueError(f"Expected q to be a tensor or its two parts, got {type(q).__name__}")
+        got = f"a tuple of {len(q)}" if isinstance(q, tuple) else type(q).__name__
+        raise ValueError(f"Expected q to be a tensor or a tuple of its two parts, got {got}")
     latent, rope = q
     checks.check_range("kv_lora_rank", kv_lora_rank, 1, 2**15)
     checks.check_shape("q[0]", latent, (*dims, kv_lora_rank))

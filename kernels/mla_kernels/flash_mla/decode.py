@@ -79,7 +79,7 @@ def flash_mla_with_kvcache(
     if is_fp8_kvcache:
         kv_cache = kv_cache.view(torch.uint8)
     topk = None if indices is None else indices.shape[2]
-    shape = (*q.shape, *k_cache.shape[1:], causal, is_fp8_kvcache, topk)
+    shape = (*q.shape, *k_cache.shape[1:], head_dim_v, causal, is_fp8_kvcache, topk)
     if meta.shape not in (None, shape):
         raise ValueError(
             f"Expected the shapes and mode that the metadata was first used with, {meta.shape}, "

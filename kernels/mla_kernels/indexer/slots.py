@@ -62,7 +62,8 @@ def positions_to_slots(
         checks.check_last_contiguous("request_ids", request_ids)
         checks.check_device("request_ids", request_ids, positions.device)
     elif T % B if B else T:
-        raise ValueError(f"Expected a multiple of {B} rows without request_ids, got {T}")
+        rows = f"a multiple of {B} rows" if B else "no rows, as block_table is of no request,"
+        raise ValueError(f"Expected {rows} without request_ids, got {T}")
     if positions.device.type == "cpu":
         check_request_ids(request_ids, B)
     checks.check_range("block_size", block_size, 1, 2**31 - 1)

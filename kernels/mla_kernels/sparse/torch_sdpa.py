@@ -83,7 +83,8 @@ def sparse_attention_by_sdpa(
                 if length:
                     attend([Run(token, 1, length)])
             return
-        out[tokens] = found.view(len(some), R, H, -1)[..., :kv_lora_rank]
+        # Of parts that threads shared it is fp32, which putting it in does not convert.
+        out[tokens] = found.view(len(some), R, H, -1)[..., :kv_lora_rank].to(out.dtype)
         lse[tokens] = found_lse.view(len(some), R, H)
 
     every = runs_of(slots, counts, 1 if deterministic else max(MOST_QUERY_ROWS // H, 1))

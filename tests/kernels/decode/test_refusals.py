@@ -58,6 +58,8 @@ BAD = {
     "scale beyond fp32 times log2 e": (lambda c: {"scale": 1.5 * 2.0**127}, "softmax scale .*127"),
     "scale that is 0 in fp32": (lambda c: {"scale": 1e-46}, r"softmax scale .*got 1e-46 .*2\^-126"),
     "scale beyond a float": (lambda c: {"scale": 10**400}, r"softmax scale .*got 1000"),
+    "scale of zero in 16 bits": (lambda c: {"scale": np.float16(0)}, "softmax scale above 0"),
+    "scale of inf in 16 bits": (lambda c: {"scale": np.float16("inf")}, "finite softmax scale"),
     "scale of NaN": (lambda c: {"scale": float("nan")}, r"finite softmax scale.*nan"),
     "rescale": (lambda c: {"rescale": "pow3"}, r"rescale in .*'pow2'.*got 'pow3'"),
     "impl": (lambda c: {"impl": "cuda"}, r"impl in .*'auto'.*got 'cuda'"),
@@ -76,6 +78,7 @@ BAD = {
     "no scale": (lambda c: {"scale": None}, r"softmax scale above 0, got None"),
     "rank as a float": (lambda c: {"kv_lora_rank": 512.0}, r"kv_lora_rank in 1\.\.575, got 512\.0"),
     "kv_scale of NaN": (lambda c: fp8(c, float("nan")), r"finite kv_scale above 0, got nan"),
+    "kv_scale of zero in 16 bits": (lambda c: fp8(c, np.float16(0)), "finite kv_scale above 0"),
     "kv_scale of zero": (lambda c: fp8(c, torch.zeros(1)), r"finite kv_scale above 0, got 0\.0"),
     "kv_scale beyond fp32": (lambda c: fp8(c, 1e39), r"finite kv_scale .*got 1e\+39 .*2\^127"),
     "kv_scale that is 0 in fp32": (lambda c: fp8(c, 1e-46), r"finite kv_scale .*got 1e-46"),
@@ -95,6 +98,14 @@ BAD = {
     "fp8_ds_mla with odd strides": (
         lambda c: {"kv_cache": ds_mla(c, 0, 657)},
         r"multiples of 4 bytes, got .*\[42048, 657\]",
+    ),
+    "fp8_ds_mla with an odd rope dim": (
+        lambda c: {"q": c.q[..., :-1], "kv_cache": ds_mla(c, 0, 654)},
+        "an even rope dim for fp8_ds_mla rows, got 63",
+    ),
+    "queries in a list": (
+        lambda c: {"q": [c.q[..., :512], c.q[..., 512:]]},
+        "a tensor or a tuple of its two parts, got list",
     ),
     "negative length": (
         lambda c: {"seq_lens": torch.tensor([5, -3], dtype=torch.int32)},
@@ -278,7 +289,7 @@ def test_plans_that_fit_no_decode(change, message):
         ({"out": torch.zeros(2, 16, 511)}, r"out of shape \[2, 1, 16, 512\], got .*511\]"),
         ({"lse": torch.zeros(1, 2, 16)}, r"lse of shape \[2, H\], got \[1, 2, 16\]"),
         ({"lse": 1.0}, "lse to be a tensor, got float"),
-        ({"q": None}, "q to be a tensor or its two parts, got NoneType"),
+        ({"q": None}, "q to be a tensor or a tuple of its two parts, got NoneType"),
         ({"q": torch.zeros(2, 1, 16, 576)}, r"q of shape \[T, H, Dk\], got \[2, 1, 16, 576\]"),
         ({"q": ([1], [2])}, r"q\[0\] to be a tensor, got list"),
         ({"seq_lens": [5, 70]}, "seq_lens to be a tensor, got list"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from mla_kernels import mla_sparse_attention
 from mla_kernels.decode import torch_scratch
-from mla_kernels.decode.torch_sdpa import MOST_ROWS
+from mla_kernels.decode.torch_sdpa import LEAST_PART, LEAST_PARTS, MOST_ROWS
 from mla_kernels.sparse import torch_sdpa
 from mla_kernels.sparse.choice import choose_sparse_impl
 from mla_kernels.sparse.torch_sdpa import Run, runs_of, together, used_first
@@ -43,6 +43,17 @@ def test_other_dtypes(dtype):
     q, kv, slots, options = sparse_case(dtype=dtype)
     want = mla_sparse_attention(q, kv, slots, impl="reference", **options)
     bar = SHORT_BAR if dtype == torch.float16 else MIRROR_BAR
+    assert bar.failures(measure(flash(q, kv, slots, options)[0], want[0])) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_slots_that_several_threads_share(dtype, monkeypatch):
+    """In parts, whose results are merged in fp32."""
+    monkeypatch.setattr(torch_sdpa.torch, "get_num_threads", lambda: 8)
+    tokens = LEAST_PARTS * LEAST_PART
+    q, kv, slots, options = sparse_case([tokens], tokens, dtype=dtype)
+    want = mla_sparse_attention(q, kv, slots, impl="reference", **options)
+    bar = MIRROR_BAR if dtype == torch.float32 else SHORT_BAR
     assert bar.failures(measure(flash(q, kv, slots, options)[0], want[0])) == []
 
 
