@@ -2,10 +2,13 @@
 """Types of arguments, so that a bad one is said before anything is measured."""
 
 import difflib
+import json
 import math
 import re
 from argparse import ArgumentTypeError
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 _OBJECTIVES = ("ttft", "tpot", "e2el")
 
@@ -26,12 +29,37 @@ def length(text: str) -> int:
     return value
 
 
-def rate(text: str) -> float:
-    """Of something a second."""
+def positive(text: str) -> float:
+    """A number above 0."""
     value = float(text)
     if not 0 < value < math.inf:
         raise ArgumentTypeError(f"expected a number above 0, got {text}")
     return value
+
+
+def not_negative(text: str) -> float:
+    """A number of 0 or more."""
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise ArgumentTypeError(f"expected 0 or more, got {text}")
+    return value
+
+
+def json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ArgumentTypeError(f"expected a JSON object, got {text!r}: {error}") from error
+    if not isinstance(value, dict):
+        raise ArgumentTypeError(f"expected a JSON object, got {text}")
+    return value
+
+
+def checkpoint(text: str) -> Path:
+    """A folder with a model's configuration."""
+    if not (config := Path(text) / "config.json").is_file():
+        raise ArgumentTypeError(f"expected a folder with a model, but there is no {config}")
+    return Path(text)
 
 
 def objectives(text: str) -> str:
@@ -41,7 +69,7 @@ def objectives(text: str) -> str:
     for word in words:
         name, _, milliseconds = word.partition(":")
         try:
-            rate(milliseconds)
+            positive(milliseconds)
         except (ArgumentTypeError, ValueError):
             name = ""
         if name not in _OBJECTIVES:

@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any
 
 METRICS = ("ttft", "tpot", "itl")
+ANSWER_SECONDS = 300  # by then a server says something
+LOAD_SECONDS = 3600.0  # vLLM's own client waits six hours for each answer
 STATISTICS = ("mean", "p50", "p95", "p99")
 
 
-def run_load(url: str, model: Path, **load: Any) -> dict[str, float]:
+def run_load(url: str, model: Path, seconds: float = LOAD_SECONDS, **load: Any) -> dict[str, Any]:
     """Random prompts, answers of exactly `output_len` tokens. The server must be ready: nothing is
-    sent before the load.
+    sent before the load, which has so many `seconds`.
 
     model     a directory with config.json         served_name  the server's name for it
     requests  how many        input_len, output_len  tokens of each        seed  of the prompts
@@ -31,8 +33,9 @@ def run_load(url: str, model: Path, **load: Any) -> dict[str, float]:
     second     tokenizer  if not the model's     slo  "ttft:2000 tpot:50", milliseconds, for goodput
     temperature  of the sampling; 0, greedy, if left out
 
-    Returns output_tok_s, request_s, completed, failed, goodput_s (requests a second within the slo)
-    and, in milliseconds, ttft_mean, ttft_p50, ...
+    Returns failed, the requests without an answer of that length, completed and, if any failed, the
+    reason of one; unless the load took too long also output_tok_s, request_s, goodput_s (requests a
+    second within the slo) and, in milliseconds, ttft_mean, ttft_p50, ...
     """
     from vllm.benchmarks import serve
 
@@ -42,13 +45,24 @@ def run_load(url: str, model: Path, **load: Any) -> dict[str, float]:
         contextlib.redirect_stdout(io.StringIO()),
         unittest.mock.patch.object(serve, "get_samples", _prompts),
     ):
-        result: dict[str, Any] = asyncio.run(serve.main_async(args))
+        try:
+            result: dict[str, Any] = asyncio.run(
+                asyncio.wait_for(serve.main_async(args), max(1.0, seconds))
+            )
+        except TimeoutError:
+            reason = f"not over after {seconds:.0f} s"
+            return {"completed": 0, "failed": load["requests"], "reason": reason}
+    # To vLLM an answer is a success from its first chunk on, however it ends.
+    short = [length for length in result["output_lens"] if length != load["output_len"]]
     row = {
         "output_tok_s": result["output_throughput"],
         "request_s": result["request_throughput"],
-        "completed": result["completed"],
-        "failed": load["requests"] - result["completed"],
+        "completed": load["requests"] - len(short),
+        "failed": len(short),
     }
+    if short:
+        said = [error.strip().splitlines()[-1] for error in result["errors"] if error.strip()]
+        row["reason"] = said[0] if said else f"{short[0]} of {load['output_len']} tokens"
     if load.get("slo"):
         row["goodput_s"] = result["request_goodput"]
     for metric in METRICS:
@@ -98,7 +112,7 @@ def _arguments(
             *(("--goodput", *slo.split()) if slo else ()),
             *("--ready-check-timeout-sec", "0"),
             *("--ignore-eos", "--temperature", str(temperature)),
-            *("--seed", str(seed), "--disable-tqdm"),
+            *("--seed", str(seed), "--disable-tqdm", "--save-detailed"),
             *("--percentile-metrics", ",".join(METRICS), "--metric-percentiles", "50,95,99"),
         ]
     )
@@ -134,7 +148,7 @@ def greedy_tokens(url: str, served_name: str, lengths: tuple[int, ...], count: i
         request = urllib.request.Request(
             f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(request) as answer:
+        with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as answer:
             answers += json.load(answer)["choices"][0]["token_ids"]
     return answers
 

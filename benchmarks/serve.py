@@ -25,7 +25,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from arguments import count, objectives, rate
+from arguments import count, objectives, positive
 from ending import CUT_OFF, NO_TIME, exit_code, exit_on_signals, shortage
 from outputs import claim, command
 from partial import PARTIAL, lacks, take_away
@@ -108,7 +108,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--repetitions", type=count, default=3, help="of all loads; pages show the median of each"
     )
     serve.add_argument(
-        "--rates", nargs="*", type=rate, help="requests a second (default: 0.5 and 0.8 of ours)"
+        "--rates", nargs="*", type=positive, help="requests a second (default: 0.5 and 0.8 of ours)"
     )
     serve.add_argument("--open-requests", type=count, default=100, help="of each open loop")
     slo = serve.add_argument("--slo", type=objectives, default="ttft:2000 tpot:50")

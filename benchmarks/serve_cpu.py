@@ -30,11 +30,14 @@ from machine import describe_machine
 from mla_serving.demo_model import FAMILIES, demo_model_path
 from outputs import claim, command, write, write_json
 from partial import PARTIAL, lacks, take_away
-from servers import BACKENDS, Server
+from servers import BACKENDS, Server, StartError
 
 NAME = "demo"
+# Of sparse attention vLLM has none for a CPU.
+DENSE = sorted(family for family, config in FAMILIES.items() if "index_topk" not in config)
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_MODEL_LEN = 4096
+SPARE_TOKENS = 64
 GATE_PROMPTS = (5, 64, 65, 200, 700)  # tokens
 GATE_TOKENS = 32
 # With AMX tiles vLLM chooses AMX_MLA for any dtype, and that does not start with fp32.
@@ -97,9 +100,13 @@ def load_in_turn(
                 continue
             key = {"dtype": dtype, "concurrency": concurrency, "backend": server.backend}
             rows.append({**key, "repetition": repetition, **row})
-            said = f"{row['failed']} requests failed"
-            print(key, said if row["failed"] else f"{row['output_tok_s']:.1f} tok/s", flush=True)
+            said = failure(row) if row["failed"] else f"{row['output_tok_s']:.1f} tok/s"
+            print(key, said, flush=True)
     return rows
+
+
+def failure(row: Row) -> str:
+    return f"{row['failed']} requests failed: {row['reason']}"
 
 
 def red(gate: Row) -> bool:
@@ -178,13 +185,13 @@ def markdown(report: Row) -> str:
     for row in failed:
         which = "the warm-up" if row["repetition"] < 0 else f"repetition {row['repetition']}"
         case = f"{row['dtype']}, {row['concurrency']} clients, {row['backend']}"
-        lines.append(f"* {case}, {which}: {row['failed']} requests failed")
+        lines.append(f"* {case}, {which}: {failure(row)}")
     return "\n".join(lines) + "\n"
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--family", choices=sorted(FAMILIES), default="v3")
+    parser.add_argument("--family", choices=DENSE, default="v3")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["float32", "bfloat16"])
     parser.add_argument("--concurrency", nargs="+", type=count, default=[8, 32])
     parser.add_argument("--input-len", type=count, default=256)
@@ -199,6 +206,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     args.eager |= args.quick
     for name, values in DEFAULTS.items():
         setattr(args, name, getattr(args, name) or values[args.quick])
+    # The random prompts are text: a few tokens more or less when they are read again.
+    if args.input_len + SPARE_TOKENS + args.output_len > MAX_MODEL_LEN:
+        parser.error(
+            f"expected --input-len and --output-len of {MAX_MODEL_LEN - SPARE_TOKENS} or less in "
+            f"all, got {args.input_len} and {args.output_len}"
+        )
     return args
 
 
@@ -240,7 +253,11 @@ def main(argv: list[str] | None = None) -> int:
 
     with tempfile.TemporaryDirectory() as logs:
         for dtype in dict.fromkeys(["float32", *args.dtype]):
-            if red(measure(dtype, args, Path(logs), report, save)):
+            try:
+                gate = measure(dtype, args, Path(logs), report, save)
+            except StartError as error:
+                sys.exit(str(error))
+            if red(gate):
                 print(DISAGREE, file=sys.stderr)
                 write_report({**report, "note": DISAGREE}, args.results, PARTIAL)
                 return 1

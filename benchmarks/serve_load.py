@@ -21,13 +21,14 @@ from load import make_prompts, run_load
 from machine import nvidia_smi
 from mla_serving.demo_model import FAMILIES, demo_model_path
 from serve_cases import FEWEST, Load, Shape, dense_overrides, loads
-from servers import Server
+from servers import Server, StartError
 from telling import TELLING
 
 NAME = "model"
 STEP_TOKENS = 8192  # that vLLM takes at a time, at most
 # For most of these vLLM has a configuration of the experts' kernel, if any for the model and GPU.
 TUNED = (16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 2048, 3072, 4096, STEP_TOKENS)
+LATE_SECONDS = 600  # for a load that began in time
 WARM_UP_STEPS = 4  # full ones of each shape, for those of other sizes between them
 Row = dict[str, Any]
 
@@ -149,14 +150,14 @@ class Runner:
 
     def prepare(self) -> None:
         """Make the prompts of all loads, while the servers start."""
-        for load in self.asked:
-            make_prompts(self.args.model, **self._describe(load))
+        for repetition, load in itertools.product(range(self.args.repetitions), self.asked):
+            make_prompts(self.args.model, **self._describe(load, repetition))
 
     def failed(self, server: Server, wait: Future[float]) -> bool:
         """Whether a server did not start, by `wait`, its `wait_ready`, which is over."""
         try:
             wait.result()
-        except RuntimeError as error:
+        except StartError as error:
             self.save({"backend": server.backend, "error": str(error)})
             return True
         return False
@@ -193,7 +194,8 @@ class Runner:
         for load in {load.shape: load for load in self.asked}.values():
             some = max(WARM_UP_STEPS, WARM_UP_STEPS * STEP_TOKENS // load.shape.input_len)
             few = {"requests": min(some, self.requests(load)), "output_len": 2}
-            run_load(server.url, self.args.model, **self._describe(load) | few)
+            left = self.deadline - time.monotonic() + LATE_SECONDS
+            run_load(server.url, self.args.model, seconds=left, **self._describe(load, -1) | few)
 
     def run(self, servers: list[Server]) -> None:
         """Each load on every server before the next load, and all of that once more for each
@@ -206,7 +208,7 @@ class Runner:
         ):
             begin = (repetition + at) % len(servers)
             for server in servers[begin:] + servers[:begin]:
-                row = self._measure(server, load)
+                row = self._measure(server, load, repetition)
                 if server.backend == self.first and load.concurrency and "request_s" in row:
                     most = max(row["request_s"], self.fullest.get(load.shape, 0.0))
                     self.fullest[load.shape] = most
@@ -231,7 +233,7 @@ class Runner:
             row |= {"loop": "open", "rate": rate}
         return row
 
-    def _measure(self, server: Server, load: Load) -> Row:
+    def _measure(self, server: Server, load: Load, repetition: int) -> Row:
         row = self._row(server.backend, load)
         rate = row.get("rate")
         if time.monotonic() > self.deadline:
@@ -239,18 +241,20 @@ class Runner:
         elif load.concurrency is None and rate is None:
             row["not_run"] = "no closed loop of that shape was run on the first server"
         else:
-            how = self._describe(load) | {"concurrency": load.concurrency, "rate": rate}
-            measured = run_load(server.url, self.args.model, **how)
+            how = self._describe(load, repetition) | {"concurrency": load.concurrency, "rate": rate}
+            left = self.deadline - time.monotonic() + LATE_SECONDS
+            measured = run_load(server.url, self.args.model, seconds=left, **how)
             if measured["failed"]:
-                row["error"] = f"{measured['failed']} of {how['requests']} requests failed"
+                failed = f"{measured['failed']} of {how['requests']} requests failed"
+                row["error"] = f"{failed}: {measured['reason']}"
             else:
                 row |= measured
                 self.measured.add(server.backend)
         self.save(row)
         return row
 
-    def _describe(self, load: Load) -> Row:
-        """Arguments of `run_load`."""
+    def _describe(self, load: Load, repetition: int) -> Row:
+        """Arguments of `run_load`; repetition -1 is the warm-up."""
         return {
             "served_name": NAME,
             "requests": self.requests(load),
@@ -259,5 +263,6 @@ class Runner:
             "tokenizer": self.tokenizer,
             "slo": self.args.slo,
             "temperature": 1,  # greedy answers of random weights repeat one token
-            "seed": load.shape.input_len + self.requests(load),
+            # No prompt is sent twice to a server, which may be told to cache prefixes.
+            "seed": 1 + self.asked.index(load) + (1 + repetition) * len(self.asked),
         }

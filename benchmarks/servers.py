@@ -33,15 +33,19 @@ QUIET = {
 }
 # What vLLM's server says of an engine that did not start, whose reason stands far above.
 NO_REASON = "See root cause above"
-# What a line has that names a cause: the second is how pydantic goes on below "ValidationError: 1
-# validation error for ModelConfig".
-NAMING = ("Error", "  Value error, ", "mla-backend serve: ")
+# What a line has that names a cause, unlike code that raises it. The second is how pydantic goes
+# on below "ValidationError: 1 validation error for ModelConfig".
+NAMING = re.compile(r"\w(Error|Exception)(: |$)|  Value error, |mla-backend serve: ")
 # What vLLM logs of kernels: that it watches (not where it warms none up), and, with
 # --jit-monitor-verbose each time, what it sees.
 WATCHES = "JIT monitor activated"
 LATE = re.compile(r"JIT compilation during inference: (\S+?)(?: \(|\. )")
 # No plugin of any kind, so that vLLM chooses its own best attention for this CPU.
 STOCK = {"VLLM_PLUGINS": "", "MLA_BACKEND_CPU_PLATFORM": "0"}
+
+
+class StartError(RuntimeError):
+    """A server has ended, or is not ready in time."""
 
 
 class Server:
@@ -69,10 +73,11 @@ class Server:
         self._tree: set[psutil.Process] = set()
         self.started = time.monotonic()
         self._failure.unlink(missing_ok=True)  # of an earlier run
+        _reach_without_proxy()
         with log.open("w") as out:
             self._process = subprocess.Popen(
                 [*entry, "--model", str(model), *options],
-                env={**os.environ, **QUIET, **refusals.listening(self._failure), **env},
+                env={**_shared(), **QUIET, **refusals.listening(self._failure), **env},
                 stdout=out,
                 stderr=subprocess.STDOUT,
             )
@@ -100,7 +105,7 @@ class Server:
         return self
 
     def wait_ready(self) -> float:
-        """Seconds from its start until it was ready. RuntimeError if it does not get there."""
+        """Seconds from its start until it was ready. StartError if it does not get there."""
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
@@ -116,7 +121,7 @@ class Server:
         reason = f"it was not ready after {START_SECONDS} s"
         if self._process.poll() is not None:
             reason = self.failure()
-        raise RuntimeError(f"{self.backend} did not start: {reason}")
+        raise StartError(f"{self.backend} did not start: {reason}")
 
     def failure(self) -> str:
         """The first failure of its engines, as `mla-backend serve` says it, or else what the last
@@ -126,7 +131,7 @@ class Server:
         named = [
             line
             for line in self.log.read_text().splitlines()
-            if any(word in line for word in NAMING) and NO_REASON not in line
+            if NAMING.search(line) and NO_REASON not in line
         ]
         return named[-1].strip().partition(" [type=")[0] if named else "it did not say why"
 
@@ -167,3 +172,19 @@ class Server:
                     process.kill()
             self._process.kill()
             self._process.wait()
+
+
+def _shared() -> dict[str, str]:
+    """The environment, without what would be an option of ours alone, or a key that no request
+    has."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("MLA_SERVE_") and name != "VLLM_API_KEY"
+    }
+
+
+def _reach_without_proxy() -> None:
+    """Whatever proxy is set, this process and vLLM's load generator ask 127.0.0.1 itself."""
+    names = [os.environ.get("no_proxy") or os.environ.get("NO_PROXY", ""), "127.0.0.1"]
+    os.environ["no_proxy"] = ",".join(filter(None, names))

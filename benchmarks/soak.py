@@ -25,7 +25,7 @@ from typing import Any
 
 import httpx
 import psutil
-from arguments import count
+from arguments import checkpoint, count, json_object, not_negative, positive
 from ending import exit_on_signals
 from machine import describe_machine, nvidia_smi
 from mla_serving.demo_model import FAMILIES, demo_model_path, make_demo_model
@@ -54,9 +54,11 @@ Row = dict[str, Any]
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     gpu = bool(nvidia_smi("name"))
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--minutes", type=float, default=MINUTES)
-    parser.add_argument("--model", type=Path, help="default: a demo model of the context asked for")
-    parser.add_argument("--overrides", type=json.loads, default={}, help="of its config.json")
+    parser.add_argument("--minutes", type=positive, default=MINUTES)
+    parser.add_argument(
+        "--model", type=checkpoint, help="default: a demo model of the context asked for"
+    )
+    parser.add_argument("--overrides", type=json_object, default={}, help="of its config.json")
     parser.add_argument("--dtype", choices=TOLERANCE, default="bfloat16" if gpu else "float32")
     parser.add_argument("--max-model-len", type=count, default=8192)
     parser.add_argument("--concurrency", type=count, default=32)
@@ -67,8 +69,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     step.help = "of a step; few cut long prompts, and answers go on meanwhile"
     parser.add_argument("--eager", action="store_true", default=not gpu, help="default on a CPU")
     parser.add_argument("--blocks", type=count, help="of cache; default: 1.1 contexts")
-    parser.add_argument("--tolerance", type=float, help="of probes under load, nats")
-    parser.add_argument("--sample-seconds", type=float, default=5)
+    parser.add_argument("--tolerance", type=not_negative, help="of probes under load, nats")
+    parser.add_argument("--sample-seconds", type=positive, default=5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--server-options", type=shlex.split, default=[], help="more, in quotes")
     default = Path(__file__).parent / "results" / ("h200" if gpu else "cpu")

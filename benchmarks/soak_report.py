@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The files that a soak leaves, while it runs too."""
 
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,14 @@ def counts_of(ledger: Ledger) -> Row:
     moves = sorted(ledger.moves) or [0.0]
     at = {"median": len(moves) // 2, "99 of 100": len(moves) * 99 // 100, "largest": -1}
     quantiles = {name: round(moves[i], 4) for name, i in at.items()}
-    return kept | {"moves": {"tokens": len(ledger.moves), **quantiles}}
+    gap = ledger.widest_gap if math.isfinite(ledger.widest_gap) else None  # JSON has no inf
+    return kept | {"widest_gap": gap, "moves": {"tokens": len(ledger.moves), **quantiles}}
+
+
+def held(gap: float | None) -> str:
+    if gap is None:
+        return "of which one was not among the alternatives"
+    return f"held at most {gap:.2g} nats below"
 
 
 def moved(counts: Row) -> str:
@@ -122,8 +130,8 @@ def markdown(report: Row) -> str:
         "* Probes are the same bit for bit on the idle server before and after: "
         f"{yes_or_no(end.get('same_probes'))}. Under load {moved(counts)}, and "
         f"{counts['other_tokens']} of "
-        f"{counts['outcomes'].get('probes', 0)} answers had another token, held at most "
-        f"{counts['widest_gap']:.2g} nats below. Allowed: {settings['tolerance']:g} a token, "
+        f"{counts['outcomes'].get('probes', 0)} answers had another token, "
+        f"{held(counts['widest_gap'])}. Allowed: {settings['tolerance']:g} a token, "
         f"{TYPICAL:g} of that for half of a probe's tokens, twice for another one.",
         "",
         "| memory, MiB | begin | middle | end | most | growth in the second half |",

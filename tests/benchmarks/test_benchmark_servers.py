@@ -147,6 +147,30 @@ def test_a_server_that_never_answers_is_not_waited_for_forever(tmp_path, monkeyp
         server.wait_ready()
 
 
+# In the place of Python: prints what it was given, and ends.
+PRINTS = "env"
+
+
+def test_servers_are_given_nothing_that_one_alone_reads(tmp_path, monkeypatch):
+    """And no key, which requests do not have; nor may a proxy stand between."""
+    import urllib.request
+
+    import servers
+
+    monkeypatch.setattr(servers.sys, "executable", fake_python(tmp_path, PRINTS))
+    monkeypatch.setenv("MLA_SERVE_MAX_NUM_SEQS", "1")
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    monkeypatch.setenv("MLA_BACKEND_FP8_QUERY", "1")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.setenv("no_proxy", "example.org")
+    with servers.Server("ours", tmp_path, [], tmp_path / "log") as server:
+        server._process.wait(10)
+        assert urllib.request.proxy_bypass(server.url.removeprefix("http://"))
+    given = (tmp_path / "log").read_text()
+    assert "MLA_BACKEND_FP8_QUERY=1" in given and "example.org" in given
+    assert "MAX_NUM_SEQS" not in given and "secret" not in given
+
+
 # In the place of Python: servers whose engine fails. What vLLM logs last names no cause.
 LAST = "RuntimeError: Engine core initialization failed. See root cause above."
 FAILS = f"""echo 'ValueError: Free memory on device cuda:0'\n%s\necho '{LAST}'\nexit 1"""
@@ -154,6 +178,7 @@ PYDANTIC = """echo 'ValidationError: 1 validation error for ModelConfig'
 echo '  Value error, length 9 is too large [type=value_error, input_value=ArgsKwargs((), {})]'
 echo '    For further information visit https://errors.pydantic.dev'
 """
+RAISES = """echo '    raise RuntimeError('\nexit 1"""
 NOTES = "printf 'OutOfMemoryError: 2 GiB' > $_MLA_REFUSAL_FILE"
 
 
@@ -163,6 +188,7 @@ NOTES = "printf 'OutOfMemoryError: 2 GiB' > $_MLA_REFUSAL_FILE"
         ("", "ValueError: Free memory on device cuda:0"),
         ("echo 'mla-backend serve: mla-backend cannot serve it'", "mla-backend cannot serve it"),
         (NOTES, "OutOfMemoryError: 2 GiB"),
+        (RAISES, "ValueError: Free memory on device cuda:0"),
         (PYDANTIC, "Value error, length 9 is too large"),
     ],
 )

@@ -299,14 +299,15 @@ def test_a_load_of_which_a_request_failed_is_not_measured(failing, lost, monkeyp
     def failing_at(*args, **load):
         row = servers.load(*args, **load)
         broken = len(servers.loads) - 1 in failing
-        return row | {"failed": 3, "output_tok_s": 1.0} if broken else row
+        lost = {"failed": 3, "reason": "Bad Request", "output_tok_s": 1.0}
+        return row | lost if broken else row
 
     monkeypatch.setattr(serve_cpu, "run_load", failing_at)
     assert serve_cpu.main([*WORDS, "--dtype", "float32", "--results", str(tmp_path)]) == 1
     assert len(servers.loads) == 6
     page = (tmp_path / "serving_partial.md").read_text()
     backend = "stock" if len(failing) == 2 else "ours"
-    said = f"* float32, 2 clients, {backend}, {lost}: 3 requests failed"
+    said = f"* float32, 2 clients, {backend}, {lost}: 3 requests failed: Bad Request"
     assert said in page.partition("Not measured:")[2] and page.count("requests failed") == len(
         failing
     )
@@ -321,7 +322,7 @@ def test_loads_of_one_server_alone_do_not_replace_those_of_both(monkeypatch, tmp
 
     def load(url, *args, **options):
         row = servers.load(url, *args, **options)
-        return row | {"failed": 2 * ("stock" in url)}
+        return row | {"failed": 2 * ("stock" in url), "reason": ""}
 
     monkeypatch.setattr(serve_cpu, "run_load", load)
     (tmp_path / "serving.md").write_text("an earlier run")
@@ -349,7 +350,7 @@ def files_in(folder):
         ("--dtype bfloat16 float32 float16 --concurrency 32 8 --repetitions 1", False),
         ("--dtype float32", True),
         ("--concurrency 8", True),
-        ("--family v3.2", True),
+        ("--family v2-lite", True),
         ("--input-len 64", True),
         ("--quick", True),
     ],
@@ -361,6 +362,31 @@ def test_other_loads_do_not_replace_the_results_of_all(words, some, monkeypatch,
     assert serve_cpu.main([*words.split(), "--results", str(tmp_path)]) == 0
     assert files_in(tmp_path) == [f"serving{'_partial' * some}{end}" for end in (".json", ".md")]
     assert "Not whole" not in (tmp_path / f"serving{'_partial' * some}.md").read_text()
+
+
+def test_what_a_server_would_cut_short_is_refused(capsys):
+    import serve_cpu
+
+    serve_cpu.parse_arguments(["--input-len", "3000", "--output-len", "1032"])
+    with pytest.raises(SystemExit):
+        serve_cpu.parse_arguments(["--input-len", "3000", "--output-len", "1033"])
+    assert "of 4032 or less in all, got 3000 and 1033" in capsys.readouterr().err
+
+
+def test_a_server_that_does_not_start_ends_the_run_with_its_reason(monkeypatch, tmp_path):
+    import serve_cpu
+    from servers import StartError
+
+    servers = Servers(monkeypatch, {})
+
+    def start(*args):
+        server = servers.start(*args)
+        server.wait_ready.side_effect = StartError("ours did not start: OutOfMemoryError: 2 GiB")
+        return server
+
+    monkeypatch.setattr(serve_cpu, "Server", start)
+    with pytest.raises(SystemExit, match=r"^ours did not start: OutOfMemoryError: 2 GiB$"):
+        serve_cpu.main(["--results", str(tmp_path)])
 
 
 ROWS = {

@@ -15,7 +15,8 @@ TOKENS = 3
 
 @pytest.fixture
 def server():
-    """(url, [bodies asked], {number of a request: what becomes of it, "fails" or "slow"})."""
+    """(url, [bodies asked], {number of a request: what becomes of it, "fails", "slow", "short" or
+    "breaks off"})."""
     asked, fates = [], {}
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -29,9 +30,12 @@ def server():
                 return self._begin(500)
             self._begin(200)
             time.sleep(SLOW_SECONDS * (fate == "slow"))
-            for _ in range(TOKENS):
+            tokens = TOKENS - (fate == "short")
+            for _ in range(tokens):
                 self._send({"choices": [{"text": "a"}]})
-            self._send({"choices": [], "usage": {"prompt_tokens": 8, "completion_tokens": TOKENS}})
+                if fate == "breaks off":
+                    return self._send({"error": {"message": "the engine has died"}})
+            self._send({"choices": [], "usage": {"prompt_tokens": 8, "completion_tokens": tokens}})
             self.wfile.write(b"data: [DONE]\n\n")
 
         def _begin(self, status):
@@ -76,6 +80,25 @@ def test_goodput_is_of_what_was_answered_in_time(server, load):
     slow = 1e3 * SLOW_SECONDS
     assert row["ttft_p99"] >= row["ttft_p95"] >= 0.9 * slow > row["ttft_mean"] > row["tpot_p99"]
     assert "goodput_s" not in load()
+
+
+@pytest.mark.parametrize(
+    ("fate", "reason"),
+    [("fails", "Internal Server Error"), ("short", "2 of 3 tokens"), ("breaks off", "")],
+)
+def test_an_answer_that_is_not_whole_has_failed(fate, reason, server, load):
+    server[2].update({2: fate, 6: fate})
+    row = load()
+    assert (row["completed"], row["failed"]) == (4, 2)
+    assert reason in row["reason"] != ""
+
+
+def test_a_load_that_does_not_end_is_given_up(server, load):
+    server[2].update(dict.fromkeys(range(1, 7), "slow"))
+    begin = time.monotonic()
+    row = load(seconds=3)
+    assert time.monotonic() - begin < 2 * 3
+    assert row == {"completed": 0, "failed": 6, "reason": "not over after 3 s"}
 
 
 def test_every_server_gets_the_prompts_of_a_load_and_another_load_others(server, load):

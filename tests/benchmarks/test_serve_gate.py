@@ -145,6 +145,7 @@ def test_a_server_is_ready_when_it_says_so(monkeypatch):
     import serve_gate
     import serve_load
     from serve import parse_arguments
+    from servers import StartError
 
     waited_for = {name: threading.Event() for name in ("CUSTOM", "FLASHMLA", "TRITON_MLA")}
 
@@ -162,7 +163,7 @@ def test_a_server_is_ready_when_it_says_so(monkeypatch):
         def wait_ready(self):
             waited_for[self.backend].set()
             if self.backend == "TRITON_MLA":
-                raise RuntimeError("TRITON_MLA did not start: why")
+                raise StartError("TRITON_MLA did not start: why")
             assert said_so.wait(10)
             return 40.0 + len(self.backend)
 
@@ -181,7 +182,7 @@ def test_a_server_is_ready_when_it_says_so(monkeypatch):
     monkeypatch.setattr(serve_load.Runner, "prepare", prepare)
     monkeypatch.setattr(serve_load, "Server", Server)
     monkeypatch.setattr(serve_load, "nvidia_smi", lambda *_, of="gpu": [["G"]])
-    monkeypatch.setattr(serve_load, "run_load", lambda *_, **how: {"failed": 1})
+    monkeypatch.setattr(serve_load, "run_load", lambda *_, **how: {"failed": 1, "reason": ""})
     monkeypatch.setattr(serve_gate, "ask", lambda *_: SOUND)
     monkeypatch.setattr(serve_gate, "complete", lambda *_, **how: [])
     words = ["--together", "--reduced", "--repetitions", "1", "--backends", *waited_for]

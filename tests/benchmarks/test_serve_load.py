@@ -18,7 +18,7 @@ def test_a_load_with_failed_requests_is_not_measured(failed, monkeypatch):
     from serve_cases import Load, Shape
 
     measured = serve_row("CUSTOM", 100.0, request_s=9.0)
-    measured |= {"failed": failed}
+    measured |= {"failed": failed, "reason": "7 of 8 tokens"}
     monkeypatch.setattr(serve_load, "run_load", lambda *_, **load: measured)
     args = MagicMock(rounds=5, repetitions=1)
     rows = []
@@ -28,7 +28,7 @@ def test_a_load_with_failed_requests_is_not_measured(failed, monkeypatch):
     assert ("output_tok_s" in row) == (not failed) == bool(runner.fullest)
     if failed:
         page = serve_page(row, serve_row("FLASHMLA", 50.0))
-        assert "loop closed concurrency 4): 3 of 20 requests failed" in page
+        assert "loop closed concurrency 4): 3 of 20 requests failed: 7 of 8 tokens" in page
         assert "geometric mean" not in page
 
 
@@ -107,7 +107,9 @@ def test_only_the_first_server_sets_rates(monkeypatch):
 
     loads = [Load(Shape(8, 8), 4), Load(Shape(8, 8), share=0.5)]
     monkeypatch.setattr(
-        serve_load, "run_load", lambda url, *_, **how: {"failed": url == "CUSTOM", "request_s": 9.0}
+        serve_load,
+        "run_load",
+        lambda url, *_, **how: {"failed": url == "CUSTOM", "reason": "", "request_s": 9.0},
     )
     rows = []
     args = MagicMock(rounds=1, repetitions=1)
@@ -115,6 +117,37 @@ def test_only_the_first_server_sets_rates(monkeypatch):
     for name in ("CUSTOM", "FLASHMLA"):
         runner.run([MagicMock(backend=name, url=name)])
     assert ["not_run" in row for row in rows] == [False, True] * 2
+
+
+def test_no_prompt_is_sent_twice_to_a_server(monkeypatch):
+    """Or with --enable-prefix-caching loads would be of what is cached."""
+    import serve_load
+    from serve_cases import Load, Shape
+
+    sent, made = [], []
+
+    def load(*_, seed, seconds, **how):
+        assert seconds == 600 + 1000
+        sent.append(seed)
+        return {"failed": 0, "request_s": 1.0}
+
+    monkeypatch.setattr(serve_load.time, "monotonic", lambda: 0.0)
+    monkeypatch.setattr(serve_load, "run_load", load)
+    monkeypatch.setattr(serve_load, "make_prompts", lambda *_, seed, **how: made.append(seed))
+    monkeypatch.setattr(serve_load.serve_gate, "complete", lambda *_, **how: None)
+    shape, other = Shape(8, 8), Shape(16, 8)
+    loads = [Load(shape, 4), Load(shape, 8), Load(shape, share=0.5), Load(other, 4)]
+    runner = serve_load.Runner(
+        MagicMock(rounds=1, repetitions=2), loads, Path(), 1000.0, MagicMock()
+    )
+    runner.prepare()
+    servers = [MagicMock(backend="CUSTOM"), MagicMock(backend="FLASHMLA")]
+    runner.warm_up(servers[0])
+    warm_ups = sent.copy()
+    sent.clear()
+    runner.run(servers)
+    assert made == sent[::2] == sent[1::2]  # both get the same
+    assert len({*warm_ups, *made}) == len(warm_ups) + len(made) == 2 + 8
 
 
 def test_as_many_prompts_warm_up_as_fill_several_steps(monkeypatch):

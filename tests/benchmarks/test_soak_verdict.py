@@ -323,6 +323,41 @@ def test_what_rounding_does_not_explain_is_a_fault(moves, gap, says):
     assert moved_too_far(moves, gap, tolerance=1.0) == says
 
 
+def test_a_token_that_was_no_alternative_is_said_in_json_and_in_words(tmp_path):
+    from soak import describe, parse_arguments
+    from soak_report import Report
+
+    config = {"num_hidden_layers": 2, "num_attention_heads": 16}
+    report, ledger = Report(tmp_path, describe(parse_arguments([]), config, [])), sound_ledger()
+    ledger.saw_probe(700, [], math.inf)
+    report.so_far(1.0, ledger)
+    text = (tmp_path / "soak_partial.json").read_text()
+    assert json.loads(text, parse_constant=pytest.fail)["counts"]["widest_gap"] is None
+    page = (tmp_path / "soak_partial.md").read_text()
+    assert "another token, of which one was not among the alternatives. Allowed" in page
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--overrides", "[]"], "expected a JSON object, got []"),
+        (["--overrides", "{a"], "expected a JSON object, got '{a'"),
+        (["--model", "/nowhere"], "there is no /nowhere/config.json"),
+        (["--tolerance", "nan"], "expected 0 or more, got nan"),
+        (["--tolerance", "-1"], "expected 0 or more, got -1"),
+        (["--minutes", "nan"], "expected a number above 0, got nan"),
+        (["--minutes", "-5"], "expected a number above 0, got -5"),
+        (["--sample-seconds", "0"], "expected a number above 0, got 0"),
+    ],
+)
+def test_bad_arguments_are_said_before_anything_starts(words, said, capsys):
+    from soak import parse_arguments
+
+    with pytest.raises(SystemExit):
+        parse_arguments(words)
+    assert said in capsys.readouterr().err
+
+
 def test_a_tolerance_of_nothing_is_none():
     from soak import TOLERANCE, parse_arguments
 
