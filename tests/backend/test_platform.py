@@ -68,7 +68,7 @@ def test_processes_wait_without_sched_yield(monkeypatch, ours):
     asleep, yielded = [], []
     monkeypatch.setattr(utils, "USE_SCHED_YIELD", True)
     chosen = platform.MlaCpuPlatform() if ours else CpuPlatform()
-    monkeypatch.setattr(platforms, "_current_platform", chosen)
+    monkeypatch.setattr(platforms, "current_platform", chosen)
     plugin.register()
     monkeypatch.setattr(utils.os, "sched_yield", lambda: yielded.append(1))
     monkeypatch.setattr(utils.time, "sleep", asleep.append)

@@ -319,6 +319,37 @@ def test_an_empty_name_is_not_no_file(argv, environ):
         read_settings(argv, environ)
 
 
+@pytest.mark.parametrize(
+    ("line", "word"),
+    [
+        ("compilation_config.mode_x: yarn", "--compilation-config.mode_x=yarn"),
+        ("compilation-config.a.b_c: true", "--compilation-config.a.b_c=true"),
+        ("compilation-config.a: [1, x]", '--compilation-config.a=[1, "x"]'),
+        ("compilation-config.a: -1", "--compilation-config.a=-1"),
+    ],
+)
+def test_a_dotted_key_is_one_of_an_options_json(line, word, tmp_path):
+    settings = read_settings(["--config", write(tmp_path, line)], {})
+    assert settings.arguments(OPTIONS) == [word]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [("nothing.a: 1", "there is no option --nothing.a"), ("compilation-config.a:", "it is empty")],
+)
+def test_a_dotted_key_that_says_nothing_is_named(line, message, tmp_path):
+    settings = read_settings(["--config", write(tmp_path, line)], {})
+    with pytest.raises(ValueError, match=f"^{line.partition(':')[0]}: {message}"):
+        settings.arguments(OPTIONS)
+
+
+def test_one_file_is_all_there_is(tmp_path):
+    """As for vLLM: what the first says would be lost without a word."""
+    path = write(tmp_path, "port: 1\n")
+    with pytest.raises(ValueError, match=f"^expected one --config, got {path}, b.yaml$"):
+        read_settings(["--config", path, "--config=b.yaml"], {})
+
+
 def test_unknown_settings_are_named(tmp_path):
     with pytest.raises(ValueError, match="MLA_SERVE_PROT: there is no option --prot"):
         read_settings([], {"MLA_SERVE_PROT": "1"}).arguments(OPTIONS)

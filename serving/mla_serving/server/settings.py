@@ -51,7 +51,8 @@ class Settings:
         """
         if self.command_line and not self.command_line[0].startswith("-"):
             return self.command_line[0]
-        named = _scan("--model", self.command_line)[0] or self.environment.get("model")
+        values = _scan("--model", self.command_line)[0]
+        named = (values and values[-1]) or self.environment.get("model")
         if named is None and self.file.get("model") is not None:
             named = str(self.file["model"])
         return named
@@ -107,13 +108,15 @@ def read_settings(argv: list[str], environ: Mapping[str, str]) -> Settings:
     has an empty name.
     """
     named, rest = _scan("--config", argv)
+    if len(named) > 1:
+        raise ValueError(f"expected one --config, got {', '.join(named)}")
     environment = {
         name.removeprefix(ENV_PREFIX).lower().replace("_", "-"): value
         for name, value in environ.items()
         if name.startswith(ENV_PREFIX) and not of_a_service(name, value)
     }
     in_environment = environment.pop("config", None)
-    path = in_environment if named is None else named
+    path = named[0] if named else in_environment
     if path == "":  # a shell's "$VARIABLE" that is not set
         raise ValueError("--config (MLA_SERVE_CONFIG) is empty; to serve without one leave it out")
     content = _read_yaml(path) if path else None
@@ -122,12 +125,12 @@ def read_settings(argv: list[str], environ: Mapping[str, str]) -> Settings:
     return Settings(content or {}, environment, tuple(rest))
 
 
-def _scan(option: str, argv: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The value of one option, and the arguments without it."""
+def _scan(option: str, argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The values of one option, and the arguments without it."""
     scan = argparse.ArgumentParser("mla-backend serve", add_help=False, allow_abbrev=False)
-    scan.add_argument(option, dest="value")
+    scan.add_argument(option, dest="values", action="append", default=[])
     known, rest = scan.parse_known_args(argv)
-    return known.value, rest
+    return known.values, rest
 
 
 def _read_yaml(path: str) -> Any:
@@ -206,12 +209,18 @@ def _typed(name: str, text: str, action: argparse.Action | None) -> Any:
 def _flatten(name: str, key: str, value: Any, options: Mapping[str, argparse.Action]) -> list[str]:
     """As `vllm serve --config` does it: true is a flag, a list several values, a mapping JSON. A
     list for an option of one value, which vLLM would cut up, is JSON too (--allowed-origins), or
-    the option again and again (--middleware)."""
+    the option again and again (--middleware). A dotted key is one of an option's JSON, as on the
+    command line (--attention-config.backend)."""
+    key, dot, inner = key.partition(".")
     key = key.replace("_", "-")  # as vLLM's parser does
     flag, negative = f"--{key}", f"--no-{key}"
     action = options.get(flag)
     if action is None:
-        raise ValueError(f"{name}: there is no option {flag}")
+        raise ValueError(f"{name}: there is no option {flag}{dot}{inner}")
+    if dot:
+        if value is None:
+            raise ValueError(f"{name}: it is empty; leave it out")
+        return [f"{flag}.{inner}={_word(value)}"]
     is_flag = action.nargs == 0
     if is_flag != isinstance(value, bool) and (is_flag or value is False):
         expected = "true or false" if is_flag else "a value"
@@ -238,4 +247,4 @@ def _flatten(name: str, key: str, value: Any, options: Mapping[str, argparse.Act
 
 
 def _word(value: Any) -> str:
-    return json.dumps(value) if isinstance(value, (dict, list)) else str(value)
+    return json.dumps(value) if isinstance(value, (bool, dict, list)) else str(value)
