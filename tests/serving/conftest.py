@@ -128,6 +128,14 @@ def make_vllm_app(events, engine):
     async def wait():
         await app.state.release.wait()
 
+    @app.post("/resume")
+    async def resume():
+        app.state.release.set()
+
+    @app.post("/wake_up")
+    async def wake_up():
+        await asyncio.Event().wait()
+
     @app.post("/v1/fail")
     async def fail(how: str):
         if how == "detail":

@@ -33,6 +33,26 @@ def test_admission_limit(stand, openai_error, shared):
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("root_path", ["", "/proxied"])
+def test_what_controls_the_engine_is_not_limited(stand, shared, root_path):
+    """Paused requests would fill the server for ever."""
+
+    async def run():
+        async with Running(stand, limit=1, shared=shared, root_path=root_path) as r:
+            stream = await r.stream()
+            for path in ("/pause", "/sleep", "/abort_requests", "/inference/v1/abort_requests"):
+                assert (await r.client.post(root_path + path)).status_code == 404  # vLLM's
+            assert (await r.client.post("/v1/responses/resp_1/cancel")).status_code == 404
+            for path in ("/tokenize", "/v1/responses", "/v1/responses/a/b/cancel", "/v1/resume"):
+                assert (await r.client.post(path)).status_code == 429
+            assert (await r.client.post("/resume")).status_code == 200
+            assert await stream == DONE
+            assert r.stand.gate.running == 0
+
+    asyncio.run(run())
+
+
 def test_a_client_that_leaves_is_no_longer_counted(stand):
     async def run():
         async with Running(stand) as r:

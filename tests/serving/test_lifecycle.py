@@ -55,6 +55,29 @@ def test_a_signal_finishes_what_runs_and_takes_nothing_new(
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_paused_requests_can_be_resumed_during_the_drain(stand, openai_error, shared):
+    """Which does not wait for whoever resumes: /wake_up never answers here."""
+
+    async def run():
+        async with Running(stand, drain_timeout=60.0, shared=shared) as r:
+            stream = await r.stream()
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(0.1)
+            assert openai_error(await r.client.post("/pause"))["code"] == 503
+            assert openai_error(await r.client.get("/resume"))["code"] == 503
+            waking = asyncio.create_task(r.client.post("/wake_up"))
+            await asyncio.sleep(0.1)
+            assert r.stand.gate.running == 1
+            assert (await r.client.post("/resume")).status_code == 200
+            assert await stream == DONE
+            assert await asyncio.wait_for(r.task, 20) == 0
+            assert openai_error(await waking)["code"] == 503
+            assert r.stand.gate.running == 0
+
+    asyncio.run(run())
+
+
 def test_a_server_that_nobody_asked_stops_at_once(stand, capfd):
     async def run():
         async with Running(stand, drain_timeout=60.0) as r:

@@ -2,6 +2,7 @@
 """Which requests are taken: none while draining, at most `limit` at once otherwise."""
 
 import asyncio
+import re
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -12,6 +13,34 @@ from mla_serving.server.shared_gate import SharedGate
 
 # Answered during a drain too: what watches the server must see it drain.
 _ALWAYS = ("/health", "/metrics", "/mla/info")
+# What lets running requests go on or ends them: taken during a drain too, which waits for these.
+_FREEING = re.compile(r"/(resume|wake_up|(inference/v1/)?abort_requests|v1/responses/[^/]+/cancel)")
+# vLLM's other routes that are posted to and compute no answer: taken however many requests run.
+_CONTROL = {
+    "/collective_rpc",
+    "/fault_tolerance/apply",
+    "/finish_weight_update",
+    "/init_weight_transfer_engine",
+    "/is_scaling_elastic_ep",
+    "/pause",
+    "/ping",
+    "/release_kv_cache_memory",
+    "/reset_encoder_cache",
+    "/reset_mm_cache",
+    "/reset_prefix_cache",
+    "/scale_elastic_ep",
+    "/shutdown_weight_transfer_engine",
+    "/sleep",
+    "/start_draft_weight_update",
+    "/start_profile",
+    "/start_weight_update",
+    "/stop_profile",
+    "/update_weight_version",
+    "/update_weights",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+    "/weight_checker",
+}
 _STOPPING = "The server is shutting down."
 
 
@@ -59,7 +88,7 @@ AnyGate = Gate | SharedGate
 
 class Admission:
     """ASGI middleware before the Gate: 503 while it drains and for what that cuts short, 429 when
-    it is full."""
+    it is full; neither for what would empty it."""
 
     def __init__(self, app: ASGIApp, gate: AnyGate) -> None:
         self.app = app
@@ -67,9 +96,13 @@ class Admission:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gate = self.gate
-        if scope["type"] not in ("http", "websocket") or route_path(scope) in _ALWAYS:
+        if scope["type"] not in ("http", "websocket") or (path := route_path(scope)) in _ALWAYS:
             return await self.app(scope, receive, send)
-        if not gate.enter(limited=scope.get("method") == "POST"):
+        posts = scope.get("method") == "POST"
+        frees = posts and _FREEING.fullmatch(path) is not None
+        counted = not (frees and gate.draining)  # the drain waits for what it frees
+        limited = posts and not frees and path not in _CONTROL
+        if counted and not gate.enter(limited):
             if scope["type"] == "websocket":
                 return await send({"type": "websocket.close", "code": 1013})
             refusal = _stopping() if gate.draining else _too_many(gate.limit)
@@ -96,7 +129,8 @@ class Admission:
                 event = error_event(503, _STOPPING, named)
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         finally:
-            gate.leave()
+            if counted:
+                gate.leave()
 
 
 def _too_many(limit: int) -> Response:
