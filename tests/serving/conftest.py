@@ -110,6 +110,7 @@ def make_vllm_app(events, engine):
         events.append(len(body))
         return {"bytes": len(body), "sum": sum(body)}
 
+    @app.post("/v1/messages")
     @app.post("/v1/stream")
     async def stream(named: bool = False, events_first: int = 3):
         async def chunks():
@@ -169,12 +170,14 @@ def make_vllm_app(events, engine):
     for error in (VLLMClientError, ValueError, TypeError):
         app.add_exception_handler(error, handled)
 
+    @app.post("/v1/responses")
     @app.post("/v1/late")
-    async def late(how: str, named: bool = True):
+    async def late(how: str, named: bool = True, events_first: int = 1):
         """As vLLM's streamed responses, which check some fields when they generate."""
 
         async def chunks():
-            yield "event: x\n" * named + "data: 0\n\n"
+            for i in range(events_first):
+                yield "event: x\n" * named + f"data: {i}\n\n"
             raise HANDLED.get(how) or ZeroDivisionError("private text")
 
         return StreamingResponse(chunks(), media_type="text/event-stream")

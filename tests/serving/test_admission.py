@@ -123,9 +123,9 @@ def test_a_crash_amid_an_answer_shows(stand):
     asyncio.run(run())
 
 
-async def late(stand, path):
+async def late(stand, query, path="/v1/late"):
     """The lines of a stream, and whether it was cut off."""
-    async with Running(stand) as r, r.client.stream("POST", f"/v1/late?{path}") as answer:
+    async with Running(stand) as r, r.client.stream("POST", f"{path}?{query}") as answer:
         lines = []
         try:
             async for line in answer.aiter_lines():
@@ -168,3 +168,12 @@ def test_a_crash_amid_a_stream_is_an_event_and_shows(stand, how, name, capfd):
     assert cut
     log = capfd.readouterr().err
     assert log.count("Exception in ASGI application") == 1 and f"\n{name}: " in log
+
+
+@pytest.mark.parametrize("path", ["/v1/late", "/v1/responses"])
+@pytest.mark.parametrize("how, code", [("field", 422), ("own", 500)])
+def test_the_first_event_of_a_stream_has_a_name_where_the_route_gives_them(stand, path, how, code):
+    lines, _ = asyncio.run(late(stand, f"how={how}&events_first=0", path))
+    *name, data = [line for line in lines if line]
+    assert json.loads(data.removeprefix("data: "))["error"]["code"] == code
+    assert name == (["event: error"] if path == "/v1/responses" else [])

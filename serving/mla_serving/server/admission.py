@@ -7,7 +7,12 @@ import re
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mla_serving.server.errors import error_event, error_response, is_event_stream
+from mla_serving.server.errors import (
+    error_event,
+    error_response,
+    has_named_events,
+    is_event_stream,
+)
 from mla_serving.server.paths import route_path
 from mla_serving.server.shared_gate import SharedGate
 
@@ -125,8 +130,7 @@ class Admission:
                 await _stopping()(scope, receive, send)
             elif is_event_stream(start) and (last is start or last.get("more_body")):
                 # And no end: it stays an answer that was cut off.
-                named = last.get("body", b"").startswith(b"event:")
-                event = error_event(503, _STOPPING, named)
+                event = error_event(503, _STOPPING, has_named_events(scope, last))
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         finally:
             if counted:

@@ -12,10 +12,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mla_serving.server.late_error import cause_of, late_refusal
+from mla_serving.server.paths import route_path
 
 _LOG = logging.getLogger("uvicorn.error")  # which would log it otherwise
 # What an error body may weigh before it is passed on as it is: ours and vLLM's are far smaller.
 _LONGEST_REWRITE = 64 * 1024
+# Routes whose events have names, by which clients of messages look.
+_NAMED = ("/v1/messages", "/v1/responses")
 # How Python's json says of an answer that it holds NaN, which vLLM passes on as 400.
 _NOT_FINITE = "Out of range float values are not JSON compliant"
 _NAN = (
@@ -58,6 +61,14 @@ def error_event(status: int, message: str, named: bool, param: str | None = None
 def is_event_stream(start: Message) -> bool:
     """Whether an answer that starts so is one of events."""
     return Headers(raw=start["headers"]).get("content-type", "").startswith("text/event-stream")
+
+
+def has_named_events(scope: Scope, last: Message) -> bool:
+    """Whether the events of a stream have names, by the `last` message or, before any event, by
+    the route."""
+    if event := last.get("body"):
+        return bool(event.startswith(b"event:"))
+    return route_path(scope).startswith(_NAMED)
 
 
 def reshaped(status: int, body: bytes) -> bytes | None:
@@ -146,7 +157,7 @@ class OpenAIErrors:
             text = f"Internal error: {type(cause_of(error)).__name__}"
             if last and (last["type"] == "http.response.start" or last.get("more_body")):
                 if streams:
-                    named = last.get("body", b"").startswith(b"event:")
+                    named = has_named_events(scope, last)
                     refusal = await late_refusal(self.vllm_app, error, scope)
                     if refusal is not None and not _holds_nan(refusal.body):
                         return await send(_last_event(refusal, named))
