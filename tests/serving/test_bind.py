@@ -97,6 +97,30 @@ def test_a_socket_file_is_not_left_behind(bind, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_the_socket_file_of_the_next_server_stays(bind, tmp_path):
+    """Which somebody made place for."""
+    from mla_serving.server import http
+
+    path = tmp_path / "s"
+    first, second = address(uds=str(path)), address(uds=str(path))
+    old = bind(first)
+    path.unlink()
+    new = bind(second)
+    http.unbind(old, first)
+    assert path.is_socket()
+    http.unbind(new, second)
+    assert not path.exists()
+
+
+def test_a_socket_file_that_is_gone(bind, tmp_path):
+    from mla_serving.server import http
+
+    args = address(uds=str(tmp_path / "s"))
+    sock = bind(args)
+    (tmp_path / "s").unlink()
+    http.unbind(sock, args)
+
+
 def test_a_socket_file_that_cannot_be(bind, tmp_path):
     path = str(tmp_path / "nowhere" / "s")
     with pytest.raises(OSError, match=f"cannot listen on {path}: No such file"):

@@ -3,6 +3,7 @@
 
 import copy
 import errno
+import os
 import socket
 from argparse import Namespace
 from collections.abc import Callable
@@ -84,7 +85,8 @@ def _protocol(args: Namespace) -> Any:
 def bind(args: Namespace) -> socket.socket:
     """A socket bound to --host and --port, or --uds, not listening yet: a taken port shows early.
 
-    Port 0 is any free one: `args.port` then says which. Raises OSError naming the address.
+    Port 0 is any free one: `args.port` then says which; `args.uds_file` which file was made, None
+    without --uds. Raises OSError naming the address.
     """
     host, port = args.host or "", args.port
     if args.uds:
@@ -94,6 +96,7 @@ def bind(args: Namespace) -> socket.socket:
         sock, address = socket.socket(family, socket.SOCK_STREAM), (host, port)
     try:
         _bind(sock, address)
+        args.uds_file = _identity(args.uds)
     except (OSError, OverflowError) as error:
         sock.close()
         where = args.uds or f"{host or '*'}:{port}"
@@ -121,10 +124,24 @@ def _bind(sock: socket.socket, address: Any) -> None:
 
 
 def unbind(sock: socket.socket, args: Namespace) -> None:
-    """Undo `bind`: a file left at --uds would keep the next server from starting."""
+    """Undo `bind`: a file left at --uds would keep the next server from starting. One that another
+    server has made since stays."""
+    # First, as a closed socket's file may give its number to another.
+    ours = _identity(args.uds) == args.uds_file
     sock.close()
-    if args.uds:
+    if args.uds and ours:
         Path(args.uds).unlink(missing_ok=True)
+
+
+def _identity(path: str | None) -> tuple[int, int] | None:
+    """What tells the file at `path` from others; None without one."""
+    if not path:
+        return None
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def url(args: Namespace) -> str:
