@@ -2,6 +2,7 @@
 """Who watches and ends several HTTP processes, with stand-ins for them and their engines."""
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -281,6 +282,37 @@ def test_lines_of_a_process_are_recognisable():
     import uvicorn
 
     assert "ApiServer" not in str(uvicorn.config.LOGGING_CONFIG)
+
+
+@pytest.mark.parametrize("users", [False, True])
+def test_lines_of_a_process_are_recognisable_without_those_of_some_paths(
+    users, monkeypatch, tmp_path
+):
+    """Of a log that the user has configured nothing is changed."""
+    import uvicorn
+    from mla_serving.server import args as server_args
+    from mla_serving.server import http
+
+    monkeypatch.setattr(uvicorn.Config, "configure_logging", lambda _: None)
+    args = server_args._parse(
+        server_args.make_parser(), ["m", "--disable-access-log-for-endpoints", "/health"]
+    )
+    if users:
+        file = tmp_path / "log.json"
+        file.write_text(json.dumps(uvicorn.config.LOGGING_CONFIG))
+        args.logging_config = None  # vLLM 0.32 has both
+        args.log_config_file = str(file)
+    server = http.make_server(None, args, lambda: None, process="ApiServer_1")
+    formats = [f["fmt"] for f in server.config.log_config["formatters"].values()]
+    assert formats and all(fmt.startswith("(ApiServer_1) ") is not users for fmt in formats)
+    assert ("filters" in server.config.log_config) is not users
+
+
+def test_json_lines_of_a_process_stay_json():
+    from mla_serving.server import http
+
+    config = {"formatters": {"default": {"class": "x.JsonFormatter", "format": "%(message)s"}}}
+    assert http._named("ApiServer_1", config) == config
 
 
 def test_the_coordinator_has_the_time_that_the_engines_leave():

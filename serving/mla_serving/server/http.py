@@ -30,10 +30,11 @@ def make_server(
     process: stands before each line of uvicorn's log, unless its format is the user's.
     """
     more: dict[str, Any] = {}
-    if (log_config := vllm_api.get_uvicorn_log_config(args)) is not None:
+    log_config = vllm_api.get_uvicorn_log_config(args)
+    if process and (log_config is None or not vllm_api.log_config_file(args)):
+        log_config = _named(process, log_config)
+    if log_config is not None:
         more["log_config"] = log_config
-    elif process:
-        more["log_config"] = _named(process)
     if args.ssl_ciphers is not None:
         more["ssl_ciphers"] = args.ssl_ciphers
     config = uvicorn.Config(
@@ -60,11 +61,13 @@ def make_server(
     return make(config, on_listening)
 
 
-def _named(process: str) -> dict[str, Any]:
-    log_config = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
-    for formatter in log_config["formatters"].values():
-        formatter["fmt"] = f"({process}) {formatter['fmt']}"
-    return log_config
+def _named(process: str, log_config: dict[str, Any] | None = None) -> dict[str, Any]:
+    """`log_config`, or uvicorn's own, with the process before each line."""
+    named = copy.deepcopy(log_config or uvicorn.config.LOGGING_CONFIG)
+    for formatter in named["formatters"].values():
+        if "fmt" in formatter:  # or the lines are JSON
+            formatter["fmt"] = f"({process}) {formatter['fmt']}"
+    return named
 
 
 def _protocol(args: Namespace) -> Any:

@@ -104,6 +104,7 @@ __all__ = [
     "is_cpu",
     "is_our_cpu",
     "keep_alive_seconds",
+    "log_config_file",
     "make_arg_parser",
     "model_uses_mla",
     "name_process",
@@ -174,6 +175,14 @@ def api_keys(args: Namespace) -> list[str]:
 def keep_alive_seconds() -> int:
     """How long an idle connection is kept."""
     return int(envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE)
+
+
+def log_config_file(args: Namespace) -> str | None:
+    """The user's own configuration of logs, if there is one."""
+    config = getattr(args, "logging_config", None)  # 0.32+
+    if config is not None:
+        return config.pylogging_config_file  # type: ignore[no-any-return]
+    return getattr(args, "log_config_file", None)
 
 
 def engine_gauges(processes: int) -> dict[str, list[float]]:
