@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """JSON bodies that are no object are refused before vLLM sees them; all else arrives unchanged."""
 
+import codecs
+import json
 import time
 
 import pytest
 
 MARK = b"\xef\xbb\xbf"  # of UTF-8
+OTHERS = ("utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be")
 JSON = {"content-type": "Application/JSON; charset=utf-8"}
 
 
@@ -18,7 +21,11 @@ def in_pieces(body):
 
 
 @pytest.mark.parametrize(
-    "body", [b"[]", b'"a"', b"3", b"null", b" \n[{}]", b"\xff\xfe", MARK + b"[]"]
+    "body",
+    [
+        *(b"[]", b'"a"', b"3", b"null", b" \n[{}]", b"\xff", MARK + b"[]"),
+        *(" \n[{}]".encode(encoding) for encoding in OTHERS),
+    ],
 )
 @pytest.mark.parametrize("whole", [True, False])
 def test_no_object(stand, openai_error, body, whole):
@@ -37,6 +44,8 @@ def test_no_object(stand, openai_error, body, whole):
         (b' \r\n\t{"a": [1]}', JSON),
         (MARK + b' {"a": [1]}', JSON),
         (MARK, JSON),
+        (codecs.BOM_UTF16, JSON),
+        *((' \n{"a": "\u00e4"}'.encode(encoding), JSON) for encoding in OTHERS),
         (b"{", JSON),  # vLLM's to refuse
         (b"", JSON),
         (b"   ", JSON),
@@ -49,6 +58,15 @@ def test_the_rest_arrives_unchanged(stand, body, headers, whole):
     content = body if whole else in_pieces(body)
     answer = stand().request("POST", "/v1/echo", content=content, headers=headers)
     assert answer.json() == {"bytes": len(body), "sum": sum(body)}
+
+
+@pytest.mark.parametrize("encoding", OTHERS)
+def test_what_is_refused_of_an_object_is_so_in_each_encoding(stand, openai_error, encoding):
+    deep = ('{"a": ' * 200 + "1" + "}" * 200).encode(encoding)
+    half = json.dumps({"a": "\ud800"}).encode(encoding)
+    for body, said in ((deep, "nests deeper"), (half, "lone surrogate")):
+        answer = stand().request("POST", "/v1/echo", content=body, headers=JSON)
+        assert said in openai_error(answer)["message"]
 
 
 def test_much_space_takes_no_longer_than_its_length(stand):
