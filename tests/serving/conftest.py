@@ -235,6 +235,7 @@ class Stand:
         open_metrics=False,
         request_ids=False,
         shared=False,
+        middleware=(),
     ):
         self.engine = FakeEngine(kv_transfer)
         self.events = []
@@ -245,6 +246,7 @@ class Stand:
         self.info = Info(self.engine, self.gate, ["demo"], lambda: self.gauges, ask, "0.32.0")
         args = Namespace(
             root_path=root_path,
+            middleware=list(middleware),
             mla_max_body_mib=body_mib,
             mla_open_metrics=open_metrics,
             enable_request_id_headers=request_ids,

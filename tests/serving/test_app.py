@@ -7,13 +7,60 @@ import json
 import pytest
 from mla_serving.server.auth import ApiKey
 from prometheus_client import REGISTRY
+from starlette.responses import Response
 
 # Of vLLM's 400 for chat, and for embeddings and scores of a model that is served for these.
 NAN = (
     "What the model computed (logprobs, embeddings, scores) is NaN, or infinite: a fault of its "
     "weights or of the server."
 )
+HERE = "tests.serving.test_app."
 KEY = {"Authorization": "Bearer secret"}
+
+
+class Guard:
+    """A user's middleware."""
+
+    def __init__(self, app):
+        self.app = app
+
+    async def __call__(self, scope, receive, send):
+        guarded = scope["type"] == "http" and (b"x-user", b"me") not in scope["headers"]
+        app = Response("who are you?", 401) if guarded else self.app
+        await app(scope, receive, send)
+
+
+async def guard(request, call_next):
+    assert request.app.state.release  # vLLM's state
+    if request.headers.get("x-user") != "me":
+        return Response("who are you?", 401)
+    return await call_next(request)
+
+
+async def mark(request, call_next):
+    answer = await call_next(request)
+    answer.headers["x-marks"] = answer.headers.get("x-marks", "") + "x"
+    return answer
+
+
+@pytest.mark.parametrize("name", ["Guard", "guard"])
+def test_the_middleware_of_users_is_around_our_routes_too(stand, openai_error, name):
+    s = stand(middleware=[HERE + name, HERE + "mark"])
+    asked = (("GET", "/mla/info"), ("GET", "/health"), ("GET", "/metrics"), ("POST", "/v1/echo"))
+    for method, path in asked:
+        refused = s.request(method, path)
+        assert openai_error(refused) == openai_error(refused) | {
+            "code": 401,
+            "message": "who are you?",
+        }
+        answer = s.request(method, path, headers={"x-user": "me"})
+        assert (answer.status_code, answer.headers["x-marks"]) == (200, "x")
+    assert s.events == [0]
+
+
+def test_middleware_that_is_none(stand):
+    with pytest.raises(ValueError, match=r"--middleware tests.serving.test_app.KEY: expected"):
+        stand(middleware=[HERE + "KEY"])
 
 
 def test_our_routes_win_and_the_rest_is_vllms(stand):

@@ -81,6 +81,16 @@ def test_no_directory_for_temporary_files_is_a_sentence():
     assert "Traceback" not in done.stderr
 
 
+class Unused:
+    """Middleware of a user; the first answer does not ask it."""
+
+    def __init__(self, app):
+        self.app = app
+
+    async def __call__(self, *message):
+        raise AssertionError
+
+
 def serve_with(monkeypatch, app):
     """The exit code of a server whose vLLM is `app`."""
     engine = FakeEngine()
@@ -100,7 +110,12 @@ def serve_with(monkeypatch, app):
     vllm_api = ModuleType("vllm_api")
     vllm_api.VLLM_VERSION = "0"
     vllm_api.build_async_engine_client = client
-    vllm_api.build_app = lambda *args: app
+
+    def build_app(args, tasks, config):
+        assert args.middleware == []  # or it would run twice, in the first answer too
+        return app
+
+    vllm_api.build_app = build_app
     vllm_api.init_app_state = nothing
     vllm_api.api_keys = lambda args: []
     vllm_api.engine_gauges, vllm_api.ask_workers = lambda processes: {}, nothing
@@ -112,7 +127,7 @@ def serve_with(monkeypatch, app):
         model="m", served_model_name=["demo"], root_path="", mla_max_requests=0,
         api_server_count=None,
         mla_max_body_mib=1.0, mla_open_metrics=False, mla_hang_timeout=1.0, mla_no_warmup=False,
-        enable_request_id_headers=False,
+        enable_request_id_headers=False, middleware=["tests.serving.test_start.Unused"],
         mla_drain_timeout=1.0,
         allowed_origins=["*"], allow_credentials=False, allowed_methods=["*"],
         allowed_headers=["*"],

@@ -10,6 +10,7 @@ from fastapi import FastAPI, Request, WebSocket
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 
+from mla_serving.server import users_middleware
 from mla_serving.server.admission import Admission, AnyGate
 from mla_serving.server.auth import ApiKey
 from mla_serving.server.body_limit import BodyLimit
@@ -40,14 +41,14 @@ def build_root_app(
     """Our application around `vllm_app`.
 
     Args:
-        vllm_app: what vLLM's `build_app` made; its lifespan is run with ours.
+        vllm_app: what vLLM's `build_app` made, without --middleware; its lifespan is run with ours.
         engine: vLLM's engine client; `errored` and `vllm_config` are read, and what `generate` says
             of grammars.
         gate: counts and admits requests; the drain closes it.
         info: answers /mla/info.
         watchdog: knows whether the engine hangs.
-        args: root_path, mla_max_body_mib, mla_open_metrics, enable_request_id_headers and vLLM's
-            options of CORS.
+        args: root_path, middleware, mla_max_body_mib, mla_open_metrics, enable_request_id_headers
+            and vLLM's options of CORS.
         keys: API keys; empty leaves the server open.
     """
     app = FastAPI(
@@ -73,7 +74,10 @@ def build_root_app(
     # A mounted application's lifespan is not run by its parent.
     app.router.lifespan_context = lambda _: vllm_app.router.lifespan_context(vllm_app)  # type: ignore[assignment]
 
-    # The last one added is the outermost.
+    # The last one added is the outermost. Users' are around all routes, ours too, and behind the
+    # limits: they may read a body.
+    app.state = vllm_app.state  # which they find by the request
+    users_middleware.add(app, args.middleware)
     note_given_up(engine)
     app.add_middleware(Grammar)
     app.add_middleware(JsonValues)

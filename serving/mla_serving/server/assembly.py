@@ -46,7 +46,8 @@ async def assemble(stack: AsyncExitStack, engine: Any, gate: AnyGate, args: Name
     from mla_serving.server.watchdog import Watchdog
 
     tasks = await engine.get_supported_tasks()
-    vllm_app = vllm_api.build_app(args, tasks, engine.model_config)
+    theirs = Namespace(**{**vars(args), "middleware": []})  # it is around our application
+    vllm_app = vllm_api.build_app(theirs, tasks, engine.model_config)
     await vllm_api.init_app_state(engine, vllm_app.state, args, tasks)
     names = args.served_model_name or [args.model]
     ask = partial(vllm_api.ask_workers, engine)
