@@ -2,6 +2,8 @@
 """The server's socket: the port that it got, and which address it could not have."""
 
 import asyncio
+import json
+import shlex
 import socket
 from argparse import Namespace
 
@@ -139,6 +141,18 @@ def test_how_a_client_gets_there(tmp_path):
     assert line.startswith("curl http://127.0.0.1:8000/v1/chat/completions -H 'Authorization: B")
     line = run.example("curl x", "name", False, ("generate",))
     assert "Authorization" not in line and '"name"' in line
+
+
+@pytest.mark.parametrize("place", [{"uds": "/x y/it's"}, {"host": "::1"}])
+def test_the_request_to_try_can_be_pasted(place):
+    from mla_serving.server import http, run
+
+    args, name = address(port=8000, **place), """it's "x" """
+    line = run.example(http.curl(args), name, True, ("generate",))
+    begin, body = shlex.split(line)[:-6], shlex.split(line)[-1]
+    there = ["--unix-socket", args.uds, "http://localhost"] if args.uds else [http.url(args)]
+    assert begin == ["curl", *there[:-1], f"{there[-1]}/v1/chat/completions"]
+    assert json.loads(body)["model"] == name
 
 
 def test_the_request_to_try_is_one_that_the_engine_answers():

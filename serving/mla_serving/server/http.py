@@ -4,6 +4,7 @@
 import copy
 import errno
 import os
+import shlex
 import socket
 from argparse import Namespace
 from collections.abc import Callable
@@ -159,5 +160,7 @@ def url(args: Namespace) -> str:
 def curl(args: Namespace) -> str:
     """`url` as the beginning of a curl command."""
     if args.uds:
-        return f"curl --unix-socket {args.uds} http://localhost{args.root_path or ''}"
-    return f"curl {url(args)}"
+        words = ["curl", "--unix-socket", args.uds, f"http://localhost{args.root_path or ''}"]
+    else:
+        words = ["curl", url(args)]
+    return shlex.join(words)

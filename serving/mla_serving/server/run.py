@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The start-up, step by step, with a line for each."""
 
+import json
 import os
+import shlex
 import socket
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Collection
 from contextlib import AsyncExitStack
 from functools import partial
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -118,13 +121,14 @@ def _say_ready(args: Namespace, progress: Progress, model: str, tasks: Collectio
 def example(curl: str, model: str, with_key: bool, tasks: Collection[str]) -> str | None:
     """A request to try; `curl` is the command up to the address. None for an engine that neither
     writes nor embeds text."""
+    asked: dict[str, Any]
     if "generate" in tasks:
-        route, asked = "chat/completions", '"messages": [{"role": "user", "content": "Hello"}]'
+        route, asked = "chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}
     elif "embed" in tasks:
-        route, asked = "embeddings", '"input": "Hello"'
+        route, asked = "embeddings", {"input": "Hello"}
     else:
         return None
     key = " -H 'Authorization: Bearer YOUR_KEY'" if with_key else ""
     content = "-H 'Content-Type: application/json'"
-    body = f'{{"model": "{model}", {asked}}}'
-    return f"{curl}/v1/{route}{key} {content} -d '{body}'"
+    body = shlex.quote(json.dumps({"model": model, **asked}))
+    return f"{curl}/v1/{route}{key} {content} -d {body}"
