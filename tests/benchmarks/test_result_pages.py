@@ -52,3 +52,19 @@ def test_a_page_is_that_of_its_results(path):
     assert page.exists() == (path.name not in PLAIN)
     if page.exists():
         assert page.read_text() == page_of(path)
+
+
+def test_every_answer_of_a_load_was_whole():
+    """Tokens a second are requests a second, each of as many tokens as were asked for."""
+    checked = 0
+    for path in FILES:
+        if "serving" not in path.name:
+            continue
+        results = json.loads(path.read_text())
+        for row in results["rows"]:
+            if "output_tok_s" in row:
+                shape = row.get("shape") or f"/{results['settings']['output_len']}"
+                tokens = row["output_tok_s"] / row["request_s"]
+                assert tokens == pytest.approx(int(shape.rpartition("/")[2]), rel=1e-6)
+                checked += 1
+    assert checked > 600
