@@ -101,7 +101,7 @@ def test_parts_that_tma_cannot_read_are_copied():
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ((torch.zeros(3, 4, 512),), "q to be a tensor or its two parts, got tuple"),
+        ((torch.zeros(3, 4, 512),), "its two parts, got a tuple of 1"),
         ([torch.zeros(3, 4, 512)] * 2, "two parts, got list"),
         ((torch.zeros(3, 1, 4, 512), torch.zeros(3, 1, 4, 64)), r"q\[0\]"),
         ((torch.zeros(3, 4, 256), torch.zeros(3, 4, 64)), r"q\[0\]"),
