@@ -3,7 +3,8 @@
 
 vLLM's CPU platform knows two MLA backends by name and adapts the configuration to them: block
 size 16, no chunked prefill, no prefix caching. Unless this plugin's backend is selected
-(`--attention-backend CUSTOM`), every method here is vLLM's own.
+(`--attention-backend CUSTOM`), every method here is vLLM's own, but for the operator that rejects
+drafts.
 """
 
 from dataclasses import dataclass

@@ -343,6 +343,33 @@ def test_a_dotted_key_that_says_nothing_is_named(line, message, tmp_path):
         settings.arguments(OPTIONS)
 
 
+@pytest.mark.parametrize(
+    ("argv", "environ", "left"),
+    [
+        (["--compilation-config", "{}"], {}, False),
+        (["--compilation_config={}"], {}, False),
+        ([], {"MLA_SERVE_COMPILATION_CONFIG": "{}"}, False),
+        (["--compilation-config.mode=3"], {}, True),
+        (["--port", "compilation-config"], {"MLA_SERVE_PORT": "1"}, True),
+    ],
+)
+def test_a_dotted_key_does_not_override_stronger_sources(argv, environ, left, tmp_path):
+    """vLLM's parser puts it behind them: theirs would be lost."""
+    path = write(tmp_path, "compilation-config.mode: 0\n")
+    words = read_settings(["--config", path, *argv], environ).arguments(OPTIONS)
+    assert ("--compilation-config.mode=0" in words) == left
+    if argv and left:
+        assert words.index("--compilation-config.mode=0") < words.index(argv[0])
+
+
+@pytest.mark.parametrize("word", ["0", "false"])
+def test_a_variable_takes_back_a_flag_of_the_file(word, tmp_path):
+    """Although the option has no word for that."""
+    path = write(tmp_path, "enable-log-requests: true\nport: 1\n")
+    settings = read_settings(["--config", path], {"MLA_SERVE_ENFORCE_EAGER": word})
+    assert settings.arguments(OPTIONS) == ["--port", "1"]
+
+
 def test_one_file_is_all_there_is(tmp_path):
     """As for vLLM: what the first says would be lost without a word."""
     path = write(tmp_path, "port: 1\n")

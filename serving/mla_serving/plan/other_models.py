@@ -67,6 +67,8 @@ def _refused_part(config: Mapping[str, Any]) -> str | None:
         return "learnable attention sinks"
     if config.get("index_kpool") not in (None, 1):
         return f"index_kpool {config['index_kpool']!r}"
+    if config.get("is_causal") is False:
+        return "is_causal false, for which vLLM has no MLA"
     return "model_type dots3_note" if kind == "dots3_note" else None
 
 

@@ -85,16 +85,26 @@ class Settings:
         Raises ValueError for a variable or a key that names none of `options` ("--port", ...), or
         whose value is not of its kind.
         """
-        weak: list[str] = []
+        said: list[tuple[argparse.Action, list[str]]] = []
         for key, value in self.file.items():
-            weak += _flatten(str(key), str(key), value, options)
+            words = _flatten(str(key), str(key), value, options)
+            said.append((options[_flag(str(key))], words))
+        # vLLM puts what has dots behind all else, where it would override these.
+        whole = [options.get(f"--{key}") for key in self.environment]
+        given = [word for word in self.command_line if word.startswith("-")]
+        whole += [options.get(word.partition("=")[0].replace("_", "-")) for word in given]
+        said = [(of, words) for of, words in said if not (_has_dots(words) and of in whole)]
         for key, text in self.environment.items():
             name = ENV_PREFIX + key.upper().replace("-", "_")
-            value = _typed(name, text, options.get(f"--{key}"))
+            action = options.get(f"--{key}")
+            value = _typed(name, text, action)
             words = _flatten(name, key, value, options)
             if not words and isinstance(value, list):  # which would not undo what the file says
                 raise ValueError(f"{name}: it is empty; leave it out")
-            weak += words
+            if value is False and not words:  # nor has the option a word that would
+                said = [(of, words) for of, words in said if of is not action]
+            said.append((options[f"--{key}"], words))
+        weak = [word for _, words in said for word in words]
         # A positional after `--api-key a b` would be taken for one more key: it goes first.
         positional = int(bool(self.command_line) and not self.command_line[0].startswith("-"))
         head, rest = self.command_line[:positional], self.command_line[positional:]
@@ -204,6 +214,15 @@ def _typed(name: str, text: str, action: argparse.Action | None) -> Any:
         return json.loads(text, parse_float=_Written.of)
     except ValueError:
         return _yaml(name, text, secret=True)
+
+
+def _flag(key: str) -> str:
+    """The option of a key, which may name one of the option's own."""
+    return "--" + key.partition(".")[0].replace("_", "-")
+
+
+def _has_dots(words: list[str]) -> bool:
+    return bool(words) and "." in words[0].partition("=")[0]
 
 
 def _flatten(name: str, key: str, value: Any, options: Mapping[str, argparse.Action]) -> list[str]:

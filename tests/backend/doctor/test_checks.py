@@ -256,7 +256,7 @@ def test_every_check_has_a_case_here():
         ({"shared_memory": 64 << 20, **seen(gpus=[GPU])}, "an engine on one GPU needs none"),
         ({"shared_memory": None}, "not in /dev/shm on this system"),
         (seen(gpus=[GPU, GPU]), "H200, compute capability 9.0, 130 of 140 GiB free; H200"),
-        (vllm_sees(), "Without CUSTOM it changes nothing"),
+        (vllm_sees(), "Without CUSTOM it changes only how"),
         ({}, "not asked for (MLA_BACKEND_FP8_QUERY)"),
         ({}, "not here, which needs an sm_90 GPU, not a CPU"),
         (seen(gpus=[GPU]), "the indexer's scores are products in fp8"),

@@ -68,6 +68,7 @@ def test_parameters_of_v2_lite(lite):
         ({"layer_types": 5, "hidden_size": None}, "lacks hidden_size"),
         ({"learnable_sink": True}, "has learnable attention sinks, which the vLLM backend refuses"),
         ({"model_type": "hy_v4"}, "learnable attention sinks"),
+        ({"is_causal": False}, "has is_causal false"),
         ({"index_kpool": 16}, "has index_kpool 16"),
         ({"model_type": "dots3_note"}, "model_type dots3_note"),
         ({"language_config": "x"}, "expected a mapping as language_config, got 'x'"),
