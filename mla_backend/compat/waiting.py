@@ -11,7 +11,7 @@ def wait_without_yielding() -> None:
 
     An engine on a CPU always has a worker process, and both poll throughout a step. On Linux 6.18
     with two cores, calling `sched_yield` that often kept cores from all other processes for
-    seconds: requests were answered one after another, and /health after up to 20 s. Steps take the
+    seconds: requests were answered one after another, and /health after up to 13 s. Steps take the
     same time either way. The switch is vLLM's own, for Python before 3.11.1.
     """
     from vllm.distributed import utils
