@@ -122,6 +122,16 @@ def test_parts_that_do_not_fit_are_refused(parts, message):
         mla_decode(parts, *case.args[1:], **case.options)
 
 
+def test_parts_of_no_request_have_any_strides():
+    """torch calls them contiguous, so nobody could mend them."""
+    case = decode_case([5], num_heads=4, dtype=torch.float32)
+    none = [torch.zeros(0, 1, width, 4).mT for width in (512, 64)]
+    assert all(part.stride(-1) != 1 and part.is_contiguous() for part in none)
+    kv_cache, table, lengths = case.args[1:]
+    out, lse = mla_decode(tuple(none), kv_cache, table[:0], lengths[:0], **case.options)
+    assert out.shape == (0, 1, 4, 512) and lse.shape[0] == 0
+
+
 @pytest.mark.parametrize("rank", ["512", None, 512.0, True])
 def test_a_rank_that_is_no_integer_is_named(rank):
     case = decode_case([5], num_heads=4)

@@ -197,6 +197,8 @@ def test_slots_without_pages_and_of_no_request():
     positions = ints(0, 65).view(2, 1)
     assert positions_to_slots(positions, TABLE[:, :0]).tolist() == [[-1], [-1]]
     assert positions_to_slots(positions[:0], TABLE[:0]).shape == (0, 1)
+    with pytest.raises(ValueError, match=r"no rows, as block_table is of no request, without .* 2"):
+        positions_to_slots(positions, TABLE[:0])
     for impl in ("torch", "triton"):
         with pytest.raises(ValueError, match="request_ids below 2, got 9"):
             positions_to_slots(positions, TABLE, request_ids=ints(0, 9), impl=impl)
