@@ -70,7 +70,7 @@ def platform(facts: Facts) -> Result:
             "the CPU platform plugin of mla-backend is active. With --attention-backend CUSTOM it "
             "selects our MLA backend, keeps 64-token blocks, chunked prefill and prefix caching, "
             "and routes rotary embedding around vLLM's faulty CPU op. Without CUSTOM it changes "
-            "only how vLLM's processes wait for each other, and that padding is taken for drafts"
+            "only how vLLM's processes wait for each other, and no longer accepts padding as drafts"
         )
         return Result("platform", "ok", found)
     if "cpu" in active.lower():
