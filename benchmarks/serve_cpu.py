@@ -5,8 +5,10 @@
 
 Both servers run the demo model with the same options and are loaded by vLLM's own generator, one
 after the other, again and again (ours, stock, ours, stock, ...), because the speed of a shared
-machine drifts. Before any timing, whatever the dtypes, both must give the same greedy tokens in
-fp32; if they do not, nothing is measured. A load of which a request failed counts as not measured.
+machine drifts. Stock's processes poll each other by sched_yield, which on some kernels keeps a few
+cores from its HTTP server (docs/plugin.md): a part of the difference that is not attention. Before
+any timing, whatever the dtypes, both must give the same greedy tokens in fp32; if they do not,
+nothing is measured. A load of which a request failed counts as not measured.
 Writes serving.json and serving.md to results/cpu beside this file; of some dtypes or clients,
 another model, other lengths or without torch.compile, where the tokens differ, and while it runs,
 the same with _partial in their names.
