@@ -4,16 +4,22 @@
 import pytest
 import torch
 from mla_kernels import (
+    indexer_lengths,
+    indexer_topk,
+    indexer_topk_workspace,
     mla_decode,
     mla_sparse_attention,
     mla_sparse_workspace,
     plan_mla_decode,
     positions_to_slots,
+    write_indexer_cache,
     write_kv_cache,
 )
 from mla_kernels.cache import api as cache_api
 from mla_kernels.cache.torch_impl import write_kv_cache_torch
 from mla_kernels.decode.tokens import mla_decode_tokens
+from mla_kernels.indexer import api as indexer_api
+from mla_kernels.indexer import cache as indexer_cache_api
 from mla_kernels.indexer import slots as slots_api
 from mla_kernels.sparse import api as sparse_api
 from mla_kernels.testing.cases import decode_case
@@ -43,9 +49,8 @@ def replays(monkeypatch):
         call(self, *args)
 
     monkeypatch.setattr(Replay, "__call__", counted)
-    monkeypatch.setattr(cache_api, "_RECORDINGS", Recordings())
-    monkeypatch.setattr(sparse_api, "_RECORDINGS", Recordings())
-    monkeypatch.setattr(slots_api, "_RECORDINGS", Recordings())
+    for module in (cache_api, sparse_api, slots_api, indexer_api, indexer_cache_api):
+        monkeypatch.setattr(module, "_RECORDINGS", Recordings())
     return seen
 
 
@@ -275,3 +280,60 @@ def test_slots(ragged, replays):
         got = positions_to_slots(positions, table, request_ids=ids)
         assert len(replays) == i
         assert torch.equal(got, positions_to_slots(positions, table, request_ids=ids, impl="torch"))
+
+
+@pytest.mark.parametrize("scale_format", ["ue8m0", "fp32"])
+def test_indexer_cache_write(scale_format, replays):
+    """Any number of tokens is one kind."""
+    for i, (tokens, padded) in enumerate([(3, 4), (77, 80), (5, 5), (300, 300)]):
+        pages = torch.zeros(8, 64, 132, dtype=torch.uint8, device="cuda")
+        want = pages.clone()
+        k = torch.randn(padded, 128, device="cuda").bfloat16()
+        slots = torch.randperm(512, device="cuda")[:tokens]
+        slots[tokens // 2] = -1
+        write_indexer_cache(k, pages, slots, scale_format=scale_format)
+        write_indexer_cache(k, want, slots, scale_format=scale_format, impl="torch")
+        assert torch.equal(pages, want) and len(replays) == i
+        write_indexer_cache(k, pages, slots[:0], scale_format=scale_format)
+        with pytest.raises(ValueError, match="length of slot_mapping"):
+            write_indexer_cache(k, pages, slots.repeat(81), scale_format=scale_format)
+        assert torch.equal(pages, want)
+
+
+@pytest.mark.parametrize("fp8_products", [None, False, True])  # None: the portable kernel
+@pytest.mark.parametrize("requests", [[9, 4000, 70], [1] * 5 + [40000], [30000] * 200])
+@pytest.mark.parametrize("values", [False, True])
+def test_indexer_topk(values, requests, fp8_products, replays):
+    """Rows of a prompt's end behind decoding ones: of few programs, of many and in turns."""
+    if fp8_products is not None and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs sm_90")
+    how = {"impl": "triton"} if fp8_products is None else {"fp8_products": fp8_products}
+    of, device = {"dtype": torch.int32, "device": "cuda"}, torch.device("cuda")
+    B, new = len(requests), 3
+    ids = torch.tensor([*range(B), *[B - 1] * new], **of)
+    workspace = indexer_topk_workspace(len(ids), 640, device)
+    for i in range(3):
+        g = torch.Generator("cuda").manual_seed(i)
+        seq_lens = torch.tensor(requests, **of) - i
+        positions = seq_lens[ids.long()] - 1
+        lengths = indexer_lengths(seq_lens, len(ids), positions=positions, request_ids=ids)
+        q = torch.randn(len(ids), 64, 128, generator=g, device="cuda").to(torch.float8_e4m3fn)
+        k = torch.randn(64 * 64, 128, generator=g, device="cuda").bfloat16()
+        pages = torch.zeros(64, 64, 132, dtype=torch.uint8, device="cuda")
+        write_indexer_cache(k, pages, torch.arange(len(k), device="cuda"))
+        weights = torch.rand(len(ids), 64, generator=g, device="cuda")
+        table = torch.randint(0, 64, (B, 640), generator=g, device="cuda").int()
+        args = q, pages, weights, table, seq_lens, 2048
+        named = {"request_ids": ids, "lengths": lengths, **how}
+        out = torch.full((len(ids), 2048), -7, **of)
+        got = torch.full((len(ids), 2048), torch.nan, device="cuda") if values else None
+        replays.clear()
+        indexer_topk(*args, out=out, values=got, workspace=workspace, **named)
+        assert len(replays) == (i > 0)
+        want = torch.empty_like(got) if values else None
+        knobs.runtime.launch_enter_hook.add(ignore := lambda metadata: None)  # so all by Triton
+        try:
+            assert torch.equal(out, indexer_topk(*args, values=want, **named))
+        finally:
+            knobs.runtime.launch_enter_hook.remove(ignore)
+        assert len(replays) == (i > 0) and (not values or torch.equal(got, want))

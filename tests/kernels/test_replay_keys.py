@@ -6,15 +6,19 @@ import contextlib
 import pytest
 import torch
 from mla_kernels import (
+    indexer_topk,
     mla_decode,
     mla_sparse_attention,
     plan_mla_decode,
     positions_to_slots,
+    write_indexer_cache,
     write_kv_cache,
 )
 from mla_kernels.cache import api as cache_api
 from mla_kernels.decode.api import operands_of
 from mla_kernels.decode.tokens import mla_decode_tokens
+from mla_kernels.indexer import api as indexer_api
+from mla_kernels.indexer import cache as indexer_cache_api
 from mla_kernels.indexer import slots as slots_api
 from mla_kernels.sparse import api as sparse_api
 from mla_kernels.testing.cases import decode_case
@@ -161,7 +165,7 @@ def test_a_device_plan_names_all_its_tensors():
 @pytest.fixture
 def keys(monkeypatch):
     found = Keys()
-    for module in (cache_api, sparse_api, slots_api):
+    for module in (cache_api, sparse_api, slots_api, indexer_api, indexer_cache_api):
         monkeypatch.setattr(module, "_RECORDINGS", found)
     return found
 
@@ -234,3 +238,68 @@ def test_slots(keys):
     changes += [("request_ids", None), ("block_size", 32), ("impl", "auto")]
     changes += [("out", torch.zeros(4, 7, dtype=torch.int32))]
     check(positions_to_slots, keys, call, changes)
+
+
+def test_indexer_cache_write(keys, monkeypatch):
+    """Of any number of tokens, but none, and slots side by side."""
+    call = {
+        "k": torch.zeros(4, 128).bfloat16(),
+        "k_cache": torch.zeros(2, 64, 132, dtype=torch.uint8),
+        "slot_mapping": torch.arange(4),
+        "impl": "torch",
+    }
+    changes = [("k_cache", x) for x in other_forms(call["k_cache"])]
+    for name in ("k", "slot_mapping"):
+        changes += [(name, x) for x in other_forms(call[name])[1:]]
+    changes += [("scale_format", "fp32"), ("impl", "auto")]
+    check(write_indexer_cache, keys, call, changes)
+    slots, replayed = call.pop("slot_mapping"), []
+    monkeypatch.setattr(keys, "find", lambda key: lambda operands, grid: replayed.append(grid))
+    write_indexer_cache(**call, slot_mapping=slots[:3])
+    assert replayed == [(3, 1, 1)]
+    with pytest.raises(ValueError, match=r"slot_mapping with a contiguous.*\(2,\)"):
+        write_indexer_cache(**call, slot_mapping=slots[::2])
+    with pytest.raises(ValueError, match=r"length of slot_mapping in 0\.\.4, got 5"):
+        write_indexer_cache(**call, slot_mapping=torch.arange(5))
+    write_indexer_cache(**call, slot_mapping=slots[:0])
+    assert len(replayed) == 1
+
+
+def test_indexer_topk(keys):
+    of = {"dtype": torch.int32}
+    call = {
+        "q": torch.zeros(4, 2, 128).bfloat16(),
+        "k_cache": torch.zeros(3, 64, 132, dtype=torch.uint8),
+        "weights": torch.zeros(4, 2),
+        "block_table": torch.zeros(2, 3, **of),
+        "seq_lens": torch.ones(2, **of),
+        "k": 5,
+        "positions": torch.zeros(4, **of),
+        "request_ids": torch.zeros(4, **of),
+        "lengths": torch.ones(4, **of),
+        "out": torch.zeros(4, 5, **of),
+        "values": torch.zeros(4, 5),
+        "workspace": torch.zeros(8192, dtype=torch.uint8),
+        "impl": "torch",
+    }
+    tensors = [name for name, x in call.items() if isinstance(x, torch.Tensor)]
+    changes = [(name, x) for name in tensors for x in other_forms(call[name])]
+    given = ("positions", "request_ids", "lengths", "out", "values", "workspace")
+    changes += [(name, None) for name in given]
+    changes += [("k", 6), ("fp8_products", True), ("deterministic", True), ("impl", "auto")]
+    check(indexer_topk, keys, call, changes)
+
+
+@pytest.mark.skipif(not INTERPRET, reason="kernels on a CPU need the interpreter")
+@pytest.mark.parametrize("lengths", [False, True])
+def test_operands_of_indexer_topk(lengths, keys):
+    """All that a launch is given. Lengths may be the very tensor of the requests' lengths."""
+    q, of = torch.zeros(2, 4, 128).bfloat16(), {"dtype": torch.int32}
+    pages, weights = torch.zeros(3, 64, 132, dtype=torch.uint8), torch.zeros(2, 4)
+    table, seq_lens = torch.zeros(2, 3, **of), torch.ones(2, **of)
+    more = {"out": torch.zeros(2, 5, **of), "values": torch.zeros(2, 5)}
+    more |= {"workspace": torch.zeros(8192, dtype=torch.uint8)}
+    named = {"lengths": seq_lens} if lengths else {}
+    indexer_topk(q, pages, weights, table, seq_lens, 5, impl="triton", **more, **named)
+    want = {id(x) for x in (q, pages, weights, table, seq_lens, *more.values())}
+    assert {id(x) for x in keys.operands} == want and len(keys.operands) == len(want)

@@ -26,25 +26,23 @@ def indexer_topk_fused(
     weights: torch.Tensor,
     block_table: torch.Tensor,
     lengths: torch.Tensor,
-    k: int,
+    out: torch.Tensor,
     *,
     request_ids: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
     values: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
     hopper: bool = False,
     fp8_products: bool = False,
     deterministic: bool = False,
-) -> torch.Tensor:
-    """See `indexer_topk`. `hopper`: the scores by the Hopper kernel."""
-    T, max_blocks = q.shape[0], block_table.shape[1]
+) -> None:
+    """See `indexer_topk`; into `out` [T, k]. `hopper`: the scores by the Hopper kernel."""
+    (T, k), max_blocks = out.shape, block_table.shape[1]
     width = max_blocks * BLOCK_SIZE
-    if out is None:
-        out = torch.empty((T, k), dtype=torch.int32, device=q.device)
     if T == 0 or width == 0:
         if values is not None:
             values.fill_(float("-inf"))
-        return out.fill_(-1)
+        out.fill_(-1)
+        return
     if workspace is None:
         workspace = indexer_topk_workspace(T, max_blocks, q.device)
     words = row_words(max_blocks)
@@ -103,4 +101,3 @@ def indexer_topk_fused(
         )
         if values is not None:  # now: the next turn overwrites the scores
             launch_chosen_values(scores, out[a:b], values[a:b])
-    return out

@@ -81,8 +81,9 @@ def test_turns_take_the_tile_of_the_whole_call(how, hopper, device, monkeypatch)
     lengths = indexer_lengths(case.seq_lens, len(case.q), **case.rows)
     one = indexer_topk_workspace(1, case.block_table.shape[1], torch.device(device))
     for room in (None, torch.empty(4 * one.numel(), dtype=torch.uint8, device=device)):
+        out = torch.empty(len(case.q), 50, dtype=torch.int32, device=device)
         fused_form.indexer_topk_fused(
-            case.q, case.k_cache, case.weights, case.block_table, lengths, 50,
+            case.q, case.k_cache, case.weights, case.block_table, lengths, out,
             request_ids=case.request_ids, workspace=room, hopper=hopper,
         )  # fmt: skip
     assert len(rows) > 2 and len(set(rows)) == 1 and rows[0] > 1

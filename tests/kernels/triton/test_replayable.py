@@ -6,18 +6,23 @@ graph go the long way, which only a GPU showed (test_replay_gpu.py)."""
 import importlib
 import pkgutil
 import sys
+from types import SimpleNamespace
 
 import mla_kernels
 import pytest
 import torch
 from mla_kernels import (
+    indexer_topk,
+    indexer_topk_workspace,
     mla_decode,
     mla_sparse_attention,
     plan_mla_decode,
     positions_to_slots,
+    write_indexer_cache,
     write_kv_cache,
 )
 from mla_kernels.decode.tokens import mla_decode_tokens
+from mla_kernels.indexer import api as indexer_api
 from mla_kernels.testing.cases import decode_case
 from mla_kernels.triton_common import record
 from mla_kernels.triton_common.launch import launch
@@ -105,3 +110,47 @@ def test_slots(ragged, device, recorded):
     ids = torch.arange(2, **of) if ragged else None
     positions_to_slots(positions, table, request_ids=ids, impl="triton")
     assert len(recorded) == 1
+
+
+@pytest.mark.parametrize("cache", [torch.bfloat16, torch.uint8])
+def test_indexer_cache_writes(cache, device, recorded):
+    k = torch.zeros(3, 128, dtype=torch.bfloat16, device=device)
+    pages = torch.zeros(2, 64, 132 if cache.itemsize == 1 else 128, device=device).to(cache)
+    write_indexer_cache(k, pages, torch.arange(3, device=device), impl="triton")
+    assert len(recorded) == 1
+
+
+@pytest.mark.parametrize("pages", [4, 20, 600])  # rows held, with levels, and of many programs
+@pytest.mark.parametrize("rows", [2, 3, 40])
+@pytest.mark.parametrize("given", [False, True])
+def test_indexer_topk(given, rows, pages, device, recorded):
+    """As the plugin calls it, and with nothing that is not needed."""
+    of = {"dtype": torch.int32, "device": device}
+    q = torch.zeros(rows, 4, 128, dtype=torch.bfloat16, device=device)
+    weights = torch.zeros(rows, 4, device=device)
+    cache = torch.zeros(2, 64, 132, dtype=torch.uint8, device=device)
+    table, seq_lens = torch.zeros(1, pages, **of), torch.ones(1, **of)
+    named = {}
+    if given:
+        lengths, ids = torch.ones(rows, **of), torch.zeros(rows, **of)
+        workspace = indexer_topk_workspace(rows, pages, torch.device(device))
+        out = torch.zeros(rows, 5, **of)
+        named = {"lengths": lengths, "request_ids": ids, "out": out, "workspace": workspace}
+    indexer_topk(q, cache, weights, table, seq_lens, 5, impl="triton", **named)
+    assert len(recorded) >= 2
+
+
+@pytest.mark.parametrize("rows", [2, 300])
+@pytest.mark.parametrize("fp8_products", [False, True])
+def test_indexer_topk_by_the_hopper_kernel(fp8_products, rows, device, recorded, monkeypatch):
+    if device == "cpu":
+        sms = SimpleNamespace(multi_processor_count=4)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: sms)
+        monkeypatch.setattr(indexer_api, "_choose", lambda *_: SimpleNamespace(impl="hopper"))
+    of = {"dtype": torch.int32, "device": device}
+    q = torch.zeros(rows, 64, 128, device=device).to(torch.float8_e4m3fn)
+    weights, ids = torch.zeros(rows, 64, device=device), torch.zeros(rows, **of)
+    cache = torch.zeros(2, 64, 132, dtype=torch.uint8, device=device)
+    args = q, cache, weights, torch.zeros(1, 20, **of), torch.ones(1, **of), 5
+    indexer_topk(*args, request_ids=ids, lengths=ids + 1, fp8_products=fp8_products)
+    assert len(recorded) >= 2
