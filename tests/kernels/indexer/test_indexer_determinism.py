@@ -10,6 +10,7 @@ import torch
 from mla_kernels import indexer_lengths, indexer_scores, indexer_topk
 from mla_kernels.indexer.triton.launcher import tiles_of_call
 from mla_kernels.testing.indexer_case import make_indexer_case
+from mla_kernels.triton_common.runtime import INTERPRET
 
 ROWS_OF_EACH = 4
 
@@ -62,6 +63,7 @@ def test_in_torch_a_row_has_the_bits_that_it_has_alone(fp8, ragged):
         assert torch.equal(indexer_topk(*args, 40, **alone)[0], chosen[t])
 
 
+@pytest.mark.skipif(not INTERPRET, reason="tiles on a CPU need the interpreter")
 @pytest.mark.parametrize(
     ("T", "B", "ragged", "shared"),
     [(1, 1, False, 1), (8, 4, False, 2), (8, 2, False, 2), (33, 2, True, 2), (6, 2, True, 1)],

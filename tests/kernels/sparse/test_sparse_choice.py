@@ -168,11 +168,12 @@ def test_a_workspace_for_the_kernel_of_an_sm_90_is_enough(sms, heads, monkeypatc
     for most in (0, 1, 3, 60, 5000):
         enough = support.largest_workspace(most, heads, 2048, GPU)
         needed = [
-            tiles.partial_bytes(t, heads, support.choose_split(t, heads, 2048, GPU).splits, 512)
+            tiles.partial_bytes(turn.stop - turn.start, heads, turn.split.splits, 512)
             for t in range(1, most + 1)
+            for turn in support.choose_turns(t, heads, 2048, GPU)
         ]
         alone = tiles.partial_bytes(1, heads, tiles.fixed_split(2048).splits, 512)
-        assert enough == max(*needed, alone, 0) if most else enough == 0
+        assert enough >= max(*needed, alone, 0) if most else enough == 0
 
 
 @pytest.mark.parametrize(
@@ -192,7 +193,7 @@ def test_programs_of_the_hopper_kernel(tokens, heads, kv_format, splits, grid, m
     sms = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: sms)
     split = tiles.Split(splits, 2048 // splits)
-    assert support.choose_grid(tokens, heads, kv_format, split, GPU) == grid
+    assert support.choose_grid(tokens, heads, 2048, kv_format, split, GPU) == grid
 
 
 @pytest.mark.parametrize(
@@ -232,6 +233,9 @@ def test_all_tokens_are_launched_once(heads, slots, monkeypatch):
         for turn in turns:
             # So the workspace for up to `tokens` tokens is enough (largest_workspace).
             alone = support.choose_split(turn.stop - turn.start, heads, slots, GPU)
+            if turn.split.shares:
+                assert len(turns) == 1
+                continue
             assert turn.split == alone
             assert turn.split.splits * turn.split.span >= slots
     assert (several > 0) is (slots >= 2048)

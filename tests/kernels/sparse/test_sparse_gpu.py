@@ -85,7 +85,7 @@ class Step:
 
 @pytest.mark.parametrize(("impl", "cache"), CASES)
 @pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
-@pytest.mark.parametrize("T", [1, 33, 72, 144, 300])
+@pytest.mark.parametrize("T", [1, 33, 40, 72, 80, 144, 300])
 def test_tokens_heads_and_caches(impl, cache, heads, T):
     step = Step(T, heads, cache, impl=impl)
     step.change(T + 1)
@@ -95,7 +95,8 @@ def test_tokens_heads_and_caches(impl, cache, heads, T):
 
 @pytest.mark.parametrize(("impl", "cache"), CASES)
 @pytest.mark.parametrize(
-    ("T", "heads", "page"), [(1, 128, 64), (5, 20, 16), (75, 128, 64), (150, 72, 64)]
+    ("T", "heads", "page"),
+    [(1, 128, 64), (5, 20, 16), (36, 128, 64), (44, 72, 64), (75, 128, 64), (150, 72, 64)],
 )
 def test_holes_lengths_sinks_and_junk(impl, cache, T, heads, page):
     """-1 and numbers outside the cache anywhere in a row; unused rows are NaN.

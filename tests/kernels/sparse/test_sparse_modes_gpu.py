@@ -52,7 +52,7 @@ def test_bits_of_a_token_alone_and_in_any_batch(impl, cache, heads):
 @pytest.mark.parametrize("impl", ["triton", pytest.param("hopper", marks=HOPPER)])
 @pytest.mark.parametrize("cache", ["bf16", "fp8_ds_mla"])
 @pytest.mark.parametrize("heads", [8, 32, 128])
-@pytest.mark.parametrize("T", [1, 9, 300])
+@pytest.mark.parametrize("T", [1, 9, 40, 300])
 def test_largest_logits(impl, cache, heads, T):
     """In one range of slots and in several, where the largest is that of all of them. The first
     token has two slots, in the first range and in the last: of some heads both are negative. Scales

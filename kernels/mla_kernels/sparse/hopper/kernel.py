@@ -57,7 +57,17 @@ from mla_kernels.sparse.hopper.values_fp8 import values_fp8_warpgroup
 from mla_kernels.sparse.hopper.values_stream import values_stream_warpgroup
 
 
-@gluon.jit(do_not_specialize=["slots_stride", "num_slots", "K", "span", "num_heads", "num_tokens"])
+@gluon.jit(
+    do_not_specialize=[
+        "slots_stride",
+        "num_slots",
+        "K",
+        "span",
+        "splits",
+        "num_heads",
+        "num_tokens",
+    ]
+)
 def hopper_sparse_kernel(
     q_desc,  # latent part [T, H, 512] bf16, boxes [1, 64, 256]
     q_rope_desc,  # rope part [T, H, 64] bf16, boxes [1, 64, 64]
@@ -78,6 +88,7 @@ def hopper_sparse_kernel(
     num_slots,  # of the cache
     K,
     span,  # slots of a program, a multiple of 64
+    splits,  # partial results for each token
     num_heads,
     num_tokens,  # walked by the stream alone
     SLOTS_A: gl.constexpr,
@@ -91,6 +102,7 @@ def hopper_sparse_kernel(
     HAS_LENGTHS: gl.constexpr,
     HAS_SINK: gl.constexpr,
     SPLIT: gl.constexpr,
+    SHARES: gl.constexpr,  # of all tokens, with SPLIT: stream.py's `program_walk`
     MAX_LOGITS: gl.constexpr,
 ):
     COUNT: gl.constexpr = 128 if FORMAT == "bf16" else 1
@@ -103,7 +115,7 @@ def hopper_sparse_kernel(
     p_ring = gl.allocate_shared_memory(DTYPE, [SLOTS_P, BLOCK, BLOCK], TILE)
     factors = gl.allocate_shared_memory(gl.float32, [SLOTS_P, BLOCK], VECTOR)
     inverse = gl.allocate_shared_memory(gl.float32, [BLOCK], VECTOR)
-    STREAM: gl.constexpr = FORMAT == "bf16" and not SPLIT
+    STREAM: gl.constexpr = FORMAT == "bf16" and (SHARES or not SPLIT)
     if STREAM:
         num_tiles = gl.allocate_shared_memory(gl.int32, [2, 1], VECTOR)
     else:
@@ -128,22 +140,25 @@ def hopper_sparse_kernel(
         gl.warp_specialize(
             [
                 (scores_stream_warpgroup, (
-                    num_tokens, num_heads, scale_log2, sink, lse, max_logits, q_shared,
-                    ring_a, ring_b, ring_r, offsets, counts, num_tiles, full_a, full_b, full_v,
-                    full_q, p_ring, full_p_a, full_p_b, empty_p, factors, inverse,
-                    full_out, empty_out, SLOTS_A, SLOTS_B, SLOTS_R, SLOTS_P, HAS_SINK, MAX_LOGITS,
+                    num_tokens, K, span, splits, num_heads, scale_log2, sink, lse, max_logits,
+                    part_sums, q_shared, ring_a, ring_b, ring_r, offsets, counts, num_tiles,
+                    full_a, full_b, full_v, full_q, p_ring, full_p_a, full_p_b, empty_p, factors,
+                    inverse, full_out, empty_out, SLOTS_A, SLOTS_B, SLOTS_R, SLOTS_P,
+                    HAS_SINK, MAX_LOGITS, SHARES,
                 )),
                 (values_stream_warpgroup, (
-                    q_desc, q_rope_desc, out, kv, slots, slots_stride, lengths, K, num_tokens,
-                    num_slots, page_stride, num_heads, ring_a, full_a, ring_r, offsets, full_v,
-                    counts, found.index(0), num_tiles, full_q, p_ring, full_p_a, empty_p, factors,
-                    inverse, full_out, empty_out, 0, SLOTS_A, SLOTS_P, PAGE, ROW, HAS_LENGTHS,
+                    q_desc, q_rope_desc, out, part_acc, kv, slots, slots_stride, lengths, K, span,
+                    splits, num_tokens, num_slots, page_stride, num_heads, ring_a, full_a, ring_r,
+                    offsets, full_v, counts, found.index(0), num_tiles, full_q, p_ring, full_p_a,
+                    empty_p, factors, inverse, full_out, empty_out, 0, SLOTS_A, SLOTS_P,
+                    PAGE, ROW, HAS_LENGTHS, SHARES,
                 )),
                 (values_stream_warpgroup, (
-                    q_desc, q_rope_desc, out, kv, slots, slots_stride, lengths, K, num_tokens,
-                    num_slots, page_stride, num_heads, ring_b, full_b, ring_r, offsets, full_v,
-                    counts, found.index(1), num_tiles, full_q, p_ring, full_p_b, empty_p, factors,
-                    inverse, full_out, empty_out, HALF, SLOTS_B, SLOTS_P, PAGE, ROW, HAS_LENGTHS,
+                    q_desc, q_rope_desc, out, part_acc, kv, slots, slots_stride, lengths, K, span,
+                    splits, num_tokens, num_slots, page_stride, num_heads, ring_b, full_b, ring_r,
+                    offsets, full_v, counts, found.index(1), num_tiles, full_q, p_ring, full_p_b,
+                    empty_p, factors, inverse, full_out, empty_out, HALF, SLOTS_B, SLOTS_P,
+                    PAGE, ROW, HAS_LENGTHS, SHARES,
                 )),
             ],
             [4, 4],
@@ -155,12 +170,13 @@ def hopper_sparse_kernel(
         gl.warp_specialize(
             [
                 (scores_warpgroup, (
-                    q_desc, q_rope_desc, slots, slots_stride, lengths, K, span, num_slots,
-                    page_stride, num_heads, scale_log2, sink, lse, max_logits, part_sums, q_shared,
+                    q_desc, q_rope_desc, slots, slots_stride, lengths, K, span, splits, num_tokens,
+                    num_slots, page_stride, num_heads, scale_log2, sink, lse, max_logits,
+                    part_sums, q_shared,
                     ring_a, ring_b, ring_r, offsets, offsets, num_tiles, full_a, full_b, full_v,
                     landed_q, full_q, p_ring, full_p_a, full_p_b, empty_p, factors, inverse,
                     full_out, SLOTS_A, SLOTS_B, SLOTS_R, SLOTS_P,
-                    PAGE, ROW, HAS_LENGTHS, HAS_SINK, SPLIT, MAX_LOGITS, False,
+                    PAGE, ROW, HAS_LENGTHS, HAS_SINK, SPLIT, SHARES, MAX_LOGITS, False,
                 )),
                 (values_warpgroup, (
                     out, part_acc, kv, slots, slots_stride, lengths, K, span, num_slots,
@@ -188,26 +204,27 @@ def hopper_sparse_kernel(
         gl.warp_specialize(
             [
                 (scores_warpgroup, (
-                    q_desc, q_rope_desc, slots, slots_stride, lengths, K, span, num_slots,
-                    page_stride, num_heads, scale_log2, sink, lse, max_logits, part_sums, q_shared,
+                    q_desc, q_rope_desc, slots, slots_stride, lengths, K, span, splits, num_tokens,
+                    num_slots, page_stride, num_heads, scale_log2, sink, lse, max_logits,
+                    part_sums, q_shared,
                     ring_a, ring_b, ring_r, offsets, m_ring, num_tiles, full_a, full_b, full_b,
                     landed_q, full_q, p_ring, full_p_a, full_p_b, empty_p, factors, inverse,
                     full_out, SLOTS_A, SLOTS_B, SLOTS_R, SLOTS_P,
-                    PAGE, ROW, HAS_LENGTHS, HAS_SINK, SPLIT, MAX_LOGITS, True,
+                    PAGE, ROW, HAS_LENGTHS, HAS_SINK, SPLIT, SHARES, MAX_LOGITS, True,
                 )),
                 (values_fp8_warpgroup, (
                     out, part_acc, kv, kv_scale, kv_rope, slots, slots_stride,
-                    lengths, K, span, num_slots, page_stride, num_heads, ring_a, full_a,
-                    codes_a, scales_a, ring_r, offsets, m_ring, num_tiles, full_q,
+                    lengths, K, span, splits, num_tokens, num_slots, page_stride, num_heads,
+                    ring_a, full_a, codes_a, scales_a, ring_r, offsets, m_ring, num_tiles, full_q,
                     p_ring, full_p_a, empty_p, factors, inverse, full_out,
-                    0, SLOTS_R, SLOTS_P, PAGE, ROW, HAS_LENGTHS, SPLIT,
+                    0, SLOTS_R, SLOTS_P, PAGE, ROW, HAS_LENGTHS, SPLIT, SHARES,
                 )),
                 (values_fp8_warpgroup, (
                     out, part_acc, kv, kv_scale, kv_rope, slots, slots_stride,
-                    lengths, K, span, num_slots, page_stride, num_heads, ring_b, full_b,
-                    codes_b, scales_b, ring_r, offsets, m_ring, num_tiles, full_q,
+                    lengths, K, span, splits, num_tokens, num_slots, page_stride, num_heads,
+                    ring_b, full_b, codes_b, scales_b, ring_r, offsets, m_ring, num_tiles, full_q,
                     p_ring, full_p_b, empty_p, factors, inverse, full_out,
-                    HALF, SLOTS_R, SLOTS_P, PAGE, ROW, HAS_LENGTHS, SPLIT,
+                    HALF, SLOTS_R, SLOTS_P, PAGE, ROW, HAS_LENGTHS, SPLIT, SHARES,
                 )),
             ],
             [4, 4],

@@ -50,7 +50,7 @@ def launch_sparse(call: SparseCall, split: Split) -> None:
     acc, sums = call.partials(split)
     launch(
         hopper_sparse_kernel,
-        choose_grid(T, H, kv_format, split, lse.device),
+        choose_grid(T, H, K, kv_format, split, lse.device),
         TensorDescriptor.from_tensor(latent, [1, block, HALF.value], QUERY_TILE.value),
         TensorDescriptor.from_tensor(rope, [1, block, ROPE.value], QUERY_TILE.value),
         *cache_views(kv_cache),
@@ -66,10 +66,12 @@ def launch_sparse(call: SparseCall, split: Split) -> None:
         kv_cache.shape[0] * kv_cache.shape[1],
         K,
         split.span,
+        split.splits,
         H,
         T,
         **CONFIGS[kv_format],
         **call.modes(split),
+        SHARES=split.shares,
         MAX_LOGITS=call.max_logits is not None,
         FORMAT=kv_format,
         PAGE=kv_cache.shape[1],
@@ -77,4 +79,4 @@ def launch_sparse(call: SparseCall, split: Split) -> None:
         num_warps=4,
     )
     if split.splits > 1:
-        launch_merge(acc, sums, call.sink, out, lse, split.splits, device_arch(lse.device))
+        launch_merge(acc, sums, call.sink, out, lse, split, K, device_arch(lse.device))

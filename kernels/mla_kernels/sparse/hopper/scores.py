@@ -31,6 +31,7 @@ from mla_kernels.sparse.hopper.layouts import SUMS
 from mla_kernels.sparse.hopper.query import convert_query
 from mla_kernels.sparse.hopper.scales import load_scalar, store_scalar
 from mla_kernels.sparse.hopper.softmax import softmax_step
+from mla_kernels.sparse.hopper.walk import part_of, program_walk, row_of, walk_rows
 from mla_kernels.triton_common.gluon_compat import reinterpret, tma_load
 
 LN2 = gl.constexpr(numerics.LN2)
@@ -71,39 +72,25 @@ def issue_scores(
 
 
 @gluon.jit
-def scores_warpgroup(
-    q_desc, q_rope_desc, slots, slots_stride, lengths, K, span, num_slots, page_stride, num_heads,
-    scale_log2, sink, lse, max_logits, part_sums, q_shared, ring_a, ring_b, ring_r, offsets,
-    m_ring, num_tiles, full_a, full_b, full_v, landed_q, full_q, p_ring, full_p_a, full_p_b,
-    empty_p, factors, inverse, full_out,
+def score_range(
+    q_desc, q_rope_desc, token, first_head, rows, num_heads, scale_log2, q_shared, ring_a, ring_b,
+    ring_r, offsets, m_ring, num_tiles, full_a, full_b, full_v, landed_q, full_q, phase, p_ring,
+    full_p_a, full_p_b, empty_p, factors, ia, pa, ib, pb, ir, pr, ip, pp,
     SLOTS_A: gl.constexpr, SLOTS_B: gl.constexpr, SLOTS_R: gl.constexpr, SLOTS_P: gl.constexpr,
-    PAGE: gl.constexpr, ROW: gl.constexpr, HAS_LENGTHS: gl.constexpr, HAS_SINK: gl.constexpr,
-    SPLIT: gl.constexpr, MAX_LOGITS: gl.constexpr, FP8: gl.constexpr,
+    MAX_LOGITS: gl.constexpr, FP8: gl.constexpr,
 ):  # fmt: skip
-    """Unless FP8, warpgroup 1 gets P(n-1) only when Q K(n) is issued, so that its half of PV(n-1)
-    fills the tensor cores while this warpgroup is busy with softmax(n)."""
-    token, first_head = program_token(num_heads)
-    # By way of the last slot of each ring to registers, but for 128 columns that stay shared.
+    """Hand over P of a range of a token's slots. Returns (k, l, largest scores) and the places in
+    the rings behind it; `phase` of landed_q."""
+    # By way of the last free slot of each ring to registers, but for 128 columns that stay shared.
     tile_a, tile_b, tile_r = (
-        ring_a.index(SLOTS_A - 1),
-        ring_b.index(SLOTS_B - 1),
-        ring_r.index(SLOTS_R - 1),
+        ring_a.index(ring_previous(ia, SLOTS_A)),
+        ring_b.index(ring_previous(ib, SLOTS_B)),
+        ring_r.index(ring_previous(ir, SLOTS_R)),
     )
     load_query(q_desc, q_rope_desc, token, first_head, landed_q, tile_a, tile_b, tile_r)
-    rows = program_rows(
-        slots, slots_stride, lengths, K, span, token, num_slots, page_stride, PAGE, ROW, HAS_LENGTHS
-    )
     tiles = count_tiles(rows)
     store_scalar(num_tiles, tiles)
-    ia = gl.to_tensor(0)
-    pa = gl.to_tensor(0)
-    ib = gl.to_tensor(0)
-    pb = gl.to_tensor(0)
-    ir = gl.to_tensor(0)
-    pr = gl.to_tensor(0)
-    ip = gl.to_tensor(0)
-    pp = gl.to_tensor(1)
-    mbarrier.wait(landed_q, 0)
+    mbarrier.wait(landed_q, phase)
     if FP8:
         down, up = convert_query(tile_a, tile_b, tile_r, num_heads)
     q_a = tile_a.load(QUERY)
@@ -149,27 +136,100 @@ def scores_warpgroup(
         ip, pp = ring_next(ip, pp, SLOTS_P)
     if not FP8:
         mbarrier.arrive(full_p_a.index(ring_previous(ip, SLOTS_P)), count=1)
+    return k, l, top, ia, pa, ib, pb, ir, pr, ip, pp
 
+
+@gluon.jit
+def store_sums(
+    k, l, top, part, token, first_head, num_heads, part_sums, max_logits, MAX_LOGITS: gl.constexpr
+):  # fmt: skip
+    """What a program found of a token that several share, as its partial result `part`."""
     head = first_head + gl.arange(0, BLOCK, SCORES_ROW)
     ok = head < num_heads
     total = gl.convert_layout(gl.sum(l, 1), SCORES_ROW)
-    seen = total != 0.0  # NaN too
     if MAX_LOGITS:
-        at = max_logits + token * num_heads + head
-        if SPLIT:
-            gl.atomic_max(at, top * LN2, mask=ok, sem="relaxed")
-        else:
-            gl.store(at, top * LN2, mask=ok)
-    if SPLIT:
-        at = ((token * gl.num_programs(1) + gl.program_id(1)) * num_heads + head) * 2
-        gl.store(part_sums + at, total, mask=ok)
-        gl.store(part_sums + at + 1, k, mask=ok)
+        at = max_logits + row_of(token, num_heads) + head
+        gl.atomic_max(at, top * LN2, mask=ok, sem="relaxed")
+    at = (part * num_heads + head) * 2
+    gl.store(part_sums + at, total, mask=ok)
+    gl.store(part_sums + at + 1, k, mask=ok)
+
+
+@gluon.jit
+def scores_warpgroup(
+    q_desc, q_rope_desc, slots, slots_stride, lengths, K, span, splits, num_tokens, num_slots,
+    page_stride, num_heads, scale_log2, sink, lse, max_logits, part_sums, q_shared, ring_a, ring_b,
+    ring_r, offsets, m_ring, num_tiles, full_a, full_b, full_v, landed_q, full_q, p_ring, full_p_a,
+    full_p_b, empty_p, factors, inverse, full_out,
+    SLOTS_A: gl.constexpr, SLOTS_B: gl.constexpr, SLOTS_R: gl.constexpr, SLOTS_P: gl.constexpr,
+    PAGE: gl.constexpr, ROW: gl.constexpr, HAS_LENGTHS: gl.constexpr, HAS_SINK: gl.constexpr,
+    SPLIT: gl.constexpr, SHARES: gl.constexpr, MAX_LOGITS: gl.constexpr, FP8: gl.constexpr,
+):  # fmt: skip
+    """Unless FP8, warpgroup 1 gets P(n-1) only when Q K(n) is issued, so that its half of PV(n-1)
+    fills the tensor cores while this warpgroup is busy with softmax(n)."""
+    ia = gl.to_tensor(0)
+    pa = gl.to_tensor(0)
+    ib = gl.to_tensor(0)
+    pb = gl.to_tensor(0)
+    ir = gl.to_tensor(0)
+    pr = gl.to_tensor(0)
+    ip = gl.to_tensor(0)
+    pp = gl.to_tensor(1)
+    phase = gl.to_tensor(0)
+    if SHARES:
+        walk = program_walk(num_tokens, K, span, SHARES)
+        first_head = gl.program_id(1) * BLOCK
+        for token in range(walk.first, walk.end):
+            rows = walk_rows(
+                walk, token, slots, slots_stride, lengths, K, num_slots, page_stride,
+                PAGE, ROW, HAS_LENGTHS,
+            )  # fmt: skip
+            # Both have read all P, so that the rings are free and num_tiles is read.
+            mbarrier.wait(empty_p.index(ip), pp)
+            after_ip, after_pp = ring_next(ip, pp, SLOTS_P)
+            mbarrier.wait(empty_p.index(after_ip), after_pp)
+            k, l, top, ia, pa, ib, pb, ir, pr, ip, pp = score_range(
+                q_desc, q_rope_desc, token, first_head, rows, num_heads, scale_log2, q_shared,
+                ring_a, ring_b, ring_r, offsets, m_ring, num_tiles, full_a, full_b, full_v,
+                landed_q, full_q, phase, p_ring, full_p_a, full_p_b, empty_p, factors,
+                ia, pa, ib, pb, ir, pr, ip, pp,
+                SLOTS_A, SLOTS_B, SLOTS_R, SLOTS_P, MAX_LOGITS, FP8,
+            )  # fmt: skip
+            phase = phase ^ 1
+            part = part_of(walk, token, splits)
+            store_sums(
+                k, l, top, part, token, first_head, num_heads, part_sums, max_logits, MAX_LOGITS
+            )
     else:
-        with_sink = total
-        if HAS_SINK:
-            logit = gl.load(sink + head, mask=ok, other=0.0)
-            with_sink = total + gl.exp2(logit * LOG2E - k)
-        inverse.store(gl.where(seen, 1.0 / with_sink, 0.0))
-        mbarrier.arrive(full_out, count=1)
-        value = gl.where(seen, (k + gl.log2(total)) * LN2, -float("inf"))
-        gl.store(lse + token * num_heads + head, value, mask=ok)
+        token, first_head = program_token(num_heads)
+        rows = program_rows(
+            slots, slots_stride, lengths, K, span, token, num_slots, page_stride,
+            PAGE, ROW, HAS_LENGTHS,
+        )  # fmt: skip
+        k, l, top, ia, pa, ib, pb, ir, pr, ip, pp = score_range(
+            q_desc, q_rope_desc, token, first_head, rows, num_heads, scale_log2, q_shared,
+            ring_a, ring_b, ring_r, offsets, m_ring, num_tiles, full_a, full_b, full_v,
+            landed_q, full_q, phase, p_ring, full_p_a, full_p_b, empty_p, factors,
+            ia, pa, ib, pb, ir, pr, ip, pp,
+            SLOTS_A, SLOTS_B, SLOTS_R, SLOTS_P, MAX_LOGITS, FP8,
+        )  # fmt: skip
+        if SPLIT:
+            part = token * gl.num_programs(1) + gl.program_id(1)
+            store_sums(
+                k, l, top, part, token, first_head, num_heads, part_sums, max_logits, MAX_LOGITS
+            )
+        else:
+            head = first_head + gl.arange(0, BLOCK, SCORES_ROW)
+            ok = head < num_heads
+            total = gl.convert_layout(gl.sum(l, 1), SCORES_ROW)
+            seen = total != 0.0  # NaN too
+            if MAX_LOGITS:
+                gl.store(max_logits + token * num_heads + head, top * LN2, mask=ok)
+            with_sink = total
+            if HAS_SINK:
+                logit = gl.load(sink + head, mask=ok, other=0.0)
+                with_sink = total + gl.exp2(logit * LOG2E - k)
+            inverse.store(gl.where(seen, 1.0 / with_sink, 0.0))
+            mbarrier.arrive(full_out, count=1)
+            value = gl.where(seen, (k + gl.log2(total)) * LN2, -float("inf"))
+            gl.store(lse + token * num_heads + head, value, mask=ok)

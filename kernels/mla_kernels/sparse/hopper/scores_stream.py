@@ -14,18 +14,18 @@ from mla_kernels.decode.hopper.softmax import EXPONENT_FLOOR
 from mla_kernels.decode.hopper.stream import ring_next, ring_previous, take_query
 from mla_kernels.sparse.hopper.layouts import SUMS
 from mla_kernels.sparse.hopper.scales import load_scalar, store_scalar
-from mla_kernels.sparse.hopper.scores import LN2, LOG2E, issue_scores
+from mla_kernels.sparse.hopper.scores import LN2, LOG2E, issue_scores, store_sums
 from mla_kernels.sparse.hopper.softmax import softmax_step
-from mla_kernels.sparse.hopper.stream import row_of
+from mla_kernels.sparse.hopper.walk import part_of, program_walk, row_of
 
 
 @gluon.jit
 def scores_stream_warpgroup(
-    num_tokens, num_heads, scale_log2, sink, lse, max_logits, q_shared, ring_a, ring_b, ring_r,
-    offsets, counts, num_tiles, full_a, full_b, full_v, full_q, p_ring, full_p_a, full_p_b, empty_p,
-    factors, inverse, full_out, empty_out,
+    num_tokens, K, span, splits, num_heads, scale_log2, sink, lse, max_logits, part_sums, q_shared,
+    ring_a, ring_b, ring_r, offsets, counts, num_tiles, full_a, full_b, full_v, full_q, p_ring,
+    full_p_a, full_p_b, empty_p, factors, inverse, full_out, empty_out,
     SLOTS_A: gl.constexpr, SLOTS_B: gl.constexpr, SLOTS_R: gl.constexpr, SLOTS_P: gl.constexpr,
-    HAS_SINK: gl.constexpr, MAX_LOGITS: gl.constexpr,
+    HAS_SINK: gl.constexpr, MAX_LOGITS: gl.constexpr, SHARES: gl.constexpr,
 ):  # fmt: skip
     ia = gl.to_tensor(0)
     pa = gl.to_tensor(0)
@@ -37,9 +37,10 @@ def scores_stream_warpgroup(
     gl.static_assert(SLOTS_R == SLOTS_B)
     head = gl.program_id(1) * BLOCK + gl.arange(0, BLOCK, SCORES_ROW)
     ok = head < num_heads
-    if HAS_SINK:
+    walk = program_walk(num_tokens, K, span, SHARES)
+    if HAS_SINK and not SHARES:
         logit = gl.load(sink + head, mask=ok, other=0.0)
-    for token in range(gl.program_id(0), num_tokens, gl.num_programs(0)):
+    for token in range(walk.first, walk.end, walk.step):
         # The query is the token's first item: to registers, but for 128 columns that stay shared.
         mbarrier.wait(full_a.index(ia), pa)
         tiles = load_scalar(counts.index(ia))
@@ -79,16 +80,23 @@ def scores_stream_warpgroup(
         mbarrier.arrive(full_p_a.index(ring_previous(ip, SLOTS_P)), count=1)
 
         total = gl.convert_layout(gl.sum(l, 1), SCORES_ROW)
-        seen = total != 0.0  # NaN too
-        with_sink = total
-        if HAS_SINK:
-            with_sink = total + gl.exp2(logit * LOG2E - k)
+        row = row_of(token, num_heads) + head
         mbarrier.wait(empty_out, po)
-        inverse.store(gl.where(seen, 1.0 / with_sink, 0.0))
-        mbarrier.arrive(full_out, count=1)
         po = po ^ 1
-        row = row_of(token, num_heads)
-        value = gl.where(seen, (k + gl.log2(total)) * LN2, -float("inf"))
-        gl.store(lse + row + head, value, mask=ok)
-        if MAX_LOGITS:
-            gl.store(max_logits + row + head, top * LN2, mask=ok)
+        if SHARES:
+            part = part_of(walk, token, splits)
+            store_sums(
+                k, l, top, part, token, gl.program_id(1) * BLOCK, num_heads, part_sums,
+                max_logits, MAX_LOGITS,
+            )  # fmt: skip
+        else:
+            seen = total != 0.0  # NaN too
+            with_sink = total
+            if HAS_SINK:
+                with_sink = total + gl.exp2(logit * LOG2E - k)
+            inverse.store(gl.where(seen, 1.0 / with_sink, 0.0))
+            mbarrier.arrive(full_out, count=1)
+            value = gl.where(seen, (k + gl.log2(total)) * LN2, -float("inf"))
+            gl.store(lse + row, value, mask=ok)
+            if MAX_LOGITS:
+                gl.store(max_logits + row, top * LN2, mask=ok)

@@ -23,7 +23,22 @@ CACHE = {
     "fp8_ds_mla": ("*u8", "*fp32", "*bf16"),
 }
 ROW = {"bf16": MlaDims().head_dim, "fp8_ds_mla": Fp8DsMlaLayout().row_bytes}
-SCALARS = ("page_stride", "slots_stride", "num_slots", "K", "span", "num_heads", "num_tokens")
+SCALARS = (
+    "page_stride",
+    "slots_stride",
+    "num_slots",
+    "K",
+    "span",
+    "splits",
+    "num_heads",
+    "num_tokens",
+)
+# Tokens in one range, in several, and in shares of all tokens; with lengths and without where the
+# stream (stream.py) has other code in its loop for them.
+MODES: dict[str, dict[str, tuple[bool, ...]]] = {
+    "bf16": {"": (False, True), "_split": (True,), "_shares": (False, True)},
+    "fp8_ds_mla": {"": (False,), "_split": (True,), "_shares": (True,)},
+}
 
 
 def specialisations(arch: Arch) -> list[KernelSpec]:
@@ -31,8 +46,9 @@ def specialisations(arch: Arch) -> list[KernelSpec]:
         return []
     return [
         KernelSpec(
-            name=f"sparse/hopper/{kv_format}{'_split' if split else ''}"
-            f"{'_lengths' if lengths and not split else ''}{'_max_logits' if max_logits else ''}",
+            name=f"sparse/hopper/{kv_format}{mode}"
+            f"{'_lengths' if lengths and mode in ('', '_shares') and kv_format == 'bf16' else ''}"
+            f"{'_max_logits' if max_logits else ''}",
             fn=hopper_sparse_kernel,
             signature={
                 **{n: t for n, t in descriptors().items() if n.startswith("q_")},
@@ -47,18 +63,18 @@ def specialisations(arch: Arch) -> list[KernelSpec]:
                 "PAGE": BLOCK_SIZE,
                 "ROW": ROW[kv_format],
                 "HAS_LENGTHS": lengths,
-                "HAS_SINK": not split,
-                "SPLIT": split,
+                "HAS_SINK": not mode,
+                "SPLIT": mode != "",
+                "SHARES": mode == "_shares",
                 "MAX_LOGITS": max_logits,
             },
             aligned=("kv", "kv_scale", "kv_rope", *POINTERS, "page_stride"),
             options={"num_warps": 4},
             tensor_core="native",
-            quick=not split and not lengths and not max_logits,
+            quick=not mode and not lengths and not max_logits,
         )
-        for kv_format in CACHE
-        for split in (False, True)
-        # With them the stream (stream.py) has other code in its loop.
-        for lengths in ((split,) if split or kv_format != "bf16" else (False, True))
+        for kv_format, modes in MODES.items()
+        for mode, with_lengths in modes.items()
+        for lengths in with_lengths
         for max_logits in (False, True)
     ]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One stream of tiles for all tokens of a program (bf16 rows, tokens in one range).
+"""One stream of tiles for all tokens of a program (bf16 rows, tokens in one range or in shares).
 
-A program is one tile of heads, program_id(1), and the tokens program_id(0), + num_programs(0), and
-so on. A token's items are its query tile, which TMA brings, and then its tiles of rows. They go
-through the rings without a break, so that the next token's query and first rows are under way while
-the last tiles of this one are multiplied.
+A program is one tile of heads, program_id(1), and some tokens (walk.py). A token's items
+are its query tile, which TMA brings, and then its tiles of rows. They go through the rings without
+a break, so that the next token's query and first rows are under way while the last tiles of this
+one are multiplied.
 """
 
 from triton.experimental import gluon
@@ -16,41 +16,50 @@ from mla_kernels.sparse.hopper.gather import SCANNED
 from mla_kernels.sparse.hopper.layouts import GATHER_BF16, IN_EVERY_THREAD, SCAN_BY_WARP
 from mla_kernels.sparse.hopper.scales import store_scalar
 from mla_kernels.sparse.hopper.values_bf16 import gather_tile
+from mla_kernels.sparse.hopper.walk import row_of
 from mla_kernels.triton_common.gluon_compat import aggregate, cta_barrier, reinterpret, tma_load
 
 ARRIVALS = gl.constexpr(128)  # at `full`: of each thread's copies
+QUERY_AT = gl.constexpr(-(2**30))  # of a cursor: more than slots of a token
 
 
 @aggregate
 class Tokens:
-    """All tokens' slots; num_slots, page_stride, PAGE and ROW of the cache, as in `gather.Rows`."""
+    """All tokens' slots; step, end and stop of `Walk`; num_slots, page_stride, PAGE and ROW of the
+    cache, as in `gather.Rows`."""
 
     slots: gl.tensor
     slots_stride: gl.tensor
     lengths: gl.tensor
     K: gl.tensor
-    num_tokens: gl.tensor
+    step: gl.tensor
+    end: gl.tensor
+    stop: gl.tensor
     num_slots: gl.tensor
     page_stride: gl.tensor
     PAGE: gl.constexpr
     ROW: gl.constexpr
     HAS_LENGTHS: gl.constexpr
+    SHARES: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
-        self, slots, slots_stride, lengths, K, num_tokens, num_slots, page_stride,
-        PAGE, ROW, HAS_LENGTHS,
+        self, slots, slots_stride, lengths, K, step, end, stop, num_slots, page_stride,
+        PAGE, ROW, HAS_LENGTHS, SHARES,
     ):  # fmt: skip
         self.slots = slots
         self.slots_stride = slots_stride
         self.lengths = lengths
         self.K = K
-        self.num_tokens = num_tokens
+        self.step = step
+        self.end = end
+        self.stop = stop
         self.num_slots = num_slots
         self.page_stride = page_stride
         self.PAGE = gl.constexpr(PAGE)
         self.ROW = gl.constexpr(ROW)
         self.HAS_LENGTHS = gl.constexpr(HAS_LENGTHS)
+        self.SHARES = gl.constexpr(SHARES)
 
 
 @aggregate
@@ -87,9 +96,9 @@ class Rings:
 
 @aggregate
 class Cursor:
-    """A place in the stream: the tile of a token's slots from `at` on, its query if at < 0. `stop`
-    is the end of the token's slots, from its first tile on that of the last that names a row. Past
-    the last token there are tiles without rows."""
+    """A place in the stream: the tile of a token's slots from `at` on, its query if at < 0, which
+    is QUERY_AT before its first tile's. `stop` is the end of the token's slots, from its first tile
+    on that of the last that names a row. Past the last token there are tiles without rows."""
 
     token: gl.tensor
     at: gl.tensor
@@ -103,18 +112,16 @@ class Cursor:
 
 
 @gluon.jit
-def enter_token(tokens, token):
-    """At its query."""
-    ok = token < tokens.num_tokens
+def enter_token(tokens, token, start):
+    """At its query, of which slots from `start` on follow."""
+    ok = token < tokens.end
     limit = tokens.K
     if tokens.HAS_LENGTHS:
         limit = gl.minimum(gl.load(tokens.lengths + token, mask=ok, other=0), limit)
-    return Cursor(token, gl.where(ok, -BLOCK, 0), gl.where(ok, gl.maximum(limit, 0), 0))
-
-
-@gluon.jit
-def row_of(token, stride):
-    return token.to(gl.int64) * stride
+    if tokens.SHARES:
+        limit = gl.where(token + 1 == tokens.end, gl.minimum(limit, tokens.stop), limit)
+    at = gl.where(ok, start + QUERY_AT, 0)
+    return Cursor(token, at, gl.where(ok, gl.maximum(limit, 0), 0))
 
 
 @gluon.jit
@@ -139,15 +146,16 @@ def look_ahead(tokens, c):
 
 @gluon.jit
 def last_end(tokens, c, found_by):
-    """The end of the cursor's slots up to the last that names a row, 0 without any. By way of one
-    number a warp in shared memory: `gl.max` over several warps takes a register of the loop's."""
+    """The end of the slots behind the cursor's query, up to the last that names a row; 0 without
+    any. By way of one number a warp in shared memory: `gl.max` over several warps takes a register
+    of the loop's."""
     WARPS: gl.constexpr = found_by.shape[0]
     PART: gl.constexpr = SCANNED // WARPS
     warp = gl.arange(0, WARPS, gl.SliceLayout(1, SCAN_BY_WARP))
     lane = gl.arange(0, PART, gl.SliceLayout(0, SCAN_BY_WARP))
     place = (warp * PART)[:, None] + lane[None, :]
     found = gl.full([WARPS, PART], 0, gl.int32, SCAN_BY_WARP)
-    for first in range(0, c.stop, SCANNED):
+    for first in range(c.at - QUERY_AT, c.stop, SCANNED):
         at = first + place
         slot = gl.load(slots_of(tokens, c) + at, mask=at < c.stop, other=-1)
         found = gl.where((slot >= 0) & (slot < tokens.num_slots), at + 1, found)
@@ -181,7 +189,8 @@ def fill(tokens, c, slot, last, q_desc, q_rope_desc, kv, rings, iv):
         if WITH_ROPE:
             mbarrier.arrive(rings.full_v.index(iv), count=1)
         else:
-            store_scalar(rings.counts.index(iv), gl.maximum((stop + BLOCK - 1) // BLOCK, 1))
+            size = stop - (c.at - QUERY_AT)
+            store_scalar(rings.counts.index(iv), gl.maximum((size + BLOCK - 1) // BLOCK, 1))
             cta_barrier()
         mbarrier.arrive(full, count=ARRIVALS - 1)
     else:
@@ -190,9 +199,9 @@ def fill(tokens, c, slot, last, q_desc, q_rope_desc, kv, rings, iv):
             rings.COL,
         )  # fmt: skip
     token = c.token + 0
-    at = c.at + BLOCK
-    if at >= gl.maximum(stop, 1):
-        after = enter_token(tokens, token + gl.num_programs(0))
+    at = c.at + gl.where(c.at < 0, -QUERY_AT, BLOCK)
+    if (c.at >= 0) & (at >= stop):  # of each token one tile at least
+        after = enter_token(tokens, token + tokens.step, 0)
         token = after.token
         at = after.at
         stop = after.stop

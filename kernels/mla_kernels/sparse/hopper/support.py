@@ -5,6 +5,7 @@ import torch
 
 from mla_kernels.decode.hopper.layouts import BLOCK
 from mla_kernels.layouts import MlaDims
+from mla_kernels.sparse.hopper.shares import share_split
 from mla_kernels.sparse.triton.tiles import (
     Split,
     Turn,
@@ -26,18 +27,31 @@ def choose_split(T: int, H: int, K: int, device: torch.device) -> Split:
 
 
 def choose_turns(T: int, H: int, K: int, device: torch.device) -> tuple[Turn, ...]:
-    """The launches of such a call, with `choose_split` of each one's tokens."""
+    """The launches of such a call, with `choose_split` of each one's tokens.
+
+    Ranges that would run in several waves are equal shares instead: of 40 tokens with 128 heads 20
+    tiles a program, and not 11 twice. Those of one wave, and whole tokens, are faster as they are
+    (benchmarks/versions/sparse.md)."""
     sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return even_turns(T, -(-H // BLOCK.value), K, BLOCK.value, sms, sms)
+    row_tiles = -(-H // BLOCK.value)
+    turns = even_turns(T, row_tiles, K, BLOCK.value, sms, sms)
+    splits = turns[0].split.splits
+    if len(turns) == 1 and splits > 1 and T * row_tiles * splits > sms:
+        shares = share_split(T, row_tiles, K, sms)
+        if shares is not None:
+            return (Turn(0, T, shares),)
+    return turns
 
 
 def choose_grid(
-    T: int, H: int, kv_format: str, split: Split, device: torch.device
+    T: int, H: int, K: int, kv_format: str, split: Split, device: torch.device
 ) -> tuple[int, int]:
     """A program a token, tile of heads and range of its slots. With bf16 rows and one range as many
-    as run at once, which go from token to token (stream.py); the second number is the heads' tile.
-    """
+    as run at once, which go from token to token (stream.py), as they do with shares; there the
+    second number is the heads' tile."""
     row_tiles = -(-H // BLOCK.value)
+    if split.shares:
+        return -(-T * -(-K // BLOCK.value) * BLOCK.value // split.span), row_tiles
     if kv_format != "bf16" or split.splits > 1:
         return T * row_tiles, split.splits
     sms = torch.cuda.get_device_properties(device).multi_processor_count
@@ -48,8 +62,9 @@ def largest_workspace(T: int, H: int, K: int, device: torch.device) -> int:
     """Bytes that up to T tokens need; deterministic calls a token at least."""
     most = partial_bytes(min(T, 1), H, fixed_split(K).splits, MlaDims().kv_lora_rank)
     for t in range(1, T + 1):
-        split = choose_split(t, H, K, device)
-        most = max(most, partial_bytes(t, H, split.splits, MlaDims().kv_lora_rank))
+        splits = max(turn.split.splits for turn in choose_turns(t, H, K, device))
+        splits = max(splits, choose_split(t, H, K, device).splits)
+        most = max(most, partial_bytes(t, H, splits, MlaDims().kv_lora_rank))
         if t > MOST_SPLIT:
             break
     return most

@@ -45,16 +45,22 @@ def store_whole(acc, inverse_row, of_token, first_head, num_heads, COL: gl.const
 
 
 @gluon.jit
+def store_part(acc, of_part, first_head, num_heads, COL: gl.constexpr):
+    """Write one half of a partial O, that of one of a token's programs."""
+    head = first_head + gl.arange(0, BLOCK, OUTPUT_ROW)
+    at = head[:, None] * LATENT + (COL + gl.arange(0, HALF, OUTPUT_COL))[None, :]
+    gl.store(of_part + at, acc, mask=(head < num_heads)[:, None])
+
+
+@gluon.jit
 def store_output(
     acc, out, part_acc, inverse, full_out, token, first_head, num_heads,
     COL: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Write one half of O: the result, or this range's part of one that is merged later."""
     if SPLIT:
-        head = first_head + gl.arange(0, BLOCK, OUTPUT_ROW)
-        at = head[:, None] * LATENT + (COL + gl.arange(0, HALF, OUTPUT_COL))[None, :]
         first = (token * gl.num_programs(1) + gl.program_id(1)) * num_heads
-        gl.store(part_acc + first * LATENT + at, acc, mask=(head < num_heads)[:, None])
+        store_part(acc, part_acc + first * LATENT, first_head, num_heads, COL)
     else:
         mbarrier.wait(full_out, 0)
         of_token = out + token * num_heads * LATENT

@@ -33,7 +33,15 @@ from mla_kernels.sparse.hopper.scales import (
     times_ratio,
     twice_f16,
 )
-from mla_kernels.sparse.hopper.values import add_values, finish_values, start_values, store_output
+from mla_kernels.sparse.hopper.values import (
+    LATENT,
+    add_values,
+    finish_values,
+    start_values,
+    store_output,
+    store_part,
+)
+from mla_kernels.sparse.hopper.walk import part_of, program_walk, row_of, walk_rows
 from mla_kernels.triton_common.gluon_compat import aggregate
 
 GROUP = gl.constexpr(Fp8DsMlaLayout().group_size)
@@ -117,44 +125,36 @@ def convert(c, iv, ir, exponent):
 
 
 @gluon.jit
-def values_fp8_warpgroup(
-    out, part_acc, kv, kv_scale, kv_rope, slots, slots_stride, lengths, K,
-    span, num_slots, page_stride, num_heads, tiles, full, codes, scales, ring_r, offsets,
-    m_ring, num_tiles, full_q, p_ring, full_p, empty_p, factors, inverse, full_out,
-    COL: gl.constexpr, SLOTS_R: gl.constexpr, SLOTS_P: gl.constexpr,
-    PAGE: gl.constexpr, ROW: gl.constexpr, HAS_LENGTHS: gl.constexpr, SPLIT: gl.constexpr,
+def attend_range(
+    c, rows, num_tiles, full_q, phase, p_ring, full_p, empty_p, factors, iv, ir, ip, pp,
+    SLOTS_R: gl.constexpr, SLOTS_P: gl.constexpr,
 ):  # fmt: skip
-    token, first_head = program_token(num_heads)
-    rows = program_rows(
-        slots, slots_stride, lengths, K, span, token, num_slots, page_stride, PAGE, ROW, HAS_LENGTHS
-    )
-    c = Codes(kv, kv_scale, kv_rope, codes, scales, tiles, full, ring_r, offsets, m_ring, COL)
+    """(O, iv, ir, ip, pp) behind a range of a token's slots, whose first tile goes to slot `iv` of
+    the tiles, its rope columns to slot `ir`; `phase` of full_q."""
     slot = load_slots(rows, 0, GATHER_CODES)
-    gather_scales(c, rows, slot, 0)
-    gather_codes(c, rows, slot, 0)
+    gather_scales(c, rows, slot, iv)
+    gather_codes(c, rows, slot, ir)
     slot = load_slots(rows, 1, GATHER_CODES)
-    gather_scales(c, rows, slot, 1)
+    gather_scales(c, rows, slot, iv ^ 1)
     async_copy.wait_group(0)
-    exponent = next_exponent(c.scales.index(0), FIRST)
-    convert(c, 0, 0, exponent)
-    gather_codes(c, rows, slot, 1)
-    exponent = next_exponent(c.scales.index(1), exponent)
+    exponent = next_exponent(c.scales.index(iv), FIRST)
+    convert(c, iv, ir, exponent)
+    ir = ring_step(ir, SLOTS_R)
+    gather_codes(c, rows, slot, ir)
+    exponent = next_exponent(c.scales.index(iv ^ 1), exponent)
     slot = load_slots(rows, 2, GATHER_CODES)
-    mbarrier.wait(full_q, 0)
-    tiles_of_range = load_scalar(num_tiles)
-    iv = gl.to_tensor(0)
-    ir = gl.to_tensor(2)
-    ip = gl.to_tensor(0)
-    pp = gl.to_tensor(0)
+    mbarrier.wait(full_q, phase)
+    tiles = load_scalar(num_tiles)
+    ir = ring_step(ir, SLOTS_R)
     acc = gl.zeros([BLOCK, HALF], gl.float32, OUTPUT)
-    for n in range(tiles_of_range - 1):
+    for n in range(tiles - 1):
         gather_scales(c, rows, slot, iv)
         async_copy.wait_group(1)
         convert(c, iv ^ 1, ring_previous(ir, SLOTS_R), exponent)
         gather_codes(c, rows, slot, ir)
         slot = load_slots(rows, n + 3, GATHER_CODES)
         mbarrier.wait(full_p.index(ip), pp)
-        token_v = start_values(acc, p_ring, tiles.index(iv), factors, ip)
+        token_v = start_values(acc, p_ring, c.tiles.index(iv), factors, ip)
         async_copy.wait_group(1)
         exponent = next_exponent(c.scales.index(iv), exponent)
         acc = finish_values(token_v, empty_p, ip)
@@ -163,5 +163,50 @@ def values_fp8_warpgroup(
         ip, pp = ring_next(ip, pp, SLOTS_P)
     async_copy.wait_group(0)
     mbarrier.wait(full_p.index(ip), pp)
-    acc = add_values(acc, p_ring, tiles.index(iv), factors, empty_p, ip)
-    store_output(acc, out, part_acc, inverse, full_out, token, first_head, num_heads, COL, SPLIT)
+    acc = add_values(acc, p_ring, c.tiles.index(iv), factors, empty_p, ip)
+    ip, pp = ring_next(ip, pp, SLOTS_P)
+    return acc, iv ^ 1, ring_previous(ir, SLOTS_R), ip, pp
+
+
+@gluon.jit
+def values_fp8_warpgroup(
+    out, part_acc, kv, kv_scale, kv_rope, slots, slots_stride, lengths, K, span, splits,
+    num_tokens, num_slots, page_stride, num_heads, tiles, full, codes, scales, ring_r, offsets,
+    m_ring, num_tiles, full_q, p_ring, full_p, empty_p, factors, inverse, full_out,
+    COL: gl.constexpr, SLOTS_R: gl.constexpr, SLOTS_P: gl.constexpr,
+    PAGE: gl.constexpr, ROW: gl.constexpr, HAS_LENGTHS: gl.constexpr, SPLIT: gl.constexpr,
+    SHARES: gl.constexpr,
+):  # fmt: skip
+    c = Codes(kv, kv_scale, kv_rope, codes, scales, tiles, full, ring_r, offsets, m_ring, COL)
+    iv = gl.to_tensor(0)
+    ir = gl.to_tensor(0)
+    ip = gl.to_tensor(0)
+    pp = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    if SHARES:
+        walk = program_walk(num_tokens, K, span, SHARES)
+        for token in range(walk.first, walk.end):
+            rows = walk_rows(
+                walk, token, slots, slots_stride, lengths, K, num_slots, page_stride,
+                PAGE, ROW, HAS_LENGTHS,
+            )  # fmt: skip
+            acc, iv, ir, ip, pp = attend_range(
+                c, rows, num_tiles, full_q, phase, p_ring, full_p, empty_p, factors,
+                iv, ir, ip, pp, SLOTS_R, SLOTS_P,
+            )  # fmt: skip
+            phase = phase ^ 1
+            part = part_acc + row_of(part_of(walk, token, splits), num_heads) * LATENT
+            store_part(acc, part, gl.program_id(1) * BLOCK, num_heads, COL)
+    else:
+        token, first_head = program_token(num_heads)
+        rows = program_rows(
+            slots, slots_stride, lengths, K, span, token, num_slots, page_stride,
+            PAGE, ROW, HAS_LENGTHS,
+        )  # fmt: skip
+        acc, iv, ir, ip, pp = attend_range(
+            c, rows, num_tiles, full_q, phase, p_ring, full_p, empty_p, factors,
+            iv, ir, ip, pp, SLOTS_R, SLOTS_P,
+        )  # fmt: skip
+        store_output(
+            acc, out, part_acc, inverse, full_out, token, first_head, num_heads, COL, SPLIT
+        )

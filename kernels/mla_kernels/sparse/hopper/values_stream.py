@@ -16,9 +16,9 @@ from mla_kernels.sparse.hopper.stream import (
     fill,
     load_tile_slots,
     look_ahead,
-    row_of,
 )
-from mla_kernels.sparse.hopper.values import LATENT, add_values, store_whole
+from mla_kernels.sparse.hopper.values import LATENT, add_values, store_part, store_whole
+from mla_kernels.sparse.hopper.walk import part_of, program_walk, row_of
 
 
 @gluon.jit
@@ -35,24 +35,26 @@ def store_token(
 
 @gluon.jit
 def values_stream_warpgroup(
-    q_desc, q_rope_desc, out, kv, slots, slots_stride, lengths, K, num_tokens, num_slots,
-    page_stride, num_heads, ring, full, ring_r, offsets, full_v, counts, found, num_tiles, full_q,
-    p_ring, full_p, empty_p, factors, inverse, full_out, empty_out,
+    q_desc, q_rope_desc, out, part_acc, kv, slots, slots_stride, lengths, K, span, splits,
+    num_tokens, num_slots, page_stride, num_heads, ring, full, ring_r, offsets, full_v, counts,
+    found, num_tiles, full_q, p_ring, full_p, empty_p, factors, inverse, full_out, empty_out,
     COL: gl.constexpr, SLOTS: gl.constexpr, SLOTS_P: gl.constexpr,
-    PAGE: gl.constexpr, ROW: gl.constexpr, HAS_LENGTHS: gl.constexpr,
+    PAGE: gl.constexpr, ROW: gl.constexpr, HAS_LENGTHS: gl.constexpr, SHARES: gl.constexpr,
 ):  # fmt: skip
+    walk = program_walk(num_tokens, K, span, SHARES)
     tokens = Tokens(
-        slots, slots_stride, lengths, K, num_tokens, num_slots, page_stride, PAGE, ROW, HAS_LENGTHS
-    )
+        slots, slots_stride, lengths, K, walk.step, walk.end, walk.stop, num_slots, page_stride,
+        PAGE, ROW, HAS_LENGTHS, SHARES,
+    )  # fmt: skip
     rings = Rings(ring, full, ring_r, offsets, full_v, counts, found, COL)
     iv = gl.to_tensor(0)
     ip = gl.to_tensor(0)
     pp = gl.to_tensor(0)
     phase = gl.to_tensor(0)  # of full_q and full_out; which place of num_tiles
     # The first query and tile; what follows waits until the query is read, the last for its slot.
-    c = enter_token(tokens, gl.program_id(0))
+    c = enter_token(tokens, walk.first, walk.start)
     slot, last = look_ahead(tokens, c)
-    first = load_tile_slots(tokens, c, 0)
+    first = load_tile_slots(tokens, c, walk.start)
     for i in range(SLOTS + 1):
         if i == 2:
             mbarrier.wait(full_q, phase)
@@ -63,7 +65,7 @@ def values_stream_warpgroup(
         if i > 0:
             slot, last = look_ahead(tokens, c)
     iv = iv + 1
-    for token in range(gl.program_id(0), num_tokens, gl.num_programs(0)):
+    for token in range(walk.first, walk.end, walk.step):
         acc = gl.zeros([BLOCK, HALF], gl.float32, OUTPUT)
         # Read here and not carried from where full_q is waited for: Triton 3.6 takes a number that
         # only an `if` of the loop sets (triton-loop-aware-cse) for what it was before the loop.
@@ -75,11 +77,16 @@ def values_stream_warpgroup(
             iv = ring_step(iv, SLOTS)
             ip, pp = ring_next(ip, pp, SLOTS_P)
         # The next item takes the place of the next token's query, before this token is stored.
-        if token + gl.num_programs(0) < num_tokens:
+        if token + walk.step < walk.end:
             slot, last = look_ahead(tokens, c)
             mbarrier.wait(full_q, phase ^ 1)
             c = fill(tokens, c, slot, last, q_desc, q_rope_desc, kv, rings, iv)
             iv = ring_step(iv, SLOTS)
-        store_token(acc, out, inverse, full_out, empty_out, phase, token, num_heads, COL)
+        if SHARES:
+            mbarrier.arrive(empty_out, count=1)
+            part = part_acc + row_of(part_of(walk, token, splits), num_heads) * LATENT
+            store_part(acc, part, gl.program_id(1) * BLOCK, num_heads, COL)
+        else:
+            store_token(acc, out, inverse, full_out, empty_out, phase, token, num_heads, COL)
         phase = phase ^ 1
     async_copy.wait_group(0)

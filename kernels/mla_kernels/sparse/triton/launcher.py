@@ -83,7 +83,7 @@ def launch_and_merge(
     else:
         launch_sparse(call, acc, sums, tile, split, dims, arch)
     if split.splits > 1:
-        launch_merge(acc, sums, call.sink, call.out, call.lse, split.splits, arch)
+        launch_merge(acc, sums, call.sink, call.out, call.lse, split, call.shape[2], arch)
 
 
 def launch_sparse(

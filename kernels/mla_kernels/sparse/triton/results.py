@@ -10,6 +10,7 @@ from mla_kernels import numerics
 from mla_kernels.arch import Arch
 from mla_kernels.decode.merge.launcher import MergeTile
 from mla_kernels.decode.triton.softmax import pow2_int
+from mla_kernels.sparse.triton.tiles import HOPPER_TILE, Split
 from mla_kernels.triton_common.launch import launch
 from mla_kernels.triton_common.rounding import round_to
 from mla_kernels.triton_common.runtime import INTERPRET
@@ -89,7 +90,7 @@ def write_max_logits(top, row_scale, at, ok, SPLIT: tl.constexpr):
         tl.store(at, logit, mask=ok)
 
 
-@triton.jit(do_not_specialize=["num_heads", "splits"])
+@triton.jit(do_not_specialize=["num_heads", "splits", "tiles", "share"])
 def mla_sparse_merge_kernel(
     part_acc_ptr,  # [T, splits, H, DV] fp32
     part_sum_ptr,  # [T, splits, H, 2] fp32: l, k
@@ -98,14 +99,18 @@ def mla_sparse_merge_kernel(
     lse_ptr,  # [T, H] fp32
     num_heads,
     splits,
+    tiles,  # of a token, with SHARES
+    share,  # tiles of a range
     DV: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     SPLITS: tl.constexpr,  # at least splits
     HAS_SINK: tl.constexpr,
+    SHARES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: ROWS heads and COLS columns of one token.
+    """One program: ROWS heads and COLS columns of one token. With SHARES (tiles.Split) a token has
+    as many partials as its tiles are in ranges.
 
     k is an integer, so the factors 2^(k_s - k) are exact (decode/merge/kernel.py).
     """
@@ -117,7 +122,11 @@ def mla_sparse_merge_kernel(
         gdc_wait()
     s = tl.arange(0, SPLITS)
     at = (token * splits + s)[None, :] * num_heads + head[:, None]
-    ok_s = ok[:, None] & (s < splits)[None, :]
+    used = splits
+    if SHARES:
+        first = tl.program_id(0) * tiles
+        used = (first + tiles - 1) // share - first // share + 1
+    ok_s = ok[:, None] & (s < used)[None, :]
     k_s = tl.load(part_sum_ptr + at * 2 + 1, mask=ok_s, other=EXPONENT_FLOOR)
     l_s = tl.load(part_sum_ptr + at * 2, mask=ok_s, other=0.0)
     o_at = part_acc_ptr + at[:, :, None] * DV + col[None, None, :]
@@ -148,16 +157,17 @@ def launch_merge(
     sink: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
-    splits: int,
+    split: Split,
+    K: int,
     arch: Arch,
 ) -> None:
-    """out and lse of all tokens from their partials, `splits` a token.
+    """out and lse of all tokens, of K slots each, from their partials.
 
     few_rows/kernel.py asks for it when its last values are multiplied. Earlier is slower, and after
     the Hopper kernel it is fastest not to ask (benchmarks/versions/sparse.md, row 21).
     """
     T, H, DV = out.shape
-    tile = merge_tile(splits, DV)
+    tile = merge_tile(split.splits, DV)
     pdl = arch.programmatic_launch and not INTERPRET
     launch(
         mla_sparse_merge_kernel,
@@ -168,12 +178,15 @@ def launch_merge(
         out,
         lse,
         H,
-        splits,
+        split.splits,
+        triton.cdiv(K, HOPPER_TILE),
+        split.span // HOPPER_TILE,
         DV=DV,
         ROWS=tile.rows,
         COLS=tile.cols,
         SPLITS=tile.splits,
         HAS_SINK=sink is not None,
+        SHARES=split.shares,
         PDL=pdl,
         num_warps=4,
         launch_pdl=pdl,

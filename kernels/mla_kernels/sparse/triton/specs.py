@@ -140,21 +140,26 @@ def _merge(arch: Arch) -> Iterator[KernelSpec]:
         "out_ptr": "*bf16",
         "lse_ptr": "*fp32",
     }
-    for splits in (2, 4, 8, 16, 64):
+    scalars = dict.fromkeys(("num_heads", "splits", "tiles", "share"), "i32")
+    sizes = [(splits, False) for splits in (2, 4, 8, 16, 64)]
+    if arch.sm == 90:
+        sizes += [(splits, True) for splits in (2, 4, 16)]
+    for splits, shares in sizes:
         tile = merge_tile(splits, DIMS[0].kv_lora_rank)
         yield KernelSpec(
-            name=f"sparse_merge/{splits}",
+            name=f"sparse_merge/{splits}{'_shares' if shares else ''}",
             fn=mla_sparse_merge_kernel,
-            signature={**pointers, "num_heads": "i32", "splits": "i32"},
+            signature={**pointers, **scalars},
             constexprs={
                 "DV": DIMS[0].kv_lora_rank,
                 "ROWS": tile.rows,
                 "COLS": tile.cols,
                 "SPLITS": tile.splits,
                 "HAS_SINK": True,
+                "SHARES": shares,
                 "PDL": arch.programmatic_launch,
             },
             aligned=tuple(pointers),
             options={"num_warps": 4, "launch_pdl": arch.programmatic_launch},
-            quick=splits == 16,
+            quick=splits == 16 and not shares,
         )

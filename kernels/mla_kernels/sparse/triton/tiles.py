@@ -11,9 +11,11 @@ from mla_kernels.decode.triton.few_rows.tiles import FewRowsTile
 from mla_kernels.layouts import MlaDims
 from mla_kernels.sparse.triton.few_rows.tiles import choose_few_rows
 
-# What starting a program costs, in tiles of 64 slots: finding the last slot, filling the pipeline.
+# Slots of the Hopper kernel's tiles, in which costs are counted.
+HOPPER_TILE = 64
+# What starting a program costs: finding the last slot, filling the pipeline.
 OVERHEAD = 2.0
-# What a merge costs at all, and for each program's partial result, in the same unit.
+# What a merge costs at all, and for each program's partial result.
 MERGE = 1.0
 PARTIAL = 2.0
 MAX_SPLITS = 64
@@ -57,10 +59,13 @@ class Tile:
 
 @dataclass(frozen=True)
 class Split:
-    """splits ranges of span slots a token."""
+    """splits ranges of span slots a token. With shares, of the Hopper kernel: ranges of span slots
+    of all tokens' on end, each token's padded to whole tiles, so that one can hold the end of a
+    token and the next one's beginning; `splits` a token at most."""
 
     splits: int
     span: int
+    shares: bool = False
 
 
 @dataclass(frozen=True)
