@@ -74,7 +74,7 @@ def indexer(impl, device):
 )
 @pytest.mark.parametrize("found", [{}, {"triton": "3.5.1"}])
 def test_a_gpu_without_it_has_torch(installed, monkeypatch, choose, module, found):
-    """What a Hopper kernel serves is not asked: that imports Triton."""
+    """What a Hopper kernel serves is not asked: of the indexer, that imports Triton."""
     installed(**found)
     monkeypatch.setitem(sys.modules, f"mla_kernels.{module}", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))

@@ -3,9 +3,10 @@
 
 from triton.experimental.gluon import language as gl
 
+from mla_kernels.decode.hopper import support
 from mla_kernels.layouts import Fp8DsMlaLayout
 
-BLOCK = gl.constexpr(64)  # rows of a query tile, tokens of a cache tile
+BLOCK = gl.constexpr(support.BLOCK)
 HALF = gl.constexpr(256)  # latent columns of one PV warpgroup
 ROPE = gl.constexpr(64)
 # Of an fp8_ds_mla row: the first of its four fp32 scales, in fp32 columns (a TMA load starts at a

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the Hopper kernels serve."""
+"""What the Hopper kernels serve. Imports no Triton, as `mla-backend plan` needs none."""
 
 import torch
 
-from mla_kernels.decode.hopper import layouts
 from mla_kernels.layouts import MlaDims
 
+BLOCK = 64  # rows of a query tile, tokens of a cache tile
 RESCALES = ("pow2", "amla")  # of a bf16 cache; others have pow2
 FORMATS = {torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8", torch.uint8: "fp8_ds_mla"}
 
@@ -16,8 +16,8 @@ def refusal(
     """Why this kernel cannot serve such a batch; None if it can."""
     if dims != MlaDims(512, 64):
         return f"it needs kv_lora_rank 512 and rope 64, got {dims.kv_lora_rank} and {dims.rope_dim}"
-    if block_size != layouts.BLOCK.value:
-        return f"it needs blocks of {layouts.BLOCK.value} tokens, got {block_size}"
+    if block_size != BLOCK:
+        return f"it needs blocks of {BLOCK} tokens, got {block_size}"
     if dtype == torch.float8_e4m3fn:
         return _fp8_query_refusal(kv_cache_dtype, rescale)
     if dtype != torch.bfloat16:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the Hopper sparse kernel serves, and how it splits few tokens over the device."""
+"""What the Hopper sparse kernel serves, and how it splits few tokens over the device. Imports no
+Triton, as decode/hopper/support.py."""
 
 import torch
 
-from mla_kernels.decode.hopper.layouts import BLOCK
+from mla_kernels.decode.hopper.support import BLOCK
 from mla_kernels.layouts import MlaDims
 from mla_kernels.sparse.hopper.shares import share_split
 from mla_kernels.sparse.triton.tiles import (
@@ -23,7 +24,7 @@ FORMATS = {torch.bfloat16: "bf16", torch.uint8: "fp8_ds_mla"}
 def choose_split(T: int, H: int, K: int, device: torch.device) -> Split:
     """How T tokens of H heads and K slots are cut on this device, one program an SM."""
     sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return even_split(T, -(-H // BLOCK.value), K, BLOCK.value, sms)
+    return even_split(T, -(-H // BLOCK), K, BLOCK, sms)
 
 
 def choose_turns(T: int, H: int, K: int, device: torch.device) -> tuple[Turn, ...]:
@@ -33,8 +34,8 @@ def choose_turns(T: int, H: int, K: int, device: torch.device) -> tuple[Turn, ..
     tiles a program, and not 11 twice. Those of one wave, and whole tokens, are faster as they are
     (benchmarks/versions/sparse.md)."""
     sms = torch.cuda.get_device_properties(device).multi_processor_count
-    row_tiles = -(-H // BLOCK.value)
-    turns = even_turns(T, row_tiles, K, BLOCK.value, sms, sms)
+    row_tiles = -(-H // BLOCK)
+    turns = even_turns(T, row_tiles, K, BLOCK, sms, sms)
     splits = turns[0].split.splits
     if len(turns) == 1 and splits > 1 and T * row_tiles * splits > sms:
         shares = share_split(T, row_tiles, K, sms)
@@ -49,9 +50,9 @@ def choose_grid(
     """A program a token, tile of heads and range of its slots. With bf16 rows and one range as many
     as run at once, which go from token to token (stream.py), as they do with shares; there the
     second number is the heads' tile."""
-    row_tiles = -(-H // BLOCK.value)
+    row_tiles = -(-H // BLOCK)
     if split.shares:
-        return -(-T * -(-K // BLOCK.value) * BLOCK.value // split.span), row_tiles
+        return -(-T * -(-K // BLOCK) * BLOCK // split.span), row_tiles
     if kv_format != "bf16" or split.splits > 1:
         return T * row_tiles, split.splits
     sms = torch.cuda.get_device_properties(device).multi_processor_count
