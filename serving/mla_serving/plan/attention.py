@@ -6,18 +6,20 @@ from dataclasses import dataclass
 from mla_kernels.layouts import MlaDims
 
 from mla_serving.plan.estimate import Call, Floor
+from mla_serving.plan.kernels import chosen
 from mla_serving.plan.kv_cache import indexer_row_bytes, row_bytes
 from mla_serving.plan.layout import Layout
 from mla_serving.plan.model import MlaModel
 from mla_serving.plan.rates import DENSE, INDEX_HEADS, INDEX_TOPK, INDEXER, SPARSE, Case, Rates
 
 _MEASURED = MlaDims(512, 64)  # of the cases in rates.json
+_CACHES = {"fp8": "fp8", "fp8_e4m3": "fp8", "fp8_ds_mla": "fp8_ds_mla"}  # their names there
 _INDEXER_FLOPS_PER_KEY = 2  # a multiply and an add for each element of each index head
 
 
 @dataclass(frozen=True)
 class KernelTime:
-    """Microseconds of our kernel in one decode step, or why there are none.
+    """Microseconds in one decode step of our kernel that an engine takes, or why there are none.
 
     us          between the times of the nearest measured cases with a lower and with a higher floor
                 by where its floor lies between theirs; if it is not between two, by the ratio of
@@ -104,7 +106,8 @@ def time(
     # The one with most layers may have fewer indexers than another.
     stage = max(layout.stages(model.layers, mtp_layers), key=lambda x: max(floors(x)))
     compute, memory = floors(stage)
-    cases, why = _attention_cases(model, rates, kv_cache_dtype, call[-1])
+    heads = layout.query_heads(model)
+    cases, why = _attention_cases(model, rates, kv_cache_dtype, heads, call[-1])
     calls = len(stage) * len(model.attentions)
     kernels = {"attention": _time(_of_new_tokens(cases, new), why, attention, calls, *call)}
     if model.sparse:
@@ -121,18 +124,22 @@ def _of_new_tokens(cases: list[Case], new: int) -> list[Case]:
 
 
 def _attention_cases(
-    model: MlaModel, rates: Rates, kv_cache_dtype: str, seen: float
+    model: MlaModel, rates: Rates, kv_cache_dtype: str, heads: int, seen: float
 ) -> tuple[list[Case], str]:
-    """The measured cases that are like this model's, and why there are none."""
+    """The measured cases that are like this model's, and why there are none. Portable kernels were
+    measured in bfloat16, and multiply float16 at the same rate."""
     if model.dims != _MEASURED:
         return [], f"only rows of {_MEASURED.kv_lora_rank} + {_MEASURED.rope_dim} were measured"
-    cache = {"fp8": "fp8", "fp8_e4m3": "fp8", "fp8_ds_mla": "fp8_ds_mla"}.get(kv_cache_dtype)
-    if not model.sparse:
-        return rates.with_cache(DENSE, cache or "16 bit"), f"no {kv_cache_dtype} cache was measured"
-    cases = rates.with_cache(SPARSE, cache or "16 bit")
-    if seen == INDEX_TOPK:  # empty slots cost something, too
+    cache = _CACHES.get(kv_cache_dtype, "16 bit")
+    measured = rates.with_cache(SPARSE if model.sparse else DENSE, cache)
+    what = f"{'sparse attention over a ' if model.sparse else ''}{kv_cache_dtype} cache"
+    if not measured:
+        return [], f"no {what} was measured"
+    kernel = chosen(model, heads, cache, rates.gpu)
+    cases = [case for case in measured if case.kernel == kernel]
+    if model.sparse and seen == INDEX_TOPK:  # empty slots cost something, too
         cases = [case for case in cases if case.context == seen]
-    return cases, f"no sparse attention over a {kv_cache_dtype} cache was measured"
+    return cases, f"no {what} was measured with the {kernel} kernel"
 
 
 def _indexer_cases(model: MlaModel, rates: Rates) -> tuple[list[Case], str]:

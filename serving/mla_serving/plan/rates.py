@@ -28,6 +28,7 @@ MEMORY_MIB = {
     "rtx4090": 24564,
 }
 SM_80 = ("a100-40", "a100")  # those of compute capability 8.0
+SM_90 = ("h20", "h100", "h200")  # of 9.0
 SM_10X = ("b200",)  # and 10.x
 DENSE, SPARSE, INDEXER = "dense_decode", "sparse", "sparse_indexer"  # benchmarks of `Rates.cases`
 INDEX_HEADS, INDEX_TOPK = 64, 2048  # of all cases of the last two
@@ -35,17 +36,17 @@ INDEX_HEADS, INDEX_TOPK = 64, 2048  # of all cases of the last two
 # request: it takes several as requests of their own.
 _ROWS = {
     DENSE: (
-        r"mla_kernels/(hopper|triton)/pow2",
+        r"mla_kernels/(?P<kernel>hopper|triton)/pow2",
         r"b(?P<batch>\d+)_h(?P<heads>\d+)_q(?P<new>\d+)_k(?P<context>\d+)"
         r"(_(?P<cache>fp8|fp8_ds_mla))?",
     ),
     SPARSE: (
-        r"mla_kernels/(hopper|triton)",
+        r"mla_kernels/(?P<kernel>hopper|triton)",
         r"b(?P<batch>\d+)_h(?P<heads>\d+)_q1_\d+k_(?P<cache>bf16|fp8|fp8_ds_mla)"
         r"(?P<half>_half_tail)?",
     ),
     INDEXER: (
-        r"mla_kernels/fused(/fp8_products)?",
+        r"mla_kernels/fused(?P<fp8>/fp8_products)?",
         r"b(?P<batch>\d+)x(?P<context>\d+)(_q(?P<new>\d+))?",
     ),
 }
@@ -59,7 +60,8 @@ class Case:
     rows     of queries a request: heads of all its new tokens, which read the same
     context  tokens that a request reads: of sparse attention those that the indexer chose
     cache    "16 bit", "fp8" or "fp8_ds_mla"; an indexer's is "fp8"
-    us       of our faster kernel; an indexer's are scores and top-k
+    us       an indexer's are of scores and top-k
+    kernel   "hopper" or "triton"; of an indexer "auto", as each of its ops has its own
     """
 
     name: str
@@ -68,6 +70,7 @@ class Case:
     context: int
     cache: str
     us: float
+    kernel: str = "auto"
     new_tokens: int = 1
 
     @property
@@ -142,28 +145,32 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def _cases(benchmark: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Our faster kernel of each case."""
+    """Each case with each of our kernels; an indexer's with products in fp8, vLLM's default on
+    Hopper, where those were measured."""
     ours, cases = map(re.compile, _ROWS[benchmark])
-    best: dict[str, dict[str, Any]] = {}
+    found: dict[tuple[str, str], dict[str, Any]] = {}
     for row in rows:
-        match = cases.fullmatch(row["case"])
-        if match is None or "us" not in row or ours.fullmatch(row["impl"]) is None:
+        match, impl = cases.fullmatch(row["case"]), ours.fullmatch(row["impl"])
+        if match is None or "us" not in row or impl is None:
             continue
-        if row["case"] in best and best[row["case"]]["us"] <= row["us"]:
+        kernel = impl.groupdict().get("kernel", "auto")
+        key = row["case"], kernel
+        if key in found and not impl.groupdict().get("fp8"):
             continue
         of, cache = match.groupdict(), match.groupdict().get("cache", "fp8")
         chosen = INDEX_TOPK // 2 if of.get("half") else INDEX_TOPK
-        best[row["case"]] = {
+        found[key] = {
             "name": row["case"],
             "batch": int(of["batch"]),
             "heads": int(of.get("heads", INDEX_HEADS)),
             "context": int(of.get("context", chosen)),
             "cache": "16 bit" if cache in (None, "bf16") else cache,
             "us": row["us"],
+            "kernel": kernel,
         }
         if (new := int(of.get("new") or 1)) > 1:
-            best[row["case"]]["new_tokens"] = new
-    return list(best.values())
+            found[key]["new_tokens"] = new
+    return list(found.values())
 
 
 if __name__ == "__main__":

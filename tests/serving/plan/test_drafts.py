@@ -79,7 +79,8 @@ def test_floor_of_several_tokens():
 
 
 def test_measured_times_of_several_tokens():
-    of = {case.name: case.us for case in rates.load("h200").cases[rates.DENSE]}
+    cases = rates.load("h200").cases[rates.DENSE]
+    of = {case.name: case.us for case in cases if case.kernel == "hopper"}
     for heads, batch, new in ((128, 96, 2), (16, 64, 2), (16, 64, 4)):
         name = f"b{batch}_h{heads}_q{new}_k4096"
         load = {"batch": batch, "context": 4096, "drafts": new - 1}
