@@ -26,7 +26,8 @@ class KernelTime:
                 its floor to the nearest's. No less than a case of as many requests, heads and
                 tokens or fewer, nor than the least that was measured with this cache, as a launch
                 has its price; no more than a case of as many of each or more, nor than the same
-                with the next number of heads that was measured
+                with the next number of heads that was measured, nor, of attention, than the same
+                with more requests
     case        name of the case that it is by, or that is nearest
     at_most     whether it is the time of that case as it is, which has a higher floor
     unmeasured  why there is no time

@@ -118,6 +118,10 @@ def test_no_time_is_more_than_that_of_a_larger_case(v32):
         assert found.us == pytest.approx(61 * us)
 
 
+# Around measured ones, where the nearest cases change. An indexer's time may fall by a fifth there.
+AROUND = (31, 33, 63, 65, 127, 129)
+
+
 @pytest.mark.parametrize("gpu", ["h200", "h100"])
 @pytest.mark.parametrize("folder, cache", [(V3, "auto"), (V3, "fp8"), (V32, "fp8_ds_mla")])
 @pytest.mark.parametrize("tp", [1, 2, 8])
@@ -126,13 +130,16 @@ def test_more_requests_take_hardly_less(gpu, folder, cache, tp):
     model = from_config(config(folder), "m")
     at = {"gpu": gpu, "rates": rates.load(gpu), "memory": 10_000 * GIB, "kv_cache_dtype": cache}
     for context in (256, 1024, 4096, 8192, 32768, 131_072):
-        times = []
-        for batch in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512):
+        times = {}
+        for batch in sorted((1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, *AROUND)):
             load = {"batch": batch, "context": context}
             plan = cost.make(question(model, Layout(tp=tp), **at, **load)).attention
-            times.append([kernel.us or 0 for kernel in plan.kernels.values()])
-        for fewer, more in itertools.pairwise(times):
-            assert all(b >= 0.9 * a for a, b in zip(fewer, more, strict=True)), (context, times)
+            for name, kernel in plan.kernels.items():
+                if name == "attention" or batch not in AROUND:
+                    times.setdefault(name, []).append(kernel.us or 0)
+        for of_batches in times.values():
+            for fewer, more in itertools.pairwise(of_batches):
+                assert more >= 0.9 * fewer, (context, of_batches)
 
 
 @pytest.mark.parametrize("gpu", ["h200", "h100"])
