@@ -4,16 +4,17 @@ one and the beginning of the next (walk.py)."""
 
 from functools import cache
 
-from mla_kernels.sparse.triton.tiles import HOPPER_TILE, Split
+from mla_kernels.decode.hopper.support import BLOCK
+from mla_kernels.sparse.triton.tiles import Split
 
 
 @cache
 def share_split(T: int, row_tiles: int, K: int, sms: int) -> Split | None:
     """T tokens of K slots over all SMs; None if a share would hold a whole token."""
-    tiles = -(-K // HOPPER_TILE)
+    tiles = -(-K // BLOCK)
     share = -(-T * tiles // max(1, sms // row_tiles))
     if not 0 < share < tiles:
         return None
     firsts = (t * tiles for t in range(T))
     most = max((first + tiles - 1) // share - first // share + 1 for first in firsts)
-    return Split(most, share * HOPPER_TILE, shares=True)
+    return Split(most, share * BLOCK, shares=True)

@@ -8,9 +8,10 @@ from triton.language.extra.cuda import gdc_wait
 
 from mla_kernels import numerics
 from mla_kernels.arch import Arch
+from mla_kernels.decode.hopper.support import BLOCK
 from mla_kernels.decode.merge.launcher import MergeTile
 from mla_kernels.decode.triton.softmax import pow2_int
-from mla_kernels.sparse.triton.tiles import HOPPER_TILE, Split
+from mla_kernels.sparse.triton.tiles import Split
 from mla_kernels.triton_common.launch import launch
 from mla_kernels.triton_common.rounding import round_to
 from mla_kernels.triton_common.runtime import INTERPRET
@@ -179,8 +180,8 @@ def launch_merge(
         lse,
         H,
         split.splits,
-        triton.cdiv(K, HOPPER_TILE),
-        split.span // HOPPER_TILE,
+        triton.cdiv(K, BLOCK),
+        split.span // BLOCK,
         DV=DV,
         ROWS=tile.rows,
         COLS=tile.cols,

@@ -11,11 +11,9 @@ from mla_kernels.decode.triton.few_rows.tiles import FewRowsTile
 from mla_kernels.layouts import MlaDims
 from mla_kernels.sparse.triton.few_rows.tiles import choose_few_rows
 
-# Slots of the Hopper kernel's tiles, in which costs are counted.
-HOPPER_TILE = 64
-# What starting a program costs: finding the last slot, filling the pipeline.
+# What starting a program costs, in tiles of 64 slots: finding the last slot, filling the pipeline.
 OVERHEAD = 2.0
-# What a merge costs at all, and for each program's partial result.
+# What a merge costs at all, and for each program's partial result, in the same unit.
 MERGE = 1.0
 PARTIAL = 2.0
 MAX_SPLITS = 64
