@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Hopper sparse kernel: one CTA is 64 heads of one token times one range of its slots; with
-bf16 rows and tokens in one range ("the stream", stream.py) it is 64 heads of token after token.
+"""The Hopper sparse kernel: one CTA is 64 heads of one token times one range of its slots. With
+bf16 rows and tokens in one range ("the stream", stream.py) it is 64 heads of token after token;
+with shares (walk.py; of bf16 rows in the stream too) of the end of a token and the beginning of the
+next.
 
     rows, by slot ─cp.async─> ring A [64 x 256] ──┬─────────────> WG1   O[:,   0:256] += P V
     rows, by slot ─cp.async─> ring B [64 x 256] ──┼──┬──────────> WG2   O[:, 256:512] += P V
@@ -18,8 +20,9 @@ bf16 rows and tokens in one range ("the stream", stream.py) it is 64 heads of to
     full_v       bf16: WG2                      WG0            which slots of the tile name a row
     full_p_a/b   WG0                            WG1 / WG2      P(n) and its factors are published
     empty_p      WG1, WG2                       WG0            both have read P(n)
-    full_out     WG0                            WG1, WG2       1 / l is published
-    empty_out    WG1, WG2; the stream only      WG0            both have read it
+    full_out     WG0; not with ranges           WG1, WG2       1 / l is published
+    empty_out    WG1, WG2; the stream only      WG0            both have read it, or with shares
+                                                               would have
 
 WG1 and WG2 gather the rows whose columns they multiply, each thread 16 bytes at a time: a ring slot
 is free for its next tile when their own PV is done, and they never wait for a tile, since P(n)
@@ -41,6 +44,10 @@ token t, and written over, at query t + 2, after that. Nobody waits in a circle:
 others only what precedes their wait for full_q(t + 1): PV of token t, and query t + 1, which is
 asked for when a tile of token t or t - 1, or query t, is done with.
 Past the last token the rings get tiles without rows, which nobody waits for.
+
+Of shares with fp8_ds_mla rows the ranges come one after the other: WG0 asks for the second query
+when both have read all P of the first token, so that the rings are free and the number of its
+tiles is read.
 """
 
 from triton.experimental import gluon

@@ -10,7 +10,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mla_kernels import numerics
 from mla_kernels.decode.hopper.fp8.query import times
 from mla_kernels.decode.hopper.layouts import (
     BLOCK,
@@ -31,11 +30,9 @@ from mla_kernels.sparse.hopper.layouts import SUMS
 from mla_kernels.sparse.hopper.query import convert_query
 from mla_kernels.sparse.hopper.scales import load_scalar, store_scalar
 from mla_kernels.sparse.hopper.softmax import softmax_step
-from mla_kernels.sparse.hopper.walk import part_of, program_walk, row_of, walk_rows
+from mla_kernels.sparse.hopper.sums import store_sums, store_whole_sums
+from mla_kernels.sparse.hopper.walk import part_of, program_walk, walk_rows
 from mla_kernels.triton_common.gluon_compat import reinterpret, tma_load
-
-LN2 = gl.constexpr(numerics.LN2)
-LOG2E = gl.constexpr(numerics.LOG2E)
 
 
 @gluon.jit
@@ -140,22 +137,6 @@ def score_range(
 
 
 @gluon.jit
-def store_sums(
-    k, l, top, part, token, first_head, num_heads, part_sums, max_logits, MAX_LOGITS: gl.constexpr
-):  # fmt: skip
-    """What a program found of a token that several share, as its partial result `part`."""
-    head = first_head + gl.arange(0, BLOCK, SCORES_ROW)
-    ok = head < num_heads
-    total = gl.convert_layout(gl.sum(l, 1), SCORES_ROW)
-    if MAX_LOGITS:
-        at = max_logits + row_of(token, num_heads) + head
-        gl.atomic_max(at, top * LN2, mask=ok, sem="relaxed")
-    at = (part * num_heads + head) * 2
-    gl.store(part_sums + at, total, mask=ok)
-    gl.store(part_sums + at + 1, k, mask=ok)
-
-
-@gluon.jit
 def scores_warpgroup(
     q_desc, q_rope_desc, slots, slots_stride, lengths, K, span, splits, num_tokens, num_slots,
     page_stride, num_heads, scale_log2, sink, lse, max_logits, part_sums, q_shared, ring_a, ring_b,
@@ -219,17 +200,7 @@ def scores_warpgroup(
                 k, l, top, part, token, first_head, num_heads, part_sums, max_logits, MAX_LOGITS
             )
         else:
-            head = first_head + gl.arange(0, BLOCK, SCORES_ROW)
-            ok = head < num_heads
-            total = gl.convert_layout(gl.sum(l, 1), SCORES_ROW)
-            seen = total != 0.0  # NaN too
-            if MAX_LOGITS:
-                gl.store(max_logits + token * num_heads + head, top * LN2, mask=ok)
-            with_sink = total
-            if HAS_SINK:
-                logit = gl.load(sink + head, mask=ok, other=0.0)
-                with_sink = total + gl.exp2(logit * LOG2E - k)
-            inverse.store(gl.where(seen, 1.0 / with_sink, 0.0))
-            mbarrier.arrive(full_out, count=1)
-            value = gl.where(seen, (k + gl.log2(total)) * LN2, -float("inf"))
-            gl.store(lse + token * num_heads + head, value, mask=ok)
+            store_whole_sums(
+                k, l, top, token, first_head, num_heads, sink, lse, max_logits, inverse, full_out,
+                HAS_SINK, MAX_LOGITS,
+            )  # fmt: skip

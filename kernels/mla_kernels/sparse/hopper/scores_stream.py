@@ -14,8 +14,9 @@ from mla_kernels.decode.hopper.softmax import EXPONENT_FLOOR
 from mla_kernels.decode.hopper.stream import ring_next, ring_previous, take_query
 from mla_kernels.sparse.hopper.layouts import SUMS
 from mla_kernels.sparse.hopper.scales import load_scalar, store_scalar
-from mla_kernels.sparse.hopper.scores import LN2, LOG2E, issue_scores, store_sums
+from mla_kernels.sparse.hopper.scores import issue_scores
 from mla_kernels.sparse.hopper.softmax import softmax_step
+from mla_kernels.sparse.hopper.sums import LN2, LOG2E, store_sums
 from mla_kernels.sparse.hopper.walk import part_of, program_walk, row_of
 
 
