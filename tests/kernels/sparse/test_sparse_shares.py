@@ -56,7 +56,7 @@ def test_tokens_that_fill_a_part_of_the_device(tokens, shared, monkeypatch):
 
 
 @pytest.mark.parametrize(("T", "K", "sms"), [(3, 300, 4), (3, 2048, 7), (4, 130, 7)])
-def test_merge_of_shares(T, K, sms):
+def test_merge_of_shares(device, T, K, sms):
     """Partials that no program wrote are NaN."""
     H, split = 3, share_split(T, 1, K, sms)
     g = torch.Generator().manual_seed(T)
@@ -75,7 +75,9 @@ def test_merge_of_shares(T, K, sms):
         with_sink = total + torch.exp2(sink / LN2 - k.amax(0))
         want[t] = (acc[t, :n] * weight[..., None]).sum(0) / with_sink[:, None]
         want_lse[t] = (k.amax(0) + torch.log2(total)) * LN2
-    out, lse = torch.full((T, H, 512), torch.nan), torch.full((T, H), torch.nan)
-    launch_merge(acc, sums, sink, out, lse, split, K, ARCHS[90])
-    assert torch.allclose(out, want, rtol=1e-5, atol=1e-6)
-    assert torch.allclose(lse, want_lse, rtol=1e-5, atol=1e-6)
+    out = torch.full((T, H, 512), torch.nan, device=device)
+    lse = torch.full((T, H), torch.nan, device=device)
+    parts = [x.to(device) for x in (acc, sums, sink)]
+    launch_merge(*parts, out, lse, split, K, ARCHS[90])
+    assert torch.allclose(out.cpu(), want, rtol=1e-5, atol=1e-6)
+    assert torch.allclose(lse.cpu(), want_lse, rtol=1e-5, atol=1e-6)
