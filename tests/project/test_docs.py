@@ -6,8 +6,11 @@ import re
 import statistics
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from mla_kernels.sparse.hopper.support import choose_turns
 
 ROOT = Path(__file__).parents[2]
 LISTED = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -128,7 +131,7 @@ def test_engines_and_servers_are_as_measured():
         _, _, section = (ROOT / path).read_text().partition(f"\n## {heads},")
         assert said in section.partition("\n## ")[0], f"row of {heads} in {path}"
     loads = re.findall(rf"{page}\| ([\d.]+) \| (\d+) of (\d+) \|\n", text)
-    assert len(loads) == 21
+    assert len(loads) == 22
     for path, mean, theirs, of in loads:
         ours = int(of) - int(theirs)
         said = f"geometric mean {mean}, at least as many in {ours} of {of} loads"
@@ -243,9 +246,7 @@ def test_what_the_readme_says_of_sparse_decode_is_what_was_measured():
     def ratio(case, impl, other, than):
         return us[case, impl] / us[other, than]
 
-    few, hopper, portable = "b40_h128_q1_32k_bf16", "mla_kernels/hopper", "mla_kernels/triton"
-    lost = ratio(few, "peer/flashmla_prefill", few, hopper)
-    assert f"Of 40, which do not fill it, FlashMLA takes {lost:.2f} of our time" in readme
+    hopper, portable = "mla_kernels/hopper", "mla_kernels/triton"
     cases = [
         ("b128_h128_q1_32k_fp8_ds_mla", hopper), ("b128_h16_q1_32k_fp8_ds_mla", hopper),
         ("b128_h128_q1_32k_bf16", hopper), ("b128_h16_q1_32k_fp8_ds_mla", portable),
@@ -254,6 +255,21 @@ def test_what_the_readme_says_of_sparse_decode_is_what_was_measured():
     low, high, few_heads = min(ends[:3]), max(ends[:3]), ends[3]
     assert f"{int(low)} to {round(high)} % in the Hopper kernel" in readme
     assert f"and {few_heads:.0f} % in the portable one for 16 heads" in readme
+
+
+def test_which_tokens_the_readme_says_are_dealt_in_equal_shares(monkeypatch):
+    h200 = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: h200)
+    shared = [
+        tokens
+        for tokens in range(1, 300)
+        for turn in choose_turns(tokens, 128, 2048, torch.device("cuda"))
+        if turn.split.shares
+    ]
+    first, *_, last = shared
+    assert shared == list(range(first, last + 1))
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"and {first} to {last}, which do not fill it, are dealt to its SMs in equal" in readme
 
 
 def test_how_many_first_tokens_of_v32_differ_is_what_was_measured():
