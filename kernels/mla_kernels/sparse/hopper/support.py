@@ -10,7 +10,6 @@ from mla_kernels.sparse.hopper.shares import share_split
 from mla_kernels.sparse.triton.tiles import (
     Split,
     Turn,
-    even_split,
     even_turns,
     fixed_split,
     partial_bytes,
@@ -21,14 +20,8 @@ MOST_SPLIT = 2048
 FORMATS = {torch.bfloat16: "bf16", torch.uint8: "fp8_ds_mla"}
 
 
-def choose_split(T: int, H: int, K: int, device: torch.device) -> Split:
-    """How T tokens of H heads and K slots are cut on this device, one program an SM."""
-    sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return even_split(T, -(-H // BLOCK), K, BLOCK, sms)
-
-
 def choose_turns(T: int, H: int, K: int, device: torch.device) -> tuple[Turn, ...]:
-    """The launches of such a call, with `choose_split` of each one's tokens.
+    """The launches of such a call on this device, one program an SM.
 
     Ranges that would run in several waves are equal shares instead: of 40 tokens with 128 heads 20
     tiles a program, and not 11 twice. Those of one wave, and whole tokens, are faster as they are
@@ -63,9 +56,9 @@ def largest_workspace(T: int, H: int, K: int, device: torch.device) -> int:
     """Bytes that up to T tokens need; deterministic calls a token at least."""
     most = partial_bytes(min(T, 1), H, fixed_split(K).splits, MlaDims().kv_lora_rank)
     for t in range(1, T + 1):
-        splits = max(turn.split.splits for turn in choose_turns(t, H, K, device))
-        splits = max(splits, choose_split(t, H, K, device).splits)
-        most = max(most, partial_bytes(t, H, splits, MlaDims().kv_lora_rank))
+        for turn in choose_turns(t, H, K, device):
+            tokens, splits = turn.stop - turn.start, turn.split.splits
+            most = max(most, partial_bytes(tokens, H, splits, MlaDims().kv_lora_rank))
         if t > MOST_SPLIT:
             break
     return most
