@@ -21,7 +21,11 @@ from mla_backend.cpu_worker.rejection import (
     limit_drafts,
     reject_padding,
 )
-from mla_backend.cpu_worker.reloading import pack_experts_each_time, refuse_int8
+from mla_backend.cpu_worker.reloading import (
+    pack_experts_each_time,
+    refuse_adapted,
+    refuse_int8,
+)
 from mla_backend.cpu_worker.stages import make_stage_buffers
 
 
@@ -48,5 +52,8 @@ class MlaCpuWorker(CPUWorker):
         pack_experts_each_time(self.model_runner.get_model())
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
-        refuse_int8(self.model_runner.get_model())
+        model = self.model_runner.get_model()
+        refuse_int8(model)
+        if kwargs.get("is_checkpoint_format", True):
+            refuse_adapted(model)
         super().reload_weights(*args, **kwargs)

@@ -236,6 +236,23 @@ def test_int8_weights_are_not_loaded_anew(monkeypatch, int8):
     assert loaded == ([] if int8 else ["elsewhere"])
 
 
+@pytest.mark.parametrize("checkpoint_format", [True, False])
+def test_weights_of_wrapped_layers_are_not_loaded_anew(monkeypatch, checkpoint_format):
+    """vLLM fails halfway there, with layers on the meta device, and the next step ends the engine.
+    Weights under the model's own names are its to load."""
+    loaded = []
+    monkeypatch.setattr(CPUWorker, "reload_weights", lambda self, **asked: loaded.append(asked))
+    model = torch.nn.ModuleDict({"o_proj": torch.nn.Module(), "norm": torch.nn.LayerNorm(2)})
+    model["o_proj"].base_layer = torch.nn.Linear(2, 2)
+    worker = MlaCpuWorker.__new__(MlaCpuWorker)
+    worker.model_runner = SimpleNamespace(get_model=lambda: model)
+    refused = pytest.raises(ValueError, match=r"--enable-lora.*o_proj \(one of 1\).*Mend: start")
+    asked = {} if checkpoint_format else {"is_checkpoint_format": False}
+    with refused if checkpoint_format else contextlib.nullcontext():
+        worker.reload_weights(**asked)
+    assert loaded == ([] if checkpoint_format else [asked])
+
+
 def hybrid_runner(pages):
     """Of a model with latent attention, 4 blocks of 128 tokens cut into `pages` pages each, beside
     linear attention."""
