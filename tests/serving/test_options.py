@@ -56,6 +56,21 @@ def test_taken(parser):
     assert isinstance(args.mla_max_requests, int)
 
 
+@pytest.mark.parametrize("option", ["mla-open-metrics", "mla-no-warmup"])
+def test_a_flag_of_ours_can_be_taken_back(parser, option, tmp_path):
+    from mla_serving.server.settings import read_settings
+
+    (file := tmp_path / "options.yaml").write_text(f"{option}: true\n")
+    name = option.replace("-", "_")
+    variable = {f"MLA_SERVE_{name.upper()}": "1"}
+    options = parser._option_string_actions
+    for source, environ in (([], variable), (["--config", str(file)], {})):
+        for words, expected in (([], True), ([f"--no-{option}"], False)):
+            given = read_settings([*source, *words], environ).arguments(options)
+            assert getattr(parser.parse_args(given), name) is expected
+    assert getattr(parser.parse_args([]), name) is False
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [

@@ -3,7 +3,7 @@
 
 import math
 import os
-from argparse import ArgumentTypeError, Namespace
+from argparse import ArgumentTypeError, BooleanOptionalAction, Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,12 +78,14 @@ def make_parser() -> Any:
     )
     ours.add_argument(
         "--mla-open-metrics",
-        action="store_true",
+        action=BooleanOptionalAction,
+        default=False,
         help="answer /metrics without an API key, too",
     )
     ours.add_argument(
         "--mla-no-warmup",
-        action="store_true",
+        action=BooleanOptionalAction,
+        default=False,
         help="be ready without having computed a first answer",
     )
     parser.set_defaults(model=None)
