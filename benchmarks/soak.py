@@ -29,9 +29,10 @@ from arguments import checkpoint, count, json_object, not_negative, positive
 from ending import exit_on_signals
 from machine import describe_machine, nvidia_smi
 from mla_serving.demo_model import FAMILIES, demo_model_path, make_demo_model
+from mla_serving.demo_model.config import family_config
 from outputs import claim, command
 from prometheus_client.parser import text_string_to_metric_families
-from servers import Server
+from servers import Server, StartError
 from soak_cases import FIRST_TOKEN, LONG_PROBE, NAME, PROBE_TOKENS, Scope
 from soak_ledger import End, Ledger, verdict
 from soak_load import PATH, REQUEST_SECONDS, Client
@@ -58,7 +59,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--model", type=checkpoint, help="default: a demo model of the context asked for"
     )
-    parser.add_argument("--overrides", type=json_object, default={}, help="of its config.json")
+    parser.add_argument(
+        "--overrides", type=json_object, default={}, help="of the demo model's config.json"
+    )
     parser.add_argument("--dtype", choices=TOLERANCE, default="bfloat16" if gpu else "float32")
     parser.add_argument("--max-model-len", type=count, default=8192)
     parser.add_argument("--concurrency", type=count, default=32)
@@ -81,6 +84,15 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
             f"expected --max-model-len of {least} or more, what a probe takes, got "
             f"{args.max_model_len}"
         )
+    if args.model and args.overrides:
+        parser.error(
+            f"expected --model or --overrides, which are of the demo model, got {args.model} and "
+            f"{json.dumps(args.overrides)}"
+        )
+    try:
+        family_config("v3", args.overrides)
+    except ValueError as error:
+        parser.error(f"--overrides: {error}")
     if args.tolerance is None:  # 0 is bit for bit
         args.tolerance = TOLERANCE[args.dtype]
     args.blocks = args.blocks or 1 + -(-args.max_model_len * 11 // (10 * BLOCK))  # 1 is padding
@@ -274,9 +286,14 @@ def main(argv: list[str] | None = None) -> int:
         log = Path(scratch) / "server.log"
         report = Report(args.results, describe(args, config, argv))
         with Server("ours", model, server_options(args, model), log) as server:
-            server.wait_ready()
-            minutes, ledger, end = asyncio.run(soak(server, args, scope, report))
-            exit_on_signals()  # asyncio left the default in the place of its own handler
+            try:
+                server.wait_ready()
+            except StartError as error:
+                minutes, ledger, end = 0.0, Ledger(), None
+                ledger.fault(str(error))
+            else:
+                minutes, ledger, end = asyncio.run(soak(server, args, scope, report))
+                exit_on_signals()  # asyncio left the default in the place of its own handler
         wrong = verdict(ledger, end)
         line = report.write(minutes, ledger, end, wrong)
         report.keep_log(minutes, log if wrong else None)

@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+V3 = str(BENCHMARKS.parent / "configs" / "models" / "deepseek-v3-5-layers")
 
 
 def sound_ledger():
@@ -300,10 +301,31 @@ def test_a_soak_keeps_the_log_of_what_was_wrong(sound, monkeypatch, terminate, t
     monkeypatch.setattr(soak, "Server", start)
     monkeypatch.setattr(soak, "soak", loaded)
     (tmp_path / "soak-server.log").write_text("an earlier one's")
-    model = BENCHMARKS.parent / "configs" / "models" / "deepseek-v3-5-layers"
-    assert soak.main(["--model", str(model), "--results", str(tmp_path)]) == (not sound)
+    assert soak.main(["--model", V3, "--results", str(tmp_path)]) == (not sound)
     kept = {path.name: path.read_text() for path in tmp_path.glob("*.log")}
     assert kept == ({} if sound else {"soak-server.log": "this soak's"})
+
+
+def test_a_server_that_does_not_start_is_a_fault(monkeypatch, terminate, tmp_path, capsys):
+    """Said in a line and kept with its log, as what is wrong later is."""
+    import soak
+    from servers import StartError
+
+    def start(backend, model, options, log):
+        log.write_text("why, at length")
+        server = MagicMock()
+        server.__enter__.return_value = server
+        server.wait_ready.side_effect = StartError("ours did not start: ValueError: why")
+        server.__exit__ = lambda *_: None
+        return server
+
+    monkeypatch.setattr(soak, "Server", start)
+    assert soak.main(["--model", V3, "--results", str(tmp_path)]) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "FAILED: ours did not start: ValueError: why (and " in last
+    assert json.loads((tmp_path / "soak_partial.json").read_text())["line"] == last
+    assert (tmp_path / "soak_partial-server.log").read_text() == "why, at length"
+    assert not list(tmp_path.glob("soak.*"))
 
 
 @pytest.mark.parametrize(
@@ -342,6 +364,11 @@ def test_a_token_that_was_no_alternative_is_said_in_json_and_in_words(tmp_path):
     [
         (["--overrides", "[]"], "expected a JSON object, got []"),
         (["--overrides", "{a"], "expected a JSON object, got '{a'"),
+        (["--overrides", '{"nope": 1}'], "--overrides: no such key in config.json of v3: nope"),
+        (
+            ["--model", V3, "--overrides", '{"num_hidden_layers": 2}'],
+            f'expected --model or --overrides, which are of the demo model, got {V3} and {{"num_',
+        ),
         (["--model", "/nowhere"], "there is no /nowhere/config.json"),
         (["--tolerance", "nan"], "expected 0 or more, got nan"),
         (["--tolerance", "-1"], "expected 0 or more, got -1"),
@@ -493,7 +520,6 @@ def test_a_soak_that_is_told_to_end_again_takes_its_server_along(monkeypatch, te
     server.__exit__ = lambda *_: handlers.append(signal.getsignal(signal.SIGTERM))
     monkeypatch.setattr(soak, "Server", lambda *_: server)
     monkeypatch.setattr(soak, "soak", loaded)
-    model = BENCHMARKS.parent / "configs" / "models" / "deepseek-v3-5-layers"
-    assert soak.main(["--model", str(model), "--results", str(tmp_path)]) == 0
+    assert soak.main(["--model", V3, "--results", str(tmp_path)]) == 0
     with pytest.raises(SystemExit):
         handlers[0](signal.SIGTERM, None)
