@@ -12,7 +12,7 @@ from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
-from mla_backend import compat
+from mla_backend import compat, envs
 from mla_backend.attention import fp8_query, support
 from mla_backend.attention.backend import MlaBackend
 from mla_backend.attention.sparse import fp8_indexer
@@ -105,7 +105,10 @@ def _reasons(changes: dict[str, Any], capability: DeviceCapability | None) -> li
 
 @contextmanager
 def _environment(changes: tuple[tuple[str, str], ...]) -> Iterator[None]:
+    """Our settings as in `changes`, else at their defaults: the page is not of who prints it."""
     before = dict(os.environ)
+    for name in envs.ENV_VARS:
+        os.environ.pop(name, None)
     os.environ.update(changes)
     try:
         yield

@@ -2,6 +2,7 @@
 """docs/support.md is what the code says now, and what it promises for a GPU a GPU kernel takes."""
 
 import inspect
+import os
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,17 @@ def test_page_is_current():
     assert PAGE.read_text() == markdown(), (
         "run: python -m mla_backend.support_matrix > docs/support.md"
     )
+
+
+def test_settings_of_who_prints_the_page_are_not_in_it(monkeypatch):
+    from mla_backend.support_matrix import engine
+
+    plain = engine.section()
+    settings = {"IMPL": "triton", "RESCALE": "amla", "FP8_QUERY": "1", "FP8_INDEXER": "1"}
+    for name, value in settings.items():
+        monkeypatch.setenv(f"MLA_BACKEND_{name}", value)
+    assert engine.section() == plain
+    assert os.environ["MLA_BACKEND_IMPL"] == "triton"  # put back
 
 
 def test_no_two_answers_are_the_same_by_accident():
