@@ -6,12 +6,16 @@ Compilation runs in processes of its own: this one may have its kernels bound to
 """
 
 import ast
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import mla_kernels
+import psutil
 import pytest
 from mla_kernels.arch import AMD, ARCHS
 from mla_kernels.offline import amd, sass, ttgir
@@ -194,6 +198,39 @@ def test_a_merge_waits_and_is_asked_for_behind_the_products(tmp_path):
 def test_an_option_that_amd_does_not_know_is_a_problem():
     with pytest.raises(ValueError, match=r"options that HIP knows, got \['warps_per_cta'\]"):
         amd.build(None, {"num_warps": 4, "maxnreg": 255, "warps_per_cta": 4}, AMD)
+
+
+@pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM", "no reader"])
+def test_it_ends_when_it_is_told_to_and_its_processes_with_it(how, tmp_path):
+    """With work before it, of which nothing is in Triton's cache."""
+    command = [sys.executable, "-m", "mla_kernels.offline", "--match", "write_kv_cache"]
+    environ = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    environ.pop("TRITON_INTERPRET", None)
+    run = subprocess.Popen(
+        command,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,  # a terminal of its own, all of whose processes get a Ctrl-C
+    )
+    try:
+        for _ in range(3):  # two heads, and the first line
+            assert run.stdout.readline()
+        started = psutil.Process(run.pid).children(recursive=True)
+        assert len(started) >= 2
+        if how == "Ctrl-C":
+            os.killpg(run.pid, signal.SIGINT)
+        elif how == "SIGTERM":
+            run.terminate()
+        else:
+            run.stdout.close()
+        expected = {"Ctrl-C": 130, "SIGTERM": -signal.SIGTERM, "no reader": 1}[how]
+        assert run.wait(60) == expected
+        assert psutil.wait_procs(started, 20)[1] == []
+        assert b"Traceback" not in run.stderr.read()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(run.pid, signal.SIGKILL)
 
 
 def test_an_unknown_arch_is_named():

@@ -2,8 +2,12 @@
 """Compile many specifications in several processes: a line of the table for each."""
 
 import multiprocessing
-from collections.abc import Iterator
+import os
+import signal
+import threading
+from collections.abc import Generator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from mla_kernels.arch import KB, Arch
@@ -19,13 +23,36 @@ HEADER = (
 
 def compile_all(
     jobs: list[tuple[Arch, str]], processes: int, dump: Path | None
-) -> Iterator[tuple[str, list[str]]]:
-    """The line and the problems of each specification (arch and name), in the order they end."""
+) -> Generator[tuple[str, list[str]], None, None]:
+    """The line and the problems of each specification (arch and name), in the order they end.
+    Closed before its end it ends its processes."""
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=spawn) as pool:
+    others = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(processes, mp_context=spawn, initializer=_begin)
+    try:
         futures = [pool.submit(_compile_one, arch, name, dump) for arch, name in jobs]
         for future in as_completed(futures):
             yield future.result()
+    except BaseException:  # interrupted, or closed: nothing is compiled to its end for nobody
+        for worker in set(multiprocessing.active_children()) - others:
+            worker.terminate()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _begin() -> None:
+    """Of a worker: Ctrl-C ends it without a word, and it ends with its parent, however that ends;
+    by default it would wait for work for ever."""
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if parent := multiprocessing.parent_process():
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: BaseProcess) -> None:
+    parent.join()
+    os._exit(1)
 
 
 def _compile_one(arch: Arch, name: str, dump: Path | None) -> tuple[str, list[str]]:

@@ -2,7 +2,9 @@
 """`python -m mla_kernels.offline`: compile, print a table, exit 1 if anything may not ship."""
 
 import argparse
+import os
 import sys
+from contextlib import closing
 from pathlib import Path
 
 from mla_kernels.arch import AMD, ARCHS, Arch
@@ -10,10 +12,28 @@ from mla_kernels.offline.spec import all_specs
 from mla_kernels.versions import OLDEST_TRITON, no_triton
 
 _MOST_JOBS = 1024
+_STDOUT = 1  # the descriptor
 
 
 def main(argv: list[str] | None = None) -> int:
+    """0 if all may ship, 1 if not or if the output or --dump cannot be written, 130 interrupted."""
     args = _parse(argv)
+    try:
+        try:
+            return _run(args)
+        finally:
+            sys.stdout.flush()  # what cannot be written fails here, not on the way out
+    except KeyboardInterrupt:
+        return 130
+    except OSError as error:
+        # Python flushes again as it ends: into nothing, or it would fail and say so once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)
+        if not isinstance(error, BrokenPipeError):
+            print(f"python -m mla_kernels.offline: {error}", file=sys.stderr)
+        return 1
+
+
+def _run(args: argparse.Namespace) -> int:
     import triton
 
     from mla_kernels.offline.batch import HEADER, compile_all
@@ -40,12 +60,13 @@ def main(argv: list[str] | None = None) -> int:
             return 1
     print(f"triton {triton.__version__}, {len(jobs)} specifications\n{HEADER}", flush=True)
     failed = 0
-    for line, problems in compile_all(jobs, args.jobs, args.dump):
-        print(line)
-        for problem in problems:
-            print(f"    FAIL {problem}")
-        sys.stdout.flush()
-        failed += bool(problems)
+    with closing(compile_all(jobs, args.jobs, args.dump)) as compiled:
+        for line, problems in compiled:
+            print(line)
+            for problem in problems:
+                print(f"    FAIL {problem}")
+            sys.stdout.flush()
+            failed += bool(problems)
     print(f"{len(jobs) - failed} of {len(jobs)} may ship")
     return 1 if failed else 0
 
