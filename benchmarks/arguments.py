@@ -11,27 +11,39 @@ from pathlib import Path
 from typing import Any
 
 _OBJECTIVES = ("ttft", "tpot", "e2el")
+# Of a config.json: what benchmarks read of it.
+_MLA_KEYS = (
+    "kv_lora_rank",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "qk_rope_head_dim",
+    "vocab_size",
+)
 
 
 def count(text: str) -> int:
     """How many of something, at least one."""
-    value = int(text)
-    if value < 1:
-        raise ArgumentTypeError(f"expected 1 or more, got {value}")
-    return value
+    return _whole(text, 1)
 
 
 def length(text: str) -> int:
     """Of something that may be empty."""
-    value = int(text)
-    if value < 0:
-        raise ArgumentTypeError(f"expected 0 or more, got {value}")
+    return _whole(text, 0)
+
+
+def _whole(text: str, least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise ArgumentTypeError(f"expected a whole number, {least} or more, got {text}") from None
+    if value < least:
+        raise ArgumentTypeError(f"expected {least} or more, got {value}")
     return value
 
 
 def positive(text: str) -> float:
     """A number above 0."""
-    value = float(text)
+    value = _number(text)
     if not 0 < value < math.inf:
         raise ArgumentTypeError(f"expected a number above 0, got {text}")
     return value
@@ -39,10 +51,18 @@ def positive(text: str) -> float:
 
 def not_negative(text: str) -> float:
     """A number of 0 or more."""
-    value = float(text)
+    value = _number(text)
     if not 0 <= value < math.inf:
         raise ArgumentTypeError(f"expected 0 or more, got {text}")
     return value
+
+
+def _number(text: str) -> float:
+    """NaN where it is none, which no range has."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def json_object(text: str) -> dict[str, Any]:
@@ -56,9 +76,20 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def checkpoint(text: str) -> Path:
-    """A folder with a model's configuration."""
-    if not (config := Path(text) / "config.json").is_file():
-        raise ArgumentTypeError(f"expected a folder with a model, but there is no {config}")
+    """A folder with the configuration of a model with MLA."""
+    if not (path := Path(text) / "config.json").is_file():
+        raise ArgumentTypeError(f"expected a folder with a model, but there is no {path}")
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:  # not the text, which json_object repeats
+        raise ArgumentTypeError(f"expected a JSON object in {path}: {error}") from error
+    if not isinstance(config, dict):
+        raise ArgumentTypeError(f"expected a JSON object in {path}, got {config!r:.40}")
+    if lacking := [key for key in _MLA_KEYS if key not in config]:
+        raise ArgumentTypeError(
+            f"expected a model with multi-head latent attention, but {path} has no "
+            f"{', '.join(lacking)}"
+        )
     return Path(text)
 
 
@@ -70,7 +101,7 @@ def objectives(text: str) -> str:
         name, _, milliseconds = word.partition(":")
         try:
             positive(milliseconds)
-        except (ArgumentTypeError, ValueError):
+        except ArgumentTypeError:
             name = ""
         if name not in _OBJECTIVES:
             raise ArgumentTypeError(

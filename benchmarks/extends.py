@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from arguments import count, length
+from arguments import count, length, positive
 from cells import number
 from ending import CUT_OFF, NO_TIME, exit_code, exit_on_signals, shortage
 from machine import describe_machine, nvidia_smi
@@ -69,7 +69,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--contexts", nargs="+", type=length, help="tokens that are cached")
     parser.add_argument("--new", nargs="+", type=count, help="tokens behind them")
     parser.add_argument("--repeats", type=count, default=3, help=f"in each of {ROUNDS} turns")
-    parser.add_argument("--time-limit", type=float, default=3600, help="seconds; then it stops")
+    parser.add_argument("--time-limit", type=positive, default=3600, help="seconds; then it stops")
     default = Path(__file__).parent / "results" / ("h200" if gpu else "cpu")
     parser.add_argument("--results", type=Path, default=default)
     parser.add_argument("--sparse", action="store_true", help="layers of DeepSeek-V3.2")

@@ -25,7 +25,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from arguments import count, objectives, positive
+from arguments import checkpoint, count, objectives, positive
 from ending import CUT_OFF, NO_TIME, exit_code, exit_on_signals, shortage
 from outputs import claim, command
 from partial import PARTIAL, lacks, take_away
@@ -64,9 +64,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--backends", nargs="+", help=f"names of vLLM's, or {FP8_QUERY}: ours with fp8 queries"
     )
-    parser.add_argument("--model", type=Path, help="a directory with config.json")
+    parser.add_argument("--model", type=checkpoint, help="a directory with config.json")
     parser.add_argument("--kv-cache-dtype", default="auto", help="vLLM's name")
-    parser.add_argument("--time-limit", type=float, default=36000, help="seconds; then it stops")
+    parser.add_argument("--time-limit", type=positive, default=36000, help="seconds; then it stops")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument(
         "--compile", action="store_true", help="with torch.compile (slower start); else graphs only"
@@ -82,7 +82,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--as-is", action="store_true", help="the model's own layers and heads")
     parser.add_argument(
         "--cache-gib",
-        type=float,
+        type=positive,
         help=f"KV cache of each engine, at most (default: {CACHE_GIB}; serve without --together: "
         "what is left of the GPU)",
     )
@@ -96,7 +96,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     steps.add_argument("--batches", nargs="+", type=count)
     steps.add_argument("--contexts", nargs="+", type=count)
     steps.add_argument("--steps", type=count, default=100, help="of a round; each case has six")
-    steps.add_argument("--case-seconds", type=float, default=10, help="at most, of a round")
+    steps.add_argument("--case-seconds", type=positive, default=10, help="at most, of a round")
     serve = parser.add_argument_group("--mode serve")
     serve.add_argument(
         "--reduced", action="store_true", help="few telling loads (serve_cases.py), for short runs"

@@ -46,10 +46,10 @@ class Shape:
 
     @classmethod
     def parse(cls, text: str) -> "Shape":
-        """From "8192/1024"; ValueError for anything else."""
+        """From "8192/1024"; ArgumentTypeError for anything else."""
         parts = text.split("/")
         if len(parts) != 2 or not all(part.isdigit() and int(part) for part in parts):
-            raise ValueError(f"expected PROMPT/ANSWER in tokens, got {text}")
+            raise ArgumentTypeError(f"expected PROMPT/ANSWER in tokens, got {text}")
         return cls(int(parts[0]), int(parts[1]))
 
     def __str__(self) -> str:

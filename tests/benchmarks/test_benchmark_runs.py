@@ -115,6 +115,15 @@ def test_a_file_is_whole_or_as_it_was(tmp_path, monkeypatch):
         ),
         ("serve", "--slo itl:50", "as in ttft:2000, got itl:50"),
         ("serve", "--slo ttft:fast", "as in ttft:2000, got ttft:fast"),
+        ("serve", "--shapes 1024", "expected PROMPT/ANSWER in tokens, got 1024"),
+        ("serve", "--model /nowhere", "there is no /nowhere/config.json"),
+        ("serve", "--time-limit nan", "expected a number above 0, got nan"),
+        ("serve", "--time-limit 5m", "expected a number above 0, got 5m"),
+        ("serve", "--cache-gib -1", "expected a number above 0, got -1"),
+        ("serve", "--mode steps --case-seconds 0", "expected a number above 0, got 0"),
+        ("extends", "--time-limit -5", "expected a number above 0, got -5"),
+        ("extends", "--new few", "expected a whole number, 1 or more, got few"),
+        ("extends", "--contexts 1.5", "expected a whole number, 0 or more, got 1.5"),
         ("soak", "--blocks 0", "expected 1 or more, got 0"),
         ("soak", "--max-model-len 731", "expected --max-model-len of 732 or more"),
         ("extends", "--contexts -1", "expected 0 or more, got -1"),
@@ -128,3 +137,23 @@ def test_bad_arguments_are_refused(name, words, says, tmp_path, capsys):
     with pytest.raises(SystemExit):
         importlib.import_module(name).main([*words.split(), "--results", str(tmp_path)])
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ("{", "config.json: Expecting property name"),
+        ("[]", "config.json, got []"),
+        ('{"vocab_size": 9, "num_hidden_layers": 2}', "has no kv_lora_rank, num_attention_heads, "),
+    ],
+)
+@pytest.mark.parametrize("name", ["serve", "soak"])
+def test_what_is_no_model_is_refused(name, config, says, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(SystemExit):
+        importlib.import_module(name).main(
+            ["--model", str(tmp_path), "--results", str(tmp_path / "results")]
+        )
+    error = capsys.readouterr().err
+    assert f"{tmp_path}/config.json" in error
+    assert says in error

@@ -3,6 +3,7 @@
 
 import importlib
 import json
+from argparse import ArgumentTypeError
 from unittest.mock import MagicMock
 
 import pytest
@@ -48,7 +49,7 @@ def test_shares_are_behind_all_closed_loops_of_their_shape(clients):
 def test_bad_shapes_are_refused(text):
     from serve_cases import Shape
 
-    with pytest.raises(ValueError, match="expected PROMPT/ANSWER"):
+    with pytest.raises(ArgumentTypeError, match="expected PROMPT/ANSWER"):
         Shape.parse(text)
 
 
