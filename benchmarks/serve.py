@@ -53,6 +53,16 @@ from serve_cases import (
 from serve_report import Report
 
 Row = dict[str, Any]
+# Options by what they have no effect with.
+WITHOUT_EFFECT = {
+    "--mode serve": ("batches", "contexts", "steps", "case_seconds"),
+    "--mode steps": (
+        "reduced", "shapes", "concurrency", "rounds", "repetitions", "rates", "open_requests",
+        "slo", "together", "server_options",
+    ),
+    "--as-is": ("heads", "layers"),
+    "--reduced": ("shapes", "concurrency", "rates"),
+}  # fmt: skip
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -120,6 +130,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     serve.add_argument("--server-options", type=shlex.split, default=[], help="more, in quotes")
     args = parser.parse_args(argv)
+    _refuse_without_effect(parser, args)
     sparse = args.family == "v3.2"
     if sparse:
         if "fp8" in args.kv_cache_dtype and args.kv_cache_dtype != SPARSE_FP8_CACHE:
@@ -142,6 +153,14 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         args.batches = args.batches or list(SPARSE_BATCHES)
         args.contexts = args.contexts or list(SPARSE_CONTEXTS)
     return args
+
+
+def _refuse_without_effect(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Before anything starts: else what is measured is not what was asked for."""
+    for cause in (f"--mode {args.mode}", "--as-is" * args.as_is, "--reduced" * args.reduced):
+        for name in WITHOUT_EFFECT.get(cause, ()):
+            if vars(args)[name] != parser.get_default(name):
+                parser.error(f"--{name.replace('_', '-')} has no effect with {cause}")
 
 
 def is_some(args: argparse.Namespace) -> bool:

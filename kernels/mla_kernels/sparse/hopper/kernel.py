@@ -20,7 +20,7 @@ next.
     full_v       bf16: WG2                      WG0            which slots of the tile name a row
     full_p_a/b   WG0                            WG1 / WG2      P(n) and its factors are published
     empty_p      WG1, WG2                       WG0            both have read P(n)
-    full_out     WG0; not with ranges           WG1, WG2       1 / l is published
+    full_out     WG0, of whole tokens           WG1, WG2       1 / l is published
     empty_out    WG1, WG2; the stream only      WG0            both have read it, or with shares
                                                                would have
 
@@ -109,7 +109,7 @@ def hopper_sparse_kernel(
     HAS_LENGTHS: gl.constexpr,
     HAS_SINK: gl.constexpr,
     SPLIT: gl.constexpr,
-    SHARES: gl.constexpr,  # of all tokens, with SPLIT: stream.py's `program_walk`
+    SHARES: gl.constexpr,  # of all tokens' slots, with SPLIT: walk.py
     MAX_LOGITS: gl.constexpr,
 ):
     COUNT: gl.constexpr = 128 if FORMAT == "bf16" else 1
