@@ -26,6 +26,7 @@ import torch
 from arguments import count
 from machine import describe_machine
 from mla_kernels import mla_decode
+from mla_kernels.decode.api import MAX_HEADS
 from mla_kernels.testing import metrics
 from mla_kernels.testing.metrics import MIRROR_BAR, SHORT_BAR
 from outputs import claim, command, write, write_json
@@ -200,12 +201,20 @@ def write_report(report: Row, folder: Path, ending: str) -> None:
     write(folder / f"decode{ending}.md", markdown(report))
 
 
+def query_heads(text: str) -> int:
+    """Of one layer: as many as our ops take."""
+    heads = count(text)
+    if heads > MAX_HEADS:
+        raise argparse.ArgumentTypeError(f"expected 1 to {MAX_HEADS} heads, got {heads}")
+    return heads
+
+
 def parse_arguments(doc: str, repetitions: int, argv: list[str] | None) -> argparse.Namespace:
     """Of a benchmark of one layer on a CPU; some: with other threads or heads than its page of all.
     The folder for the results is there then."""
     parser = argparse.ArgumentParser(description=doc.split("\n", 1)[0])
     parser.add_argument("--threads", nargs="+", type=count, default=list(THREADS))
-    parser.add_argument("--heads", type=count, default=HEADS)
+    parser.add_argument("--heads", type=query_heads, default=HEADS)
     parser.add_argument("--repetitions", type=count, default=repetitions)
     default = Path(__file__).parent / "results" / "cpu"
     parser.add_argument("--results", type=Path, default=default)

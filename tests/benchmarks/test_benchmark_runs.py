@@ -102,6 +102,7 @@ def test_a_file_is_whole_or_as_it_was(tmp_path, monkeypatch):
         ("accuracy", "--seeds 0", "expected 1 or more, got 0"),
         ("accuracy", "--kv-block 0", "expected 1 or more, got 0"),
         ("decode_cpu", "--repetitions 0", "expected 1 or more, got 0"),
+        ("decode_cpu", "--heads 129", "expected 1 to 128 heads, got 129"),
         ("sparse_cpu", "--threads 0", "expected 1 or more, got 0"),
         ("serve_cpu", "--repetitions 0", "expected 1 or more, got 0"),
         ("serve_cpu", "--dtype float32 bf16", "invalid choice: 'bf16'"),
