@@ -138,6 +138,64 @@ def test_engines_and_servers_are_as_measured():
         assert said in (ROOT / path).read_text(), f"row of {path}"
 
 
+def step_summaries(page):
+    """{(heads, what is compared): (geometric mean, cases at least as fast, cases)} of a page."""
+    found = {}
+    for section in (ROOT / f"benchmarks/results/h200/{page}.md").read_text().split("\n## ")[1:]:
+        lines = re.findall(
+            r"^(.+), best peer / ours(.*): geometric mean ([\d.]+), .* in (\d+) of (\d+) cases",
+            section,
+            re.MULTILINE,
+        )
+        heads = int(section.split(" heads")[0])
+        for what, queries, mean, faster, of in lines:
+            found[heads, what + queries] = (mean, int(faster), int(of))
+    return found
+
+
+def test_what_engines_say_of_single_pages_of_steps_is_as_measured():
+    text = " ".join((ROOT / "docs/engines.md").read_text().split())
+
+    def said(page):
+        """Of the bullet that links the page, which is all there is of it."""
+        (bullet,) = [part for part in text.split(" * ") if f"h200/{page}.md" in part]
+        return bullet
+
+    for page in ("sparse_steps", "sparse_steps_fp8_ds_mla"):
+        of = step_summaries(page)
+        whole, gpu, attention = (
+            sum(of[heads, what][1] for heads in (16, 128))
+            for what in ("Whole steps", "GPU", "Attention")
+        )
+        cases = sum(of[heads, "GPU"][2] for heads in (16, 128))
+        assert f"faster than FLASHMLA_SPARSE's in {attention} of {cases} cases" in said(page)
+        assert f"whole steps are in {whole}" in said(page)
+        assert "GPU time" not in said(page) or f"by GPU time in {gpu}" in said(page)
+
+    of = step_summaries("sparse_steps_more_peers")
+    (whole, *fast), (attention, *rest) = of[128, "Whole steps"], of[128, "Attention"]
+    assert fast == rest == [4, 4] and "at least as fast in 4 of 4" in text
+    assert f"(geometric means {whole} and {attention})" in said("sparse_steps_more_peers")
+
+    of, bullet = step_summaries("sparse_steps_more_cases"), said("sparse_steps_more_cases")
+    mean, faster, cases = of[128, "Attention"]
+    assert f"attention is at least as fast in {faster} of {cases} cases ({mean})" in bullet
+    mean, faster, cases = of[128, "Whole steps"]
+    assert f"steps are in {faster} ({mean}), by GPU time in {of[128, 'GPU'][1]}" in bullet
+    mean, faster, cases = of[16, "Whole steps"]
+    assert f"16 heads whole steps of {cases} cases, in {faster} ({mean})" in bullet
+
+    of, bullet = step_summaries("engine_steps_fp8"), said("engine_steps_fp8")
+    queries = " with fp8 queries"
+    assert of[128, "Attention"][1:] == (0, 18) and "slower than FLASHMLA's" in bullet
+    assert of[128, "Attention" + queries][1:] == (18, 18) and "faster in all 18" in bullet
+    wide, few = ([of[n, "Whole steps" + q][0] for q in ("", queries)] for n in (128, 16))
+    assert f"take {wide[0]} of the best peer's speed, with fp8 queries {wide[1]}" in bullet
+    assert f"with 16 heads {few[0]} and {few[1]}" in bullet
+    gpu = sorted(of[n, "GPU" + q][0] for n in (128, 16) for q in ("", queries))
+    assert float(gpu[0]) > 1 and f"above 1 ({gpu[0]} to {gpu[-1]})" in bullet
+
+
 def test_every_page_of_engines_and_servers_is_named():
     text = (ROOT / "docs/engines.md").read_text()
     pages = [f for f in FILES if re.search(r"results/h\d+/.*(serving|steps)[^/]*\.md$", f)]
