@@ -2,9 +2,11 @@
 """Runs the Python of a Gluon kernel on numpy arrays, one program after the other.
 
 Gluon has no interpreter. What this shows is what a kernel reads, adds up and writes, and when it
-waits for a load: not layouts, nor what runs at the same time. For kernels of one warpgroup.
+waits for a load: not layouts, nor what runs at the same time. For kernels of one warpgroup; of
+several, tests/kernels/warpgroups shows whether they wait for each other as they must.
 """
 
+import inspect
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -213,25 +215,35 @@ def run(kernel, grid, *args, **constants):
             with_hardware(kernel, language(grid[0], program))(*on_numpy, **constants)
 
 
-def with_hardware(kernel, gl_):
-    """The Python function of a kernel, in whose module all names mean what is above."""
+def record(aggregate):
+    """Its values by the names of `__init__`."""
+    init = aggregate.hash_attrs[0]
+    names = list(inspect.signature(init.fn).parameters)[1:]
+    return lambda *values: types.SimpleNamespace(**dict(zip(names, values, strict=True)))
+
+
+def with_hardware(kernel, gl_, hardware=HARDWARE):
+    """The Python function of a kernel, in whose module names mean what `hardware` says; names of
+    Python too."""
     made: dict[int, Callable[..., Any]] = {}  # by id: a kernel's own hash would compile-check it
 
     def function(jit: Any) -> Callable[..., Any]:
         if id(jit) not in made:
-            names: dict[str, Any] = {}
+            names: dict[str, Any] = dict(hardware)
             made[id(jit)] = types.FunctionType(
                 jit.fn.__code__, names, jit.fn.__name__, jit.fn.__defaults__
             )
             for name, x in jit.fn.__globals__.items():
-                if name in HARDWARE:
-                    x = HARDWARE[name]
+                if name in hardware:
+                    x = hardware[name]
                 elif name in ("gl", "tl"):
                     x = gl_
                 elif isinstance(x, gl.constexpr):
                     x = x.value
                 elif isinstance(x, JITCallable | InterpretedFunction):
                     x = function(x)
+                elif getattr(x, "__triton_aggregate__", False):
+                    x = record(x)
                 names[name] = x
         return made[id(jit)]
 

@@ -20,9 +20,9 @@ next.
     full_v       bf16: WG2                      WG0            which slots of the tile name a row
     full_p_a/b   WG0                            WG1 / WG2      P(n) and its factors are published
     empty_p      WG1, WG2                       WG0            both have read P(n)
-    full_out     WG0, of whole tokens           WG1, WG2       1 / l is published
-    empty_out    WG1, WG2; the stream only      WG0            both have read it, or with shares
-                                                               would have
+    full_out     WG0; of whole tokens only      WG1, WG2       1 / l is published
+    empty_out    WG1, WG2; in the stream of     WG0            both have read it
+                 whole tokens only
 
 WG1 and WG2 gather the rows whose columns they multiply, each thread 16 bytes at a time: a ring slot
 is free for its next tile when their own PV is done, and they never wait for a tile, since P(n)
@@ -44,6 +44,10 @@ token t, and written over, at query t + 2, after that. Nobody waits in a circle:
 others only what precedes their wait for full_q(t + 1): PV of token t, and query t + 1, which is
 asked for when a tile of token t or t - 1, or query t, is done with.
 Past the last token the rings get tiles without rows, which nobody waits for.
+With shares there is no 1 / l, and nobody waits at the end of a token: a share is of two tokens at
+most (shares.py), each with its own phase of full_q and its own place for the number of its tiles,
+and query 1 is asked for after full_q(0). Were empty_out waited for there, WG1 and WG2 could arrive
+for the last token before WG0 waits for the one before, and it would wait for ever.
 
 Of shares with fp8_ds_mla rows the ranges come one after the other: WG0 asks for the second query
 when both have read all P of the first token, so that the rings are free and the number of its
@@ -97,7 +101,7 @@ def hopper_sparse_kernel(
     span,  # slots of a program, a multiple of 64
     splits,  # partial results for each token
     num_heads,
-    num_tokens,  # walked by the stream alone
+    num_tokens,  # of the call, for walk.py
     SLOTS_A: gl.constexpr,
     SLOTS_B: gl.constexpr,
     SLOTS_R: gl.constexpr,
@@ -109,7 +113,7 @@ def hopper_sparse_kernel(
     HAS_LENGTHS: gl.constexpr,
     HAS_SINK: gl.constexpr,
     SPLIT: gl.constexpr,
-    SHARES: gl.constexpr,  # of all tokens' slots, with SPLIT: walk.py
+    SHARES: gl.constexpr,  # of all tokens, with SPLIT: walk.py
     MAX_LOGITS: gl.constexpr,
 ):
     COUNT: gl.constexpr = 128 if FORMAT == "bf16" else 1
@@ -136,13 +140,15 @@ def hopper_sparse_kernel(
         landed_q = barriers(1, 1).index(0)
     full_q = barriers(1, 1).index(0)
     full_out = full_q
+    empty_out = full_q
     if not SPLIT:  # with ranges nobody waits for it, and the place of a dead barrier is used again
         full_out = barriers(1, 1).index(0)
     if STREAM:
         counts = gl.allocate_shared_memory(gl.int32, [SLOTS_A, 1], VECTOR)
         found = gl.allocate_shared_memory(gl.int32, [2, 4], VECTOR)
         full_v = barriers(SLOTS_R, 1)
-        empty_out = barriers(1, 2).index(0)
+        if not SPLIT:
+            empty_out = barriers(1, 2).index(0)
         fence_async_shared()
         gl.warp_specialize(
             [

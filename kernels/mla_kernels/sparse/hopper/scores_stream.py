@@ -34,7 +34,7 @@ def scores_stream_warpgroup(
     pb = gl.to_tensor(0)
     ip = gl.to_tensor(0)
     pp = gl.to_tensor(1)
-    po = gl.to_tensor(1)
+    po = gl.to_tensor(1)  # of empty_out; not which place of num_tiles
     gl.static_assert(SLOTS_R == SLOTS_B)
     head = gl.program_id(1) * BLOCK + gl.arange(0, BLOCK, SCORES_ROW)
     ok = head < num_heads
@@ -80,10 +80,6 @@ def scores_stream_warpgroup(
             ip, pp = ring_next(ip, pp, SLOTS_P)
         mbarrier.arrive(full_p_a.index(ring_previous(ip, SLOTS_P)), count=1)
 
-        total = gl.convert_layout(gl.sum(l, 1), SCORES_ROW)
-        row = row_of(token, num_heads) + head
-        mbarrier.wait(empty_out, po)
-        po = po ^ 1
         if SHARES:
             part = part_of(walk, token, splits)
             store_sums(
@@ -91,6 +87,9 @@ def scores_stream_warpgroup(
                 max_logits, MAX_LOGITS,
             )  # fmt: skip
         else:
+            total = gl.convert_layout(gl.sum(l, 1), SCORES_ROW)
+            row = row_of(token, num_heads) + head
+            mbarrier.wait(empty_out, po)
             seen = total != 0.0  # NaN too
             with_sink = total
             if HAS_SINK:
@@ -101,3 +100,4 @@ def scores_stream_warpgroup(
             gl.store(lse + row, value, mask=ok)
             if MAX_LOGITS:
                 gl.store(max_logits + row, top * LN2, mask=ok)
+        po = po ^ 1

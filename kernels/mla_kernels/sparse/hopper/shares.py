@@ -10,7 +10,8 @@ from mla_kernels.sparse.triton.tiles import Split
 
 @cache
 def share_split(T: int, row_tiles: int, K: int, sms: int) -> Split | None:
-    """T tokens of K slots over all SMs; None if a share would hold a whole token."""
+    """T tokens of K slots over all SMs; None if a share would hold a whole token. So a share has
+    slots of two tokens at most, which the kernel's barriers rely on (kernel.py)."""
     tiles = -(-K // BLOCK)
     share = -(-T * tiles // max(1, sms // row_tiles))
     if not 0 < share < tiles:

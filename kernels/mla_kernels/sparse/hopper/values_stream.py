@@ -83,7 +83,6 @@ def values_stream_warpgroup(
             c = fill(tokens, c, slot, last, q_desc, q_rope_desc, kv, rings, iv)
             iv = ring_step(iv, SLOTS)
         if SHARES:
-            mbarrier.arrive(empty_out, count=1)
             part = part_acc + row_of(part_of(walk, token, splits), num_heads) * LATENT
             store_part(acc, part, gl.program_id(1) * BLOCK, num_heads, COL)
         else:
