@@ -30,8 +30,9 @@ class Warpgroup(threading.Thread):
         self.turn = threading.Event()
         self.ready = lambda: True
         self.waits_for = ""
-        self.copies = []  # that no mbarrier was told of
-        self.groups = []
+        self.copies = []  # all of them
+        self.told = 0  # so many of them an mbarrier hears of
+        self.groups = []  # how many copies there were at each commit
         self.products = []
         self.over = False
         self.error = None
@@ -42,12 +43,18 @@ class Warpgroup(threading.Thread):
             self.turn.wait()
             if not self.sm.stopped:
                 function(*args)
+                self.end()
         except StoppedError:
             pass
         except BaseException as error:
             self.error = error
         self.over = True
         self.sm.turn.set()
+
+    def end(self):
+        """Shared memory may be another program's as soon as this one has ended."""
+        if any(not self.known.events & copy.event.bit for copy in self.copies):
+            self.sm.faults.append(f"{self.name} ends before its copies")
 
 
 class SM:
@@ -167,9 +174,9 @@ class SM:
     def copies_arrive(self, bar, increment_count):
         """When all copies of each of the 128 threads have landed."""
         assert not increment_count
-        before, copies = self.me.known.events, self.me.copies
+        before, copies = self.me.known.events, self.me.copies[self.me.told :]
         bits = sum(copy.event.bit for copy in copies)
-        self.me.copies = []
+        self.me.told = len(self.me.copies)
 
         def arrive():
             if all(copy.landed for copy in copies):
@@ -181,12 +188,12 @@ class SM:
         self.let_others()
 
     def commit_group(self):
-        self.me.groups.append(self.me.copies)
-        self.me.copies = []
+        self.me.groups.append(len(self.me.copies))
 
     def wait_group(self, pending):
         me = self.me
-        old = [copy for group in me.groups[: len(me.groups) - pending] for copy in group]
+        groups = me.groups[: len(me.groups) - pending]
+        old = me.copies[: groups[-1] if groups else 0]
         self.let_others(lambda: all(copy.landed for copy in old), "its copies")
         for copy in old:
             me.known.events |= copy.event.bit

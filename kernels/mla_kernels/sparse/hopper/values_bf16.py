@@ -69,5 +69,6 @@ def values_warpgroup(
         gather_tile(rows, slot, kv, ring, ring_r, offsets, full, full_v, iv, COL)
         iv = ring_step(iv, SLOTS)
         ip, pp = ring_next(ip, pp, SLOTS_P)
+    async_copy.commit_group()  # a wait is for groups, and no copy before was in one
     async_copy.wait_group(0)
     store_output(acc, out, part_acc, inverse, full_out, token, first_head, num_heads, COL, SPLIT)

@@ -88,4 +88,5 @@ def values_stream_warpgroup(
         else:
             store_token(acc, out, inverse, full_out, empty_out, phase, token, num_heads, COL)
         phase = phase ^ 1
+    async_copy.commit_group()  # a wait is for groups, and no copy before was in one
     async_copy.wait_group(0)
