@@ -138,12 +138,13 @@ class MlaCpuPlatform(CpuPlatform):
         kv_cache_dtype = vllm_config.cache_config.cache_dtype
         if kv_cache_dtype not in support.KV_CACHE_DTYPES:
             raise RefusalError(support.kv_cache_dtype_reason(kv_cache_dtype, model.dtype))
-        if vllm_config.parallel_config.decode_context_parallel_size > 1:
-            # vLLM before 0.28 does not ask the class of a layer, and would start.
-            raise cannot_serve(support.dcp_on_cpu_reason())
+        ranks = vllm_config.parallel_config.decode_context_parallel_size
+        if ranks > 1:  # vLLM before 0.28 does not ask the class of a layer, and would start
+            raise cannot_serve(support.dcp_on_cpu_reason(ranks))
         stages = vllm_config.parallel_config.pipeline_parallel_size
-        if stages > 1 and vllm_config.speculative_config is not None:
-            raise cannot_serve(support.drafts_in_stages_on_cpu_reason())
+        if stages > 1 and (speculative := vllm_config.speculative_config) is not None:
+            drafts = speculative.num_speculative_tokens
+            raise cannot_serve(support.drafts_in_stages_on_cpu_reason(drafts, stages))
         if vllm_envs.VLLM_BATCH_INVARIANT:
             raise cannot_serve(support.batch_invariance_on_cpu_reason())
         asked = _Asked.read(vllm_config)

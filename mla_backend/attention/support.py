@@ -41,16 +41,18 @@ def dcp_reason() -> str:
     return f"decode context parallelism. {_NO_DCP}"
 
 
-def dcp_on_cpu_reason() -> str:
-    return f"decode context parallelism on a CPU. {_NO_DCP}"
+def dcp_on_cpu_reason(ranks: int | None = None) -> str:
+    """ranks: how many were asked for; None where vLLM only says that there are several."""
+    of_ranks = "" if ranks is None else f" of {ranks} ranks"
+    return f"decode context parallelism{of_ranks} on a CPU. {_NO_DCP}"
 
 
-def drafts_in_stages_on_cpu_reason() -> str:
+def drafts_in_stages_on_cpu_reason(drafts: int, stages: int) -> str:
     """vLLM 0.32 ends with a Python error; releases that lack the line at fault would start."""
     return (
-        "speculative tokens with pipeline parallelism on a CPU, where vLLM's stages before the "
-        "last lose which drafts were accepted. Mend: --pipeline-parallel-size 1, or leave out "
-        "--speculative-config"
+        f"{drafts} speculative tokens with pipeline parallelism of {stages} stages on a CPU, where "
+        "vLLM's stages before the last lose which drafts were accepted. Mend: "
+        "--pipeline-parallel-size 1, or leave out --speculative-config"
     )
 
 
@@ -82,10 +84,11 @@ def refuse_sparse_dcp(vllm_config: Any, *, on_cpu: bool) -> None:
     """ValueError unless the ranks can share out the tokens of sparse layers. vLLM before 0.30 does
     not ask the backend."""
     parallel = vllm_config.parallel_config
-    if parallel.decode_context_parallel_size == 1:
+    ranks = parallel.decode_context_parallel_size
+    if ranks == 1:
         return
     if on_cpu:
-        raise cannot_serve(dcp_on_cpu_reason())
+        raise cannot_serve(dcp_on_cpu_reason(ranks))
     refuse_shared_microbatches(parallel.num_ubatches)
     if (speculative := vllm_config.speculative_config) is not None:
         refuse_drafter(speculative.method, speculative.parallel_drafting)

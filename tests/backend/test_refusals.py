@@ -107,15 +107,15 @@ def test_kv_cache_dtype(start_up, demo_checkpoint, dtype):
 def test_context_parallelism_before_any_layer_is_there(start_up, demo_checkpoint):
     """vLLM before 0.28 does not ask the class of a layer about it."""
     # Not of V3.2: vLLM would put its own config class into transformers, for later tests too.
-    said = r"mla-backend cannot serve decode context parallelism on a CPU\. Mend: --decode"
+    said = r"mla-backend cannot serve decode context parallelism of 2 ranks on a CPU\. Mend: --dec"
     with pytest.raises(ValueError, match=said):
         start_up(demo_checkpoint("v3"), tensor_parallel_size=2, decode_context_parallel_size=2)
 
 
 def test_drafts_with_pipeline_parallelism(start_up, demo_checkpoint):
     """vLLM would end with a Python error, or compute wrong tokens."""
-    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
-    said = r"cannot serve speculative tokens with pipeline parallelism on a CPU, .*Mend: --pipeline"
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+    said = r"cannot serve 3 speculative tokens with pipeline parallelism of 2 stages on .*Mend: --p"
     with pytest.raises(ValueError, match=said):
         start_up(demo_checkpoint("v3"), pipeline_parallel_size=2, speculative_config=drafts)
 

@@ -149,7 +149,7 @@ def test_kernel_of_a_layer_is_that_of_its_heads(monkeypatch):
 @pytest.mark.parametrize(
     "on_cpu, config, reason",
     [
-        (True, {"dcp": 2}, "cannot serve decode context parallelism on a CPU. Mend: --decode-cont"),
+        (True, {"dcp": 2}, "cannot serve decode context parallelism of 2 ranks on a CPU. Mend: --"),
         (False, {"dcp": 2, "drafts": 3, "method": "draft_model"}, "a draft model of its own .* "
          "with decode context parallelism, .* Mend: .*-size 1, or another method in --specula"),
         (False, {"dcp": 2, "ubatches": 2}, r"2 microbatches \(--enable-dbo\) under .*Mend: leave "
