@@ -110,7 +110,7 @@ ENV_VARS: dict[str, EnvVar] = {
             "tokens, if it has at most so many tokens, 0 to 512. `auto`: twice the heads of a "
             "rank, with the Hopper kernel twice the rows of a piece (docs/plugin.md), at most 128; "
             "on a CPU three times the heads, at most 48; `0`, or `auto` in batch-invariant mode: "
-            "never.",
+            "never. A sparse model takes `auto` alone; a number is refused at start-up.",
         ),
         EnvVar(
             "MLA_BACKEND_EXPAND_PROMPTS",

@@ -24,8 +24,10 @@ def choose(kernels: Callable[..., Choice], device: torch.device, **arguments: An
     except ValueError as error:
         if asked == "auto":  # then the variable is not what to change
             raise
+        beside = _rescale_at_fault(kernels, asked, device, arguments)
         raise RefusalError(
-            f"MLA_BACKEND_IMPL={asked}: {error}. Mend: unset MLA_BACKEND_IMPL"
+            f"MLA_BACKEND_IMPL={asked}{beside}: {error}. Mend: unset MLA_BACKEND_IMPL"
+            + (" or MLA_BACKEND_RESCALE" if beside else "")
         ) from None
     if asked == "auto" and device.type != "cpu" and choice.impl in support.SLOW_IMPLS:
         raise RefusalError(
@@ -33,3 +35,17 @@ def choose(kernels: Callable[..., Choice], device: torch.device, **arguments: An
             "MLA_BACKEND_IMPL=torch, which is slow"
         )
     return choice
+
+
+def _rescale_at_fault(
+    kernels: Callable[..., Choice], asked: str, device: torch.device, arguments: dict[str, Any]
+) -> str:
+    """MLA_BACKEND_RESCALE, in words, if without it `asked` could run; else ""."""
+    rescale = envs.get("MLA_BACKEND_RESCALE")
+    if rescale in ("auto", "pow2"):
+        return ""
+    try:
+        kernels(asked, device, **{**arguments, "rescale": "pow2"})
+    except ValueError:
+        return ""
+    return f" with MLA_BACKEND_RESCALE={rescale}"

@@ -104,6 +104,12 @@ def combination_reasons(config: dict[str, Any]) -> list[str]:
     """What is supported one by one but not together."""
     kv_cache_dtype, dtype = config["kv_cache_dtype"], dtype_name(config["dtype"])
     reasons = []
+    if config["use_sparse"] and (most := envs.get("MLA_BACKEND_EXTEND_TOKENS")) is not None:
+        reasons.append(
+            f"MLA_BACKEND_EXTEND_TOKENS={most} needs dense attention, not DeepSeek Sparse "
+            "Attention, whose prompts MLA_BACKEND_EXPAND_PROMPTS is for. "
+            "Mend: unset MLA_BACKEND_EXTEND_TOKENS"
+        )
     if config["device_capability"] is None and config.get("use_dcp"):
         reasons.append(dcp_on_cpu_reason())
     if config["device_capability"] is None and config.get("use_batch_invariant"):

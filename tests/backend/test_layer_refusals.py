@@ -231,3 +231,51 @@ def test_every_reason_of_vllm_has_our_words_and_a_mend():
     for reason in reasons:
         (words,) = layer_reasons.explain([reason], config)
         assert words != reason and "Mend: " in words
+
+
+def test_an_implementation_and_a_rescale_that_do_not_go_together(monkeypatch):
+    """Both settings are named, but not where the implementation could not run with another."""
+    from mla_kernels.decode.hopper.support import refusal
+    from mla_kernels.dispatch import Choice
+    from mla_kernels.layouts import MlaDims
+
+    from mla_backend.attention.choice import choose
+
+    def on_hopper(impl, device, *, rescale):
+        if reason := refusal(MlaDims(), torch.bfloat16, torch.bfloat16, 64, rescale):
+            raise ValueError(reason)
+        return Choice(impl, "asked for by name")
+
+    def elsewhere(impl, device, *, rescale):
+        raise ValueError("it needs an sm_90 GPU")
+
+    gpu = torch.device("cuda:0")
+    monkeypatch.setenv("MLA_BACKEND_IMPL", "hopper")
+    monkeypatch.setenv("MLA_BACKEND_RESCALE", "flash")
+    says = r"^MLA_BACKEND_IMPL=hopper with MLA_BACKEND_RESCALE=flash: it rescales by .*'flash'\. "
+    with pytest.raises(ValueError, match=says + "Mend: unset MLA_BACKEND_IMPL or MLA_BACKEND_RESC"):
+        choose(on_hopper, gpu, rescale="flash")
+    with pytest.raises(ValueError, match=r"=hopper: it needs.*Mend: unset MLA_BACKEND_IMPL$"):
+        choose(elsewhere, gpu, rescale="flash")
+    monkeypatch.setenv("MLA_BACKEND_RESCALE", "amla")
+    assert choose(on_hopper, gpu, rescale="amla").impl == "hopper"
+
+
+@pytest.mark.parametrize("asked", ["auto", "0", "32"])
+def test_ends_of_prompts_of_a_sparse_layer(asked, monkeypatch):
+    """They attend as its rows do, or expanded, however many tokens the setting names."""
+    from mla_backend.attention.backend import MlaBackend
+    from mla_backend.attention.sparse.backend import SparseMlaBackend
+
+    monkeypatch.setenv("MLA_BACKEND_EXTEND_TOKENS", asked)
+    layer = {"device_capability": None, **selector_config()._asdict()}
+    assert MlaBackend.validate_configuration(**layer) == []
+    reasons = SparseMlaBackend.validate_configuration(**layer | {"use_sparse": True})
+    if asked == "auto":
+        assert reasons == []
+    else:
+        (reason,) = reasons
+        assert reason.startswith(f"MLA_BACKEND_EXTEND_TOKENS={asked} needs dense attention, not")
+        assert reason.endswith(
+            "MLA_BACKEND_EXPAND_PROMPTS is for. Mend: unset MLA_BACKEND_EXTEND_TOKENS"
+        )
