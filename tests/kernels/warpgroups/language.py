@@ -40,6 +40,7 @@ def language(sm, program, grid):
         program_id=lambda axis: Value(program[axis]),
         num_programs=lambda axis: Value(grid[axis]),
         to_tensor=Value,
+        **dict.fromkeys(("int16", "float8e4nv")),
         arange=lambda start, stop, layout: Value(np.arange(start, stop)),
         full=lambda shape, x, dtype, layout: on_values(lambda x: np.full(shape, x))(x),
         where=on_values(lambda c, a, b: np.where(c, a, b)[()]),
@@ -53,6 +54,7 @@ def language(sm, program, grid):
         load=sm.load,
         store=sm.store,
         **dict.fromkeys(("zeros", "sum", "exp2", "log2", "atomic_max", "SliceLayout"), unknown),
+        **dict.fromkeys(("permute", "reshape"), unknown),
         **dict.fromkeys(("bfloat16", "float16", "float32", "int32", "int64", "uint8", "uint32")),
     )
 
@@ -85,6 +87,7 @@ def hardware(sm):
             mbarrier_arrive=sm.copies_arrive,
         ),
         "tma_load": sm.tma_load,
+        "gdc_launch_dependents": lambda: None,
         "copy_to_shared": sm.copy_to_shared,
         "warpgroup_mma": sm.multiply,
         "warpgroup_mma_wait": sm.multiply_wait,
@@ -102,8 +105,11 @@ def hardware(sm):
     }
 
 
-def run(kernel, program, grid, choose, memory, sm=SM, **arguments):
-    """The SM that has run one program; `memory`: the arrays whose numbers decide anything."""
+def run(kernel, program, grid, choose, memory, sm=SM, functions=None, **arguments):
+    """The SM that has run one program; `memory`: the arrays whose numbers decide anything;
+    `functions`: what some of the kernel's are replaced by."""
     sm = sm(choose, memory)
-    with_hardware(kernel, language(sm, program, grid), hardware(sm))(**arguments)
+    with_hardware(kernel, language(sm, program, grid), hardware(sm) | (functions or {}))(
+        **arguments
+    )
     return sm

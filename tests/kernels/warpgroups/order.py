@@ -95,8 +95,10 @@ class Barrier:
         return last + (last % 2 != parity)
 
     def faults(self):
-        """Waits that would never end if the warpgroup came late: a phase ahead, parity is the same
-        as before."""
+        """Loads that nobody waited for, and waits that would never end if the warpgroup came late:
+        a phase ahead, parity is the same as before."""
+        if self.phases[-1].bytes:
+            yield f"{self.name}: the program ends before its loads"
         for who, waits in self.waits.items():
             for phase, event in waits:
                 if phase + 1 < self.now and not self.phases[phase + 1].after & event:

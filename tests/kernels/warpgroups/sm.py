@@ -159,7 +159,9 @@ class SM:
 
     # Copies
 
-    def tma_load(self, desc, at, bar, tile):
+    def tma_load(self, desc, at, bar, tile, pred=True):
+        if not pred:
+            return
         event = self.access(tile.place, writes=True, by_async=True, later=True)
         before, size = self.me.known.events, 2 * int(np.prod(tile.shape))
         self.flying.append(lambda: bar.barrier.arrive(before, Known(event.bit), bytes_=size))

@@ -14,6 +14,7 @@ from mla_kernels.sparse.hopper.support import choose_grid
 from mla_kernels.sparse.triton.tiles import Split
 
 from tests.kernels.warpgroups.language import run
+from tests.kernels.warpgroups.orders import ORDERS, at_random
 from tests.kernels.warpgroups.sm import SM
 from tests.kernels.warpgroups.values import Pointer, Value
 
@@ -34,28 +35,6 @@ POINTERS = [
 # T, K and H: several tokens or tiles a program, and programs of one tile.
 SHAPES = [(3, 600, 1), (3, 190, 70), (1, 650, 1), (5, 130, 1), (3, 64, 1), (2, 1290, 65)]
 MODES = ("whole", "ranges", "shares")
-
-
-def at_random(r):
-    return lambda able, flying: r.choice([*able, *flying])
-
-
-def late(name):
-    """One warpgroup goes on only when nothing else can, or the copies land then."""
-
-    def of(r):
-        def choose(able, flying):
-            first = [w for w in able if w.name != name]
-            if name != "copies":
-                first += flying
-            return r.choice(first or able or flying)
-
-        return choose
-
-    return of
-
-
-ORDERS = [at_random, late("WG0"), late("WG1"), late("WG2"), late("copies")]
 
 
 def batch(r, T, K):
