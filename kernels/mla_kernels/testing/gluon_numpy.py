@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the Python of a Gluon kernel on numpy arrays, one program after the other.
 
-Gluon has no interpreter. What this shows is what a kernel reads, adds up and writes, and when it
-waits for a load: not layouts, nor what runs at the same time. For kernels of one warpgroup; of
-several, tests/kernels/warpgroups shows whether they wait for each other as they must.
+Gluon has no interpreter. What this shows is what a kernel reads, adds up and writes: not layouts,
+nor what runs at the same time. Here a load has landed as soon as it is asked for. Whether a kernel
+waits for it, and its warpgroups for each other, tests/kernels/warpgroups shows.
 """
 
 import inspect
