@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the names in a sparse Gluon kernel mean on a modelled SM (sm.py)."""
+"""What the names in a Gluon kernel of several warpgroups mean on a modelled SM (sm.py)."""
 
 import inspect
 from types import SimpleNamespace
@@ -12,13 +12,38 @@ from tests.kernels.warpgroups.shared import Shared
 from tests.kernels.warpgroups.sm import SM
 from tests.kernels.warpgroups.values import Value, known, on_values, unknown
 
+ITEM_SIZES = {"uint8": 1, "float8e4nv": 1} | dict.fromkeys(("bfloat16", "float16", "int16"), 2)
+ITEM_SIZES |= dict.fromkeys(("float32", "int32", "uint32"), 4) | {"int64": 8}
+# Arithmetic of registers, and layouts.
+UNKNOWN = [
+    "zeros",
+    "zeros_like",
+    "full_like",
+    "sum",
+    "abs",
+    "exp2",
+    "log2",
+    "fma",
+    "reshape",
+    "permute",
+    "expand_dims",
+    "inline_asm_elementwise",
+    "atomic_max",
+    "pointer_type",
+    "SliceLayout",
+    "DotOperandLayout",
+    "BlockedLayout",
+    "NVMMADistributedLayout",
+    "NVMMASharedLayout",
+]
+
 
 def language(sm, program, grid):
     """What `gl` stands for."""
     allocated = []
 
     def allocate(dtype, shape, layout):
-        allocated.append(Shared(sm, shape))
+        allocated.append(Shared(sm, shape, itemsize=dtype))
         return allocated[-1]
 
     def warp_specialize(jobs, warps, registers):
@@ -40,22 +65,21 @@ def language(sm, program, grid):
         program_id=lambda axis: Value(program[axis]),
         num_programs=lambda axis: Value(grid[axis]),
         to_tensor=Value,
-        **dict.fromkeys(("int16", "float8e4nv")),
         arange=lambda start, stop, layout: Value(np.arange(start, stop)),
         full=lambda shape, x, dtype, layout: on_values(lambda x: np.full(shape, x))(x),
         where=on_values(lambda c, a, b: np.where(c, a, b)[()]),
         minimum=on_values(np.minimum),
         maximum=on_values(np.maximum),
         max=lambda x, axis: on_values(lambda x: np.max(x, axis))(x),
-        convert_layout=lambda x, layout: x,
+        convert_layout=lambda x, layout, assert_trivial=False: x,
         multiple_of=lambda x, n: x,
         static_range=range,
         static_assert=lambda ok: None,
         load=sm.load,
         store=sm.store,
-        **dict.fromkeys(("zeros", "sum", "exp2", "log2", "atomic_max", "SliceLayout"), unknown),
-        **dict.fromkeys(("permute", "reshape"), unknown),
-        **dict.fromkeys(("bfloat16", "float16", "float32", "int32", "int64", "uint8", "uint32")),
+        split=lambda x: (Value(), Value()),
+        **dict.fromkeys(UNKNOWN, unknown),
+        **ITEM_SIZES,
     )
 
 
@@ -87,13 +111,15 @@ def hardware(sm):
             mbarrier_arrive=sm.copies_arrive,
         ),
         "tma_load": sm.tma_load,
+        "tma_store": sm.tma_store,
+        "tma_store_wait": sm.tma_store_wait,
         "gdc_launch_dependents": lambda: None,
         "copy_to_shared": sm.copy_to_shared,
         "warpgroup_mma": sm.multiply,
         "warpgroup_mma_wait": sm.multiply_wait,
         "fence_async_shared": sm.fence,
         "cta_barrier": lambda: None,  # of one warpgroup
-        "reinterpret": lambda tile, dtype, shape, layout: tile.view([int(n) for n in shape]),
+        "reinterpret": lambda tile, dtype, shape, layout: tile.view([int(n) for n in shape], dtype),
         # Arithmetic of registers, with what it reads and writes of shared memory.
         "convert_query": convert_query,
         "rescale": rescale,
@@ -109,6 +135,7 @@ def run(kernel, program, grid, choose, memory, sm=SM, functions=None, **argument
     """The SM that has run one program; `memory`: the arrays whose numbers decide anything;
     `functions`: what some of the kernel's are replaced by."""
     sm = sm(choose, memory)
+    sm.program = program
     with_hardware(kernel, language(sm, program, grid), hardware(sm) | (functions or {}))(
         **arguments
     )

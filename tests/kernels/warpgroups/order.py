@@ -87,11 +87,13 @@ class Barrier:
         if phase.arrivals == phase.bytes == 0:
             self.phases.append(Phase(self.count))
 
-    def awaited(self, who, parity):
-        """The phase whose end a warpgroup waits for: the one that it waited for, or the next."""
-        if who not in self.waits:
-            return -parity
-        last = self.waits[who][-1][0]
+    def awaited(self, known, parity):
+        """The phase whose end a warpgroup waits for: the last that it knows some warpgroup saw the
+        end of, or the next."""
+        last = -1
+        for waits in self.waits.values():
+            seen = (phase for phase, event in reversed(waits) if known.events & event)
+            last = max(last, next(seen, -1))
         return last + (last % 2 != parity)
 
     def faults(self):

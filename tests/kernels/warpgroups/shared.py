@@ -9,19 +9,20 @@ from tests.kernels.warpgroups.values import Value, known
 class Shared:
     """A shared-memory descriptor."""
 
-    def __init__(self, sm, shape, tiles=None, key=()):
+    def __init__(self, sm, shape, tiles=None, key=(), itemsize=2):
         self.sm = sm
         self.shape = list(shape)
         self.tiles = {"name": "?"} if tiles is None else tiles  # of the allocation, by key
         self.key = key
+        self.itemsize = itemsize
 
     def index(self, i):
         i = int(i)
         assert 0 <= i < self.shape[0], f"{self.tiles['name']}: {i} of {self.shape[0]}"
-        return Shared(self.sm, self.shape[1:], self.tiles, (*self.key, i))
+        return Shared(self.sm, self.shape[1:], self.tiles, self.key or (i,), self.itemsize)
 
-    def view(self, shape):
-        return Shared(self.sm, shape, self.tiles, self.key)
+    def view(self, shape, itemsize=None):
+        return Shared(self.sm, shape, self.tiles, self.key, itemsize or self.itemsize)
 
     def slice(self, start, length, dim=0):
         shape = list(self.shape)

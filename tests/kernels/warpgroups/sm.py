@@ -34,6 +34,7 @@ class Warpgroup(threading.Thread):
         self.told = 0  # so many of them an mbarrier hears of
         self.groups = []  # how many copies there were at each commit
         self.products = []
+        self.stores = []  # by TMA, whose tiles have not been read
         self.over = False
         self.error = None
 
@@ -53,7 +54,7 @@ class Warpgroup(threading.Thread):
 
     def end(self):
         """Shared memory may be another program's as soon as this one has ended."""
-        if any(not self.known.events & copy.event.bit for copy in self.copies):
+        if any(not self.known.events & copy.event.bit for copy in self.copies) or self.stores:
             self.sm.faults.append(f"{self.name} ends before its copies")
 
 
@@ -122,6 +123,8 @@ class SM:
 
     def access(self, place, writes=False, by_async=False, later=False):
         """`later`: it ends some time later, until when nobody knows it."""
+        if not self.warpgroups:
+            return None  # while the barriers are made
         event = self.event(writes, by_async)
         self.faults += place.access(event, self.me.known)
         if not later:
@@ -147,7 +150,7 @@ class SM:
     def wait(self, bar, parity):
         barrier: Barrier = bar.barrier
         me, parity = self.me, int(parity)
-        phase = barrier.awaited(me.name, parity)
+        phase = barrier.awaited(me.known, parity)
         self.let_others(lambda: barrier.now % 2 != parity, f"{barrier.name}, phase {phase}")
         if barrier.now <= phase:
             self.faults.append(f"{barrier.name}: {me.name} did not wait for phase {phase}")
@@ -163,9 +166,22 @@ class SM:
         if not pred:
             return
         event = self.access(tile.place, writes=True, by_async=True, later=True)
-        before, size = self.me.known.events, 2 * int(np.prod(tile.shape))
+        before, size = self.me.known.events, tile.itemsize * int(np.prod(tile.shape))
         self.flying.append(lambda: bar.barrier.arrive(before, Known(event.bit), bytes_=size))
         self.let_others()
+
+    def tma_store(self, desc, at, tile):
+        """`desc`: the name of what it writes, rows of 512."""
+        self.me.stores.append(self.access(tile.place, by_async=True, later=True))
+        rows, columns = (int(i) + np.arange(n) for i, n in zip(at, tile.shape, strict=True))
+        self.stored.setdefault(desc, []).extend((512 * rows[:, None] + columns).ravel().tolist())
+        self.let_others()
+
+    def tma_store_wait(self, pending):
+        assert pending == 0
+        for event in self.me.stores:
+            self.me.known.events |= event.bit
+        self.me.stores = []
 
     def copy_to_shared(self, tile, source, mask):
         assert np.shape(source.at) == tuple(tile.shape)
@@ -203,19 +219,17 @@ class SM:
     # wgmma
 
     def multiply(self, a, b, acc, use_acc=True, is_async=False):
-        for operand in (a, b):
-            if hasattr(operand, "place"):
-                event = self.access(operand.place, by_async=True, later=True)
-                self.me.products.append(event)
+        read = [x.place for x in (a, b) if hasattr(x, "place")]
+        self.me.products.append([self.access(x, by_async=True, later=True) for x in read])
         self.let_others()
         return Value()
 
     def multiply_wait(self, pending, deps):
-        assert pending == 0
-        for event in self.me.products:
-            self.me.known.events |= event.bit
-        self.me.products = []
-        return Value()
+        products = self.me.products
+        over = products[: len(products) - pending]
+        self.me.products = products[len(over) :]
+        self.me.known.events |= sum(event.bit for events in over for event in events)
+        return deps if len(deps) > 1 else deps[0]
 
     # Global memory
 

@@ -51,16 +51,13 @@ class Warps(SM):
         self.part(bar.barrier.waits[self.me.name][-1][1])
 
     def multiply_wait(self, pending, deps):
-        bits = sum(event.bit for event in self.me.products)
+        known = self.me.known.events
         super().multiply_wait(pending, deps)
-        self.part(bits)
+        self.part(self.me.known.events & ~known)
         return (Value(),) * len(deps) if len(deps) > 1 else Value()
 
     def fence(self):
         self.me.known.fenced |= self.apart
-
-    def expect(self, bar, size):
-        super().expect(bar, 2 * size)  # of bytes, for which the model takes 16 bits each
 
 
 def run(program, programs, choose, memory, sm=Warps, **arguments):

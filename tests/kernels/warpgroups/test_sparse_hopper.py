@@ -14,6 +14,7 @@ from mla_kernels.sparse.hopper.support import choose_grid
 from mla_kernels.sparse.triton.tiles import Split
 
 from tests.kernels.warpgroups.language import run
+from tests.kernels.warpgroups.mutants import without
 from tests.kernels.warpgroups.orders import ORDERS, at_random
 from tests.kernels.warpgroups.sm import SM
 from tests.kernels.warpgroups.values import Pointer, Value
@@ -122,21 +123,6 @@ def test_any_order_is_right(kv_format, mode, order):
         for name, (size, rows) in wanted.items():
             stored = sorted(at for sm in sms for at in sm.stored[name])
             assert stored == [row * size + i for row in rows for i in range(size)]
-
-
-def without(name, warpgroup):
-    """An SM on which a warpgroup does not wait for a barrier, or, of "fence", has none."""
-
-    class Broken(SM):
-        def wait(self, bar, parity):
-            if (bar.name.split("[")[0], self.me.name) != (name, warpgroup):
-                super().wait(bar, parity)
-
-        def fence(self):
-            if name != "fence" or self.me.name != warpgroup:
-                super().fence()
-
-    return Broken
 
 
 NEEDED = {

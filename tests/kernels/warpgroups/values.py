@@ -26,6 +26,7 @@ class Value:
     """A tensor or scalar; unknown if `data` is None, and so is what is computed from it."""
 
     dtype = None
+    type = SimpleNamespace(layout=None)
     __hash__ = None
 
     def __init__(self, data=None):
@@ -58,6 +59,11 @@ class Pointer:
 
     def __sub__(self, offset):
         return Pointer(self.name, (Value(self.at) - offset).data)
+
+    def to(self, dtype, bitcast):
+        """`at` counts elements of `dtype` from here on."""
+        assert np.all(self.at == 0)
+        return self
 
 
 def known(x):
