@@ -35,6 +35,9 @@ def test_no_token_has_more_parts_than_there_is_room_for(row_tiles, K):
         assert split.shares and split.splits == max(parts) >= 2
         last = programs_of(T - 1, split, K)[-1]
         assert last < 132 // row_tiles, "more programs than run at once"
+        tokens = [program for t in range(T) for program in programs_of(t, split, K)]
+        most = max(tokens.count(program) for program in set(tokens))
+        assert most <= 2, "more tokens of a program than its barriers have phases for"
     assert seen >= 66 // row_tiles
 
 

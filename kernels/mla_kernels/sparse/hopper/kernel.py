@@ -67,18 +67,10 @@ from mla_kernels.sparse.hopper.values_bf16 import values_warpgroup
 from mla_kernels.sparse.hopper.values_fp8 import values_fp8_warpgroup
 from mla_kernels.sparse.hopper.values_stream import values_stream_warpgroup
 
+NOT_SPECIALIZED = ["slots_stride", "num_slots", "K", "span", "splits", "num_heads", "num_tokens"]
 
-@gluon.jit(
-    do_not_specialize=[
-        "slots_stride",
-        "num_slots",
-        "K",
-        "span",
-        "splits",
-        "num_heads",
-        "num_tokens",
-    ]
-)
+
+@gluon.jit(do_not_specialize=NOT_SPECIALIZED)
 def hopper_sparse_kernel(
     q_desc,  # latent part [T, H, 512] bf16, boxes [1, 64, 256]
     q_rope_desc,  # rope part [T, H, 64] bf16, boxes [1, 64, 64]

@@ -5,7 +5,7 @@ from mla_kernels.arch import Arch
 from mla_kernels.decode.hopper.bf16.specs import descriptors
 from mla_kernels.layouts import BLOCK_SIZE, Fp8DsMlaLayout, MlaDims
 from mla_kernels.offline.spec import KernelSpec
-from mla_kernels.sparse.hopper.kernel import hopper_sparse_kernel
+from mla_kernels.sparse.hopper.kernel import NOT_SPECIALIZED, hopper_sparse_kernel
 from mla_kernels.sparse.hopper.launcher import CONFIGS
 
 POINTERS = {
@@ -23,16 +23,7 @@ CACHE = {
     "fp8_ds_mla": ("*u8", "*fp32", "*bf16"),
 }
 ROW = {"bf16": MlaDims().head_dim, "fp8_ds_mla": Fp8DsMlaLayout().row_bytes}
-SCALARS = (
-    "page_stride",
-    "slots_stride",
-    "num_slots",
-    "K",
-    "span",
-    "splits",
-    "num_heads",
-    "num_tokens",
-)
+SCALARS = ("page_stride", *NOT_SPECIALIZED)
 # Tokens in one range, in several, and in shares of all tokens; with lengths and without where the
 # stream (stream.py) has other code in its loop for them.
 MODES: dict[str, dict[str, tuple[bool, ...]]] = {
