@@ -125,6 +125,7 @@ def test_a_file_is_whole_or_as_it_was(tmp_path, monkeypatch):
         ("serve", "--batches 8", "--batches has no effect with --mode serve"),
         ("serve", "--mode steps --rates 2", "--rates has no effect with --mode steps"),
         ("serve", "--as-is --layers 4", "--layers has no effect with --as-is"),
+        ("serve", "--mode steps --as-is --heads 16", "--heads has no effect with --as-is"),
         ("serve", "--reduced --concurrency 8", "--concurrency has no effect with --reduced"),
         ("extends", "--time-limit -5", "expected a number above 0, got -5"),
         ("extends", "--new few", "expected a whole number, 1 or more, got few"),

@@ -72,7 +72,7 @@ SPARSE = "--mode steps --family v3.2 --kv-cache-dtype auto"
         (f"{STEPS} --steps 200 --case-seconds 0.6 --layers 12 6 1", False),
         (f"{STEPS} --kv-cache-dtype fp8", False),
         (f"{STEPS} --heads 16 128", False),
-        (f"{STEPS} --as-is --heads 16", False),
+        (f"{STEPS} --as-is", False),
         (f"{STEPS} --cache-gib 30 --case-seconds 1", False),
         (f"{STEPS} --heads 16", True),
         (f"{STEPS} --eager", True),
