@@ -187,7 +187,7 @@ LATER = {"sparse_steps": {"b256x32768"}}
 
 
 def rates_of_even_ranges():
-    """The rates of an H200 with the sparse kernels that these pages' engines had, before equal
+    """The rates of an H200 with the sparse kernels that older pages' engines had, before equal
     shares (benchmarks/versions/sparse.md, 37 to 39)."""
     folder = ROOT / "benchmarks/results/h200"
     files = {name: folder / f"{name}.json" for name in (rates.DENSE, rates.INDEXER)}
@@ -201,17 +201,19 @@ def rates_of_even_ranges():
 
 
 @pytest.mark.parametrize(
-    "page, bar, cases, within",
+    "page, rates_then, bar, cases, within",
     [
-        ("sparse_steps", 0.03, 16, 10),
-        ("sparse_steps_more_cases", 0.02, 8, 5),
-        ("sparse_steps_fp8_ds_mla", 0.02, 16, 10),
+        ("sparse_steps", rates_of_even_ranges, 0.03, 16, 10),
+        ("sparse_steps_more_cases", rates_of_even_ranges, 0.02, 8, 5),
+        ("sparse_steps_fp8_ds_mla", lambda: rates.load("h200"), 0.02, 16, 10),
     ],
 )
-def test_sparse_attention_in_the_engine_takes_what_the_plan_says(page, bar, cases, within):
+def test_sparse_attention_in_the_engine_takes_what_the_plan_says(
+    page, rates_then, bar, cases, within
+):
     """All of it on the GPU, also what makes slots. Of 128 requests within `bar`; of fewer, where no
     case is as near, within 16 %, or hardly more than a bound."""
-    measured = rates_of_even_ranges()
+    measured = rates_then()
     then = [c for c in measured.cases[rates.INDEXER] if c.name not in LATER.get(page, ())]
     of = replace(measured, cases={**measured.cases, rates.INDEXER: tuple(then)})
     of_page = json.loads((ROOT / f"benchmarks/results/h200/{page}.json").read_text())["rows"]
@@ -248,4 +250,4 @@ def test_a_context_shorter_than_the_choice_has_slots_that_are_empty(v32):
     load = {"kv_cache_dtype": "fp8_ds_mla", "batch": 128, "context": 1024}
     found = cost.make(question(v32, Layout(tp=8), **load)).attention.kernels["attention"]
     assert found.case == "b128_h16_q1_32k_fp8_ds_mla_half_tail"
-    assert found.us == pytest.approx(61 * 51.17)
+    assert found.us == pytest.approx(61 * 50.96)
