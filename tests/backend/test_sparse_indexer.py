@@ -223,6 +223,37 @@ def test_tokens_that_may_choose_all_are_not_scored(monkeypatch, equal_runs):
     assert scored == [4]
 
 
+@pytest.mark.parametrize(
+    "query_lens, seq_lens", [([40], [40]), ([20, 20], [20, 40]), ([20, 20], [30, 20])]
+)
+def test_prompts_of_equal_length_are_scored_for_what_sees_more(monkeypatch, query_lens, seq_lens):
+    """One alone in its step has as many new tokens as all others."""
+    from mla_kernels import indexer_topk
+
+    from mla_backend.attention.sparse import indexer_layer
+
+    k, rows = 16, build_rows(query_lens, seq_lens)
+    assert rows.request_ids is None
+    T = len(rows.lengths)
+    g = torch.Generator().manual_seed(0)
+    q = torch.randn(T, 4, 128, generator=g).to(torch.float8_e4m3fn)
+    cache = torch.randn(24, BLOCK, 128, generator=g).bfloat16()
+    weights = torch.randn(T, 4, generator=g)
+    want = indexer_topk(q, cache, weights, rows.block_table, rows.seq_lens, k, lengths=rows.lengths)
+    scored = []
+
+    def record(q, *args, **options):
+        scored.append(len(q))
+        return indexer_topk(q, *args, **options)
+
+    monkeypatch.setattr(indexer_layer, "indexer_topk", record)
+    chosen = torch.full((T, k), -9, dtype=torch.int32)
+    layer = indexer_layer.IndexerLayer(4, torch.bfloat16, "fp32", "torch", None, chosen)
+    layer.run(q, None, weights, chosen, cache, rows, None)
+    assert torch.equal(chosen, want)
+    assert scored == [int((rows.lengths > k).sum())] and scored[0] < T
+
+
 def test_graphs_that_break_where_they_are_captured_break_at_the_indexer():
     """With VLLM_USE_BREAKABLE_CUDAGRAPH=1 vLLM reads no list of ops to split at."""
     code = """

@@ -11,6 +11,10 @@ from mla_backend.attention.sparse.rows import TokenRows
 from mla_backend.attention.sparse.shared_choice import SharedChoice
 from mla_backend.attention.sparse.short_prompts import ExpandedBytes
 
+# New tokens of a request from which on a CPU takes them for a prompt's, not for drafts: those of
+# many requests are one product, which pays more than leaving some out.
+PROMPT_TOKENS = 16
+
 
 @dataclass
 class IndexerLayer:
@@ -136,6 +140,9 @@ class IndexerLayer:
         prompt, or where all tokens do, nothing is scored for it. Lengths cost no wait here."""
         scored = (rows.lengths > chosen.shape[1]).nonzero().squeeze(1)
         ids = rows.request_ids
+        run = len(chosen) // len(rows.block_table)
+        if ids is None and run >= PROMPT_TOKENS:
+            ids = torch.arange(len(chosen), dtype=torch.int32) // run
         if len(scored) and (ids is None or len(scored) == len(chosen)):
             self._choose(q, k_cache, weights, rows, chosen)  # requests of equal runs in one product
             return
