@@ -10,6 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from mla_kernels import indexer_scores
+from mla_kernels.layouts import MlaDims
 from mla_kernels.sparse.hopper.support import choose_turns
 
 ROOT = Path(__file__).parents[2]
@@ -255,9 +257,9 @@ def test_what_the_indexer_takes_beside_deepgemm_is_what_was_measured():
     one = [case for case in beside if re.fullmatch(r"b\d+x\d+", case)]
     more = [case for case in beside if case not in one]
 
-    def span(cases, impl, other):
+    def span(cases, impl, other, digits=2):
         ratios = [us[case, impl] / us[case, other] for case in cases]
-        return f"{min(ratios):.2f} to {max(ratios):.2f}"
+        return f"{min(ratios):.{digits}f} to {max(ratios):.{digits}f}"
 
     of_one, of_more = span(one, exact, "deepgemm"), span(more, exact, "deepgemm")
     of_fp8 = span(beside, fp8, "deepgemm")
@@ -281,6 +283,7 @@ def test_what_the_indexer_takes_beside_deepgemm_is_what_was_measured():
     assert f"The fused form is {gain} times as fast as the two steps" in versions
     assert f"take {span(one, fp8, exact)} of the time of exact ones with one new token" in plugin
     assert f"and {span(more, fp8, exact)} with prompts and drafts" in plugin
+    assert f"Frobenius error), {span(more, exact, fp8, 1)} times as fast" in indexer_scores.__doc__
 
 
 def test_sparse_prefill_beside_flashmla_alone_is_as_measured():
@@ -352,3 +355,107 @@ def test_what_a_cache_of_one_scale_costs_sparse_attention_is_what_was_measured()
     plugin = " ".join((ROOT / "docs/plugin.md").read_text().split())
     said = f"takes {few:.1f} times as long as fp8_ds_mla with 16 heads, {many:.1f} with 128"
     assert said in plugin
+
+
+def words_of(page):
+    return " ".join((ROOT / page).read_text().split())
+
+
+def test_what_the_hopper_kernels_leave_to_the_portable_ones():
+    from mla_kernels.decode.hopper import support as dense
+    from mla_kernels.sparse.hopper import support as sparse
+
+    bf16, fp16, fp8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+    of_dtype = {bf16: (bf16, fp8, torch.uint8), fp16: (fp16, fp8, torch.uint8)}
+    cases = [(dtype, cache) for dtype, caches in of_dtype.items() for cache in caches]
+    for dtype, cache in cases:
+        for rescale in ("pow2", "amla", "flash"):
+            left = dtype == fp16 or rescale == "flash" or (rescale == "amla" and cache != bf16)
+            found = dense.refusal(MlaDims(), dtype, cache, 64, rescale)
+            assert (found is not None) is left, (dtype, cache, rescale)
+        left = dtype == fp16 or cache == fp8
+        found = sparse.refusal(MlaDims(), dtype, cache, contiguous=True, aligned=True)
+        assert (found is not None) is left, (dtype, cache)
+    said = (
+        "not for fp16, `MLA_BACKEND_RESCALE=flash` or, with an fp8 cache, `amla` "
+        "(V3.2: nor with `--kv-cache-dtype fp8`)"
+    )
+    assert said in words_of("docs/troubleshooting.md")
+    assert "on sm_90 the Hopper one (not of a float16 model)" in words_of("docs/plugin.md")
+
+
+def test_dense_fp32_is_for_a_cpu_and_fp8_queries_for_one_kernel():
+    from mla_kernels.decode.choice import choose_decode_impl
+    from mla_kernels.decode.triton.support import check_supported
+
+    with pytest.raises(ValueError, match="float32"):
+        check_supported(MlaDims(), torch.float32)
+    assert "on a CPU fp32, too" in words_of("docs/flash_mla.md")
+    gpu, codes = torch.device("cuda"), torch.float8_e4m3fn
+    for impl in ("torch", "reference"):
+        assert choose_decode_impl(impl, gpu, dtype=codes, kv_cache_dtype=codes).impl == impl
+    assert "no other kernel takes such queries" in words_of("docs/numerics.md")
+
+
+def test_how_long_an_absorbed_end_of_a_prompt_may_be():
+    from mla_backend.attention.extends import longest_extend
+
+    def longest(impl, heads):
+        return longest_extend(SimpleNamespace(impl=impl, deterministic=False), heads)
+
+    said = (
+        r"up to twice the heads of a rank, with the Hopper kernel (\d+) times them, from 8 heads "
+        r"on 128 tokens \((\d+) to (\d+) with up to 63 heads that do not divide 64\), and never "
+        r"more than 128; on a CPU up to three times the heads and (\d+) tokens"
+    )
+    (figures,) = re.findall(said, words_of("docs/plugin.md"))
+    few, least, most, of_a_cpu = map(int, figures)
+    uneven = [longest("hopper", heads) for heads in range(9, 64) if 64 % heads]
+    assert (min(uneven), max(uneven)) == (least, most)
+    for heads in range(1, 129):
+        assert longest("triton", heads) == min(128, 2 * heads)
+        assert longest("torch", heads) == min(of_a_cpu, 3 * heads)
+        if heads < 8 or 64 % heads == 0 or heads > 64:
+            assert longest("hopper", heads) == (few * heads if heads < 8 else 128)
+
+
+def test_which_calls_are_repeated_is_what_records():
+    names = {"mla_decode"}  # whose plan has them
+    for file in (f for f in FILES if f.startswith("kernels/") and f.endswith(".py")):
+        body = (ROOT / file).read_text()
+        functions = re.split(r"^(?=def )", body, flags=re.MULTILINE)[1:]
+        names |= {re.match(r"def (\w+)", f)[1] for f in functions if "_RECORDINGS.find(" in f}
+    (said,) = re.findall(
+        r"What a call of (.*?) does before its launches", words_of("docs/plugin.md")
+    )
+    assert set(re.findall(r"`(\w+)`", said)) == names and len(names) == 6
+
+
+def test_where_flash_on_a_cpu_is_in_fp32(monkeypatch):
+    from mla_kernels.decode import torch_sdpa
+
+    words = words_of("docs/numerics.md")
+    (tokens,) = re.findall(r"Requests of (\d+) tokens and more are computed in fp32", words)
+    assert "where a call has three threads to 32 query rows" in words
+    for threads, requests, rows, length, parts in (
+        (3, 1, 32, int(tokens), 3), (3, 1, 32, int(tokens) - 1, 1), (2, 1, 16, 9999, 1),
+        (3, 2, 16, 9999, 1), (6, 2, 16, 9999, 3), (3, 1, 33, 9999, 1),
+    ):  # fmt: skip
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert torch_sdpa.parts_of(torch.Size([requests, 1, rows, 576]), length) == parts
+
+
+def test_how_many_engines_the_gpu_tests_start(monkeypatch):
+    for folder in ("tests/gpu", "tests/backend", "benchmarks"):
+        monkeypatch.syspath_prepend(str(ROOT / folder))
+    import engines
+
+    counts = []
+    for newer in (False, True):
+        monkeypatch.setattr(engines, "FUSED_INDEXER", newer)
+        monkeypatch.setattr(engines, "ASKS_FOR_BREAKABLE", not newer)
+        for gpus in (1, 2):
+            monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+            counts.append(len(engines.all_engines()))
+    said = f"It starts {min(counts)} to {max(counts)} small engines, eight at a time"
+    assert said in words_of("CONTRIBUTING.md")

@@ -402,6 +402,7 @@ def test_unknown_settings_are_named(tmp_path):
         ("--enforce-eager org/name", False),
         ("--model=org/name", False),
         ("--model {here} --tokenizer org/name", False),
+        ("--model {here} --tokenizer gpt2", True),  # docs/troubleshooting.md
         ('--model {here} --speculative-config {{"model":"org/name"}}', False),
     ],
 )

@@ -64,7 +64,7 @@ def indexer_scores(
                  caller that passes `lengths` on to `exact_topk`
     fp8_products True: multiply the e4m3 codes of q and keys themselves, on Hopper's tensor cores,
                  which add them with some 14 bits: scores within 2e-4 of the exact ones (relative
-                 Frobenius error), 1.5 to 1.7 times as fast where many rows share the keys.
+                 Frobenius error), 1.4 to 1.7 times as fast where many rows share the keys.
                  Default: exact products, added in fp32
     deterministic
                  the bits of a row's scores do not depend on the other rows of the call, which then
