@@ -12,6 +12,7 @@ import pytest
 import torch
 from mla_kernels import indexer_scores
 from mla_kernels.layouts import MlaDims
+from mla_kernels.sparse.choice import is_few
 from mla_kernels.sparse.hopper.support import choose_turns
 
 ROOT = Path(__file__).parents[2]
@@ -459,3 +460,103 @@ def test_how_many_engines_the_gpu_tests_start(monkeypatch):
             counts.append(len(engines.all_engines()))
     said = f"It starts {min(counts)} to {max(counts)} small engines, eight at a time"
     assert said in words_of("CONTRIBUTING.md")
+
+
+def parity_of(page):
+    rows = json.loads((ROOT / f"benchmarks/results/{page}.json").read_text())["rows"]
+    return {row["engine"]: row for row in rows}
+
+
+def test_what_sparse_functions_take_beside_flashmla_is_what_was_measured():
+    results = json.loads((ROOT / "benchmarks/results/h200/sparse.json").read_text())
+    us = {(r["case"], r["impl"]): r.get("us") for r in results["rows"]}
+
+    def ratios(heads):
+        """Of decode with fp8_ds_mla rows, by the kernel that "auto" takes."""
+        found = []
+        for case, impl in us:
+            given = re.fullmatch(r"b(\d+)_h(\d+)_q(\d+)_\d+k_fp8_ds_mla", case)
+            if impl == "peer/flashmla" and given and int(given[2]) in heads:
+                tokens = int(given[1]) * int(given[3])
+                ours = "triton" if is_few(tokens, int(given[2]), torch.uint8) else "hopper"
+                found.append(us[case, impl] / us[case, f"mla_kernels/{ours}"])
+        return min(found), max(found)
+
+    words = words_of("docs/flash_mla.md")
+    low, high = ratios((64, 128))
+    assert f"in decode {low:.2f} to {high:.2f} for 64 and 128 heads with fp8_ds_mla" in words
+    low, high = ratios((8, 16, 32))
+    assert f"{low:.1f} to {high:.1f} for 8 to 32 heads" in words
+    case = "b128_h128_q1_32k_bf16"
+    bf16 = us[case, "peer/flashmla_prefill"] / us[case, "mla_kernels/hopper"]
+    assert f"{bf16:.2f} for 128 requests with 128 heads of bf16 rows" in words
+    drop_in = [
+        us[case, "peer/flashmla_prefill"] / us[case, impl]
+        for case, impl in us
+        if impl == "mla_kernels/flash_mla_sparse_fwd"
+    ]
+    assert len(drop_in) == 3
+    assert (
+        f"`flash_mla_sparse_fwd` has {min(drop_in):.2f} to {max(drop_in):.2f} in a prefill" in words
+    )
+
+
+def test_first_tokens_behind_a_cached_prefix_are_as_measured():
+    results = json.loads((ROOT / "benchmarks/results/h200/extends.json").read_text())
+    of = [r["ms"] for r in results["rows"] if (r["heads"], r["context"]) == (128, 32768)]
+    gains = [ms["expanded"] / ms["absorbed"] for ms in of]
+    peers = [min(ms["FLASHMLA"], ms["FLASH_ATTN_MLA"]) / ms["absorbed"] for ms in of]
+    words = words_of("docs/plugin.md")
+    assert f"come {min(gains):.1f} to {max(gains):.1f} times sooner for it" in words
+    said = f"FLASH_ATTN_MLA takes {min(peers):.1f} to {max(peers):.1f} of our time there"
+    assert said in words
+
+
+def test_what_the_plugin_says_of_parity_is_as_measured():
+    words, of = words_of("docs/plugin.md"), parity_of("h200/parity")
+    ours, theirs = of["draft model"], of["FLASH_ATTN_MLA draft model"]
+    assert f"[{ours['accepted']:.1%}".replace("%", " %") + " of its drafts accepted]" in words
+    assert f"{theirs['accepted']:.1%}".replace("%", " %") + " with FLASH_ATTN_MLA for both" in words
+    few, peer = of["CUSTOM v3.2 few"], of["FLASHMLA_SPARSE v3.2 few"]
+    absorbed = of["CUSTOM v3.2 few absorbed"]
+    assert f"({few['mean']:.3f} and {peer['mean']:.3f} nats in the mean)" in words
+    assert f"part by up to {peer['largest_gap']:.2f} nats; with vLLM 0.32" in words
+    assert f"further from it ({absorbed['mean']:.3f}), and parts" in words
+    assert f"expanded form by up to {absorbed['largest_gap']:.2f}" in words
+    newer = parity_of("h200/vllm_0.32/parity")
+    theirs = newer["FLASHMLA_SPARSE v3.2 few"]
+    said = f"({newer['CUSTOM v3.2 few']['mean']:.3f} and {theirs['mean']:.3f}) by up to "
+    assert said + f"{theirs['largest_gap']:.2f}" in words
+    second, first = of["other runner mtp"], of["mtp"]
+    assert f"[{second['mean']:.4f} nats]" in words and f"with drafts, {first['mean']:.4f}" in words
+    choices = [of[f"{name} v3.2 choices"] for name in ("CUSTOM", "FLASHMLA_SPARSE")]
+    assert f"indexer chose, in {choices[0]['choices']['rows']} rows" in words
+    assert max(c["choices"]["max"] for c in choices) <= 0.8
+    assert "every choice is within 0.8 standard deviations" in words
+    assert {f"{c['choices']['mean']:.2f}" for c in choices} == {"0.18"}
+    assert "is 0.18 above the worst one chosen in the mean of either" in words
+    assert f"at most {choices[1]['largest_gap']:.2f} nats below it" in words
+    ranks = parity_of("h200/parity_ranks")
+    dealt = ranks["CUSTOM v3.2 all dcp 2 mtp"]["mean"], ranks["CUSTOM v3.2 all dcp 2"]["mean"]
+    assert f"[{dealt[0]:.4f} and {dealt[1]:.4f} nats in the mean]" in words
+    assert f"ranks {ranks['FLASHMLA_SPARSE v3.2 all tp 2']['mean']:.4f})" in words
+
+
+def test_the_accuracy_that_is_quoted_is_what_was_measured():
+    page = (ROOT / "benchmarks/results/cpu/accuracy.md").read_text()
+    rows = re.findall(r"^\| ([NU]\S+) \| (.*) \|$", page, re.MULTILINE)
+    of = {name: list(map(float, figures.split(" | "))) for name, figures in rows}
+    assert len(of) == 12
+    _, flash, _, amla, printed, pow2, _ = of["N(0,1)"]
+    said = re.findall(
+        r"flash ([\d.]+)e-3, amla ([\d.]+)e-3, Algorithm 2 as printed ([\d.]+)e-3, "
+        r"pow2 ([\d.]+)e-3",
+        words_of("docs/numerics.md"),
+    )
+    # The page has three digits behind the point: the half of one more than is quoted.
+    measured = [flash, amla, printed, pow2]
+    assert [abs(float(a) - b) < 0.0051 for a, b in zip(said[0], measured, strict=True)] == [
+        True
+    ] * 4
+    worst = max(100 * figures[-1] - 100 for figures in of.values())
+    assert f"pow2 is up to {worst:.0f} % worse than flash" in words_of("docs/numerics.md")
