@@ -109,8 +109,9 @@ ENV_VARS: dict[str, EnvVar] = {
             "The end of a prompt whose rest is cached attends in absorbed form, like decode "
             "tokens, if it has at most so many tokens, 0 to 512. `auto`: twice the heads of a "
             "rank, with the Hopper kernel twice the rows of a piece (docs/plugin.md), at most 128; "
-            "on a CPU three times the heads, at most 48; `0`, or `auto` in batch-invariant mode: "
-            "never. A sparse model takes `auto` alone; a number is refused at start-up.",
+            "on a CPU three times the heads, at most 48; `0`, or `auto` in batch-invariant mode or "
+            "under decode context parallelism: never. Refused at start-up are a number for a "
+            "sparse model and one above 0 under decode context parallelism.",
         ),
         EnvVar(
             "MLA_BACKEND_EXPAND_PROMPTS",

@@ -33,7 +33,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
     QueryLenSupport,
 )
 
-from mla_backend import compat
+from mla_backend import compat, envs
 from mla_backend.attention import extends, fp8_query, support
 from mla_backend.attention.builder import StepBuilder, drafts_of, most_requests
 from mla_backend.attention.kernel import DecodeKernel
@@ -182,6 +182,8 @@ class MlaMetadataBuilder(StepBuilder, MLACommonMetadataBuilder[MlaMetadata]):
         """Learn which tokens this rank has of each request."""
         if self.dcp_world_size == 1:
             return
+        asked = envs.get("MLA_BACKEND_EXTEND_TOKENS")
+        support.refuse_extends_of_ranks(asked, self.dcp_world_size)
         interleave = vllm_config.parallel_config.cp_kv_cache_interleave_size
         support.refuse_interleave(interleave, compat.deals_within_64(vllm_config))
         self._shard = Shard(self.dcp_world_size, layer.impl.dcp_rank, interleave)

@@ -136,6 +136,17 @@ def refuse_interleave(run: int, within_64: bool) -> None:
         )
 
 
+def refuse_extends_of_ranks(most: int | None, ranks: int) -> None:
+    """ValueError for an MLA_BACKEND_EXTEND_TOKENS that changes nothing: ranks that share the cache
+    of a request out take no end of its prompt in absorbed form. most: None = auto."""
+    if most and ranks > 1:
+        raise cannot_serve(
+            f"MLA_BACKEND_EXTEND_TOKENS={most} with decode context parallelism of {ranks} ranks, "
+            "where prompts attend in expanded form alone. Mend: unset MLA_BACKEND_EXTEND_TOKENS, "
+            "or --decode-context-parallel-size 1"
+        )
+
+
 def refuse_hisparse(vllm_config: Any) -> None:
     """ValueError where newer versions of vLLM shall keep the caches of sparse layers in the host's
     memory. Their selection does not ask a backend, and fails later on an assertion."""

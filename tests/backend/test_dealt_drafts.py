@@ -274,6 +274,19 @@ def test_runs_that_vllm_deals_otherwise_are_refused(builder, monkeypatch):
         builder(Shard(2, 1, 128), drafts=0, threshold=1)
 
 
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_absorbed_ends_of_prompts_are_refused_where_ranks_share_the_cache(
+    builder, monkeypatch, drafts
+):
+    """None would be: only 0 and auto say so."""
+    how = {"drafts": drafts, "threshold": 1 + drafts, **MTP}
+    make_builder(monkeypatch, 40, **how)
+    make_builder(monkeypatch, "auto", shard=Shard(2), **how)
+    said = r"EXTEND_TOKENS=40 with decode context parallelism of 2 ranks, .*Mend: unset MLA_BACK"
+    with pytest.raises(ValueError, match=said):
+        make_builder(monkeypatch, 40, shard=Shard(2), **how)
+
+
 @pytest.mark.parametrize("method", ["mtp", "eagle", "ngram"])
 def test_drafters_whose_steps_are_the_models_are_served(method):
     support.refuse_drafter(method, False)
