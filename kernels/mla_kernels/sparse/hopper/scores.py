@@ -22,9 +22,9 @@ from mla_kernels.decode.hopper.layouts import (
     SCORES_COL,
     SCORES_ROW,
 )
+from mla_kernels.decode.hopper.rings import ring_next, ring_previous
 from mla_kernels.decode.hopper.scales import one_over
 from mla_kernels.decode.hopper.softmax import EXPONENT_FLOOR
-from mla_kernels.decode.hopper.stream import ring_next, ring_previous
 from mla_kernels.sparse.hopper.gather import count_tiles, program_rows, program_token
 from mla_kernels.sparse.hopper.layouts import SUMS
 from mla_kernels.sparse.hopper.query import convert_query

@@ -9,9 +9,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from mla_kernels.decode.hopper.bf16.loads import take_query
 from mla_kernels.decode.hopper.layouts import BLOCK, SCORES_COL, SCORES_ROW
+from mla_kernels.decode.hopper.rings import ring_next, ring_previous
 from mla_kernels.decode.hopper.softmax import EXPONENT_FLOOR
-from mla_kernels.decode.hopper.stream import ring_next, ring_previous, take_query
 from mla_kernels.sparse.hopper.layouts import SUMS
 from mla_kernels.sparse.hopper.scales import load_scalar, store_scalar
 from mla_kernels.sparse.hopper.scores import issue_scores

@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from mla_kernels.decode.hopper.layouts import BLOCK, HALF, OUTPUT
-from mla_kernels.decode.hopper.stream import ring_next, ring_step
+from mla_kernels.decode.hopper.rings import ring_next, ring_step
 from mla_kernels.sparse.hopper.gather import (
     gather,
     load_slots,

@@ -15,8 +15,8 @@ from mla_kernels.decode.hopper.layouts import (
     PASS_64,
     SCALE_COL,
 )
+from mla_kernels.decode.hopper.rings import ring_next, ring_previous, ring_step
 from mla_kernels.decode.hopper.scales import FIRST, next_exponent, power_of_two
-from mla_kernels.decode.hopper.stream import ring_next, ring_previous, ring_step
 from mla_kernels.layouts import Fp8DsMlaLayout
 from mla_kernels.sparse.hopper.gather import (
     gather,

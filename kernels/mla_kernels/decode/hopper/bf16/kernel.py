@@ -30,7 +30,7 @@ from mla_kernels.decode.hopper.barriers import barriers
 from mla_kernels.decode.hopper.bf16.scores import scores_warpgroup
 from mla_kernels.decode.hopper.bf16.values import values_warpgroup
 from mla_kernels.decode.hopper.layouts import BLOCK, HALF, ROPE, TILE, VECTOR
-from mla_kernels.decode.hopper.stream import read_start
+from mla_kernels.decode.hopper.segments import read_start
 
 
 @gluon.jit(do_not_specialize=["table_stride", "num_rows", "num_heads", "s_q"])

@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from mla_kernels import numerics
+from mla_kernels.decode.hopper.bf16.loads import take_query
 from mla_kernels.decode.hopper.layouts import (
     BLOCK,
     QUADS,
@@ -19,6 +20,8 @@ from mla_kernels.decode.hopper.layouts import (
     SCORES_COL,
     SCORES_ROW,
 )
+from mla_kernels.decode.hopper.rings import ring_next, ring_previous
+from mla_kernels.decode.hopper.segments import next_segment, start_segment, step_on
 from mla_kernels.decode.hopper.softmax import (
     EXPONENT_FLOOR,
     o_factor,
@@ -26,14 +29,6 @@ from mla_kernels.decode.hopper.softmax import (
     publish_factors,
     softmax_step,
     sums_of_rows,
-)
-from mla_kernels.decode.hopper.stream import (
-    next_segment,
-    ring_next,
-    ring_previous,
-    start_segment,
-    step_on,
-    take_query,
 )
 
 LN2 = gl.constexpr(numerics.LN2)

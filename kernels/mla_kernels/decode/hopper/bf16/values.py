@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from mla_kernels.decode.hopper.bf16.loads import load_next, stream_start
 from mla_kernels.decode.hopper.layouts import (
     BLOCK,
     HALF,
@@ -21,16 +22,9 @@ from mla_kernels.decode.hopper.layouts import (
     PASS_64,
     PASS_64_ROW,
 )
+from mla_kernels.decode.hopper.rings import ring_next, ring_step
+from mla_kernels.decode.hopper.segments import next_segment, start_segment, step_on
 from mla_kernels.decode.hopper.softmax import rescale
-from mla_kernels.decode.hopper.stream import (
-    load_next,
-    next_segment,
-    ring_next,
-    ring_step,
-    start_segment,
-    step_on,
-    stream_start,
-)
 from mla_kernels.triton_common.gluon_compat import (
     cta_barrier,
     reinterpret,

@@ -48,7 +48,7 @@ from mla_kernels.decode.hopper.fp8.operands import rows_of
 from mla_kernels.decode.hopper.fp8.scores import ONE, scores_warpgroup
 from mla_kernels.decode.hopper.fp8.values import values_warpgroup
 from mla_kernels.decode.hopper.layouts import BLOCK, DS_MLA_ROPE, SCALES, VECTOR
-from mla_kernels.decode.hopper.stream import read_start
+from mla_kernels.decode.hopper.segments import read_start
 
 
 @gluon.jit(do_not_specialize=["table_stride", "num_rows", "num_heads", "s_q"])

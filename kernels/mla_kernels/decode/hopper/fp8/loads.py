@@ -6,7 +6,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from mla_kernels.decode.hopper.layouts import BLOCK, SCALE_COL
-from mla_kernels.decode.hopper.stream import next_segment
+from mla_kernels.decode.hopper.segments import next_segment
 from mla_kernels.triton_common.gluon_compat import aggregate, tma_load
 
 

@@ -40,7 +40,7 @@ from mla_kernels.decode.hopper.fp8.token_scales import (
 )
 from mla_kernels.decode.hopper.layouts import BLOCK, SCALES_READ
 from mla_kernels.decode.hopper.scales import FIRST, TILE_HEADROOM, next_exponent, power_of_two
-from mla_kernels.decode.hopper.stream import next_segment, start_segment, step_on
+from mla_kernels.decode.hopper.segments import next_segment, start_segment, step_on
 from mla_kernels.decode.triton.softmax import integer_reference, pow2_int
 from mla_kernels.triton_common.gluon_compat import reinterpret
 

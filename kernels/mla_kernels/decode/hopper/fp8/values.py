@@ -13,12 +13,8 @@ from mla_kernels.decode.hopper.fp8.loads import Place, load_half, page_of
 from mla_kernels.decode.hopper.fp8.operands import accumulator
 from mla_kernels.decode.hopper.fp8.products import add_values
 from mla_kernels.decode.hopper.layouts import BLOCK, PASS_64, PASS_64_ROW
-from mla_kernels.decode.hopper.stream import (
-    next_segment,
-    ring_next,
-    start_segment,
-    step_on,
-)
+from mla_kernels.decode.hopper.rings import ring_next
+from mla_kernels.decode.hopper.segments import next_segment, start_segment, step_on
 from mla_kernels.triton_common.gluon_compat import cta_barrier
 
 

@@ -30,7 +30,7 @@ from mla_kernels.decode.hopper.fp8_query.operands import LATENT_UNITS, ROPE_CODE
 from mla_kernels.decode.hopper.fp8_query.scores import scores_warpgroup
 from mla_kernels.decode.hopper.fp8_query.values import values_warpgroup
 from mla_kernels.decode.hopper.layouts import BLOCK, VECTOR
-from mla_kernels.decode.hopper.stream import read_start
+from mla_kernels.decode.hopper.segments import read_start
 
 
 @gluon.jit(do_not_specialize=["table_stride", "num_rows", "num_heads", "s_q"])

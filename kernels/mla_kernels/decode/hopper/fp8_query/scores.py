@@ -21,8 +21,9 @@ from mla_kernels.decode.hopper.fp8_query.operands import (
 )
 from mla_kernels.decode.hopper.fp8_query.softmax import lane_sums, lowest, move_reference, weights
 from mla_kernels.decode.hopper.layouts import BLOCK, QUADS, SCORES_ROW
+from mla_kernels.decode.hopper.rings import ring_next
+from mla_kernels.decode.hopper.segments import next_segment, start_segment, step_on
 from mla_kernels.decode.hopper.softmax import of_rows, publish_factors, sums_of_rows
-from mla_kernels.decode.hopper.stream import next_segment, ring_next, start_segment, step_on
 from mla_kernels.triton_common.gluon_compat import cta_barrier, reinterpret, tma_load
 
 LN2 = gl.constexpr(numerics.LN2)

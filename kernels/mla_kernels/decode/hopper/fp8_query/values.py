@@ -26,7 +26,8 @@ from mla_kernels.decode.hopper.fp8_query.operands import (
 )
 from mla_kernels.decode.hopper.fp8_query.softmax import EACH, ONE_BITS
 from mla_kernels.decode.hopper.layouts import BLOCK
-from mla_kernels.decode.hopper.stream import next_segment, ring_next, start_segment, step_on
+from mla_kernels.decode.hopper.rings import ring_next
+from mla_kernels.decode.hopper.segments import next_segment, start_segment, step_on
 
 
 @gluon.jit

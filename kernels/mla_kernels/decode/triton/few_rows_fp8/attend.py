@@ -9,13 +9,8 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from mla_kernels import numerics
 from mla_kernels.decode.hopper.layouts import BLOCK
-from mla_kernels.decode.hopper.stream import (
-    next_segment,
-    ring_next,
-    ring_previous,
-    start_segment,
-    step_on,
-)
+from mla_kernels.decode.hopper.rings import ring_next, ring_previous
+from mla_kernels.decode.hopper.segments import next_segment, start_segment, step_on
 from mla_kernels.decode.triton.few_rows.operands import (
     KEYS_TO_F16,
     VALUES_TO_F16,

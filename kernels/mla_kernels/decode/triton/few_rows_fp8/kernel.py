@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from mla_kernels.decode.hopper.layouts import BLOCK
-from mla_kernels.decode.hopper.stream import read_start
+from mla_kernels.decode.hopper.segments import read_start
 from mla_kernels.decode.triton.few_rows_fp8.attend import attend
 from mla_kernels.decode.triton.few_rows_fp8.stream import loader
 from mla_kernels.decode.triton.few_rows_fp8.teams import VECTOR, team_memory

@@ -6,7 +6,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from mla_kernels.decode.hopper.layouts import BLOCK
-from mla_kernels.decode.hopper.stream import next_segment, ring_next, start_segment, step_on
+from mla_kernels.decode.hopper.rings import ring_next
+from mla_kernels.decode.hopper.segments import next_segment, start_segment, step_on
 from mla_kernels.decode.triton.many_rows.stream import page_of
 from mla_kernels.triton_common.gluon_compat import reinterpret, tma_load
 

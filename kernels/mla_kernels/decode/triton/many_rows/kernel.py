@@ -28,13 +28,8 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from mla_kernels import numerics
 from mla_kernels.decode.hopper.layouts import BLOCK, HALF, ROPE, TILE
-from mla_kernels.decode.hopper.stream import (
-    next_segment,
-    read_start,
-    ring_next,
-    start_segment,
-    step_on,
-)
+from mla_kernels.decode.hopper.rings import ring_next
+from mla_kernels.decode.hopper.segments import next_segment, read_start, start_segment, step_on
 from mla_kernels.decode.triton.many_rows.softmax import (
     LANES,
     SCORES,
