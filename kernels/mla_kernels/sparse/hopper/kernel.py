@@ -169,7 +169,7 @@ def hopper_sparse_kernel(
             [4, 4],
             [WORKER_REGS, WORKER_REGS],
         )  # fmt: skip
-    elif FORMAT == "bf16":
+    elif FORMAT == "bf16":  # a token in several ranges
         full_v = barriers(SLOTS_R, 1)
         fence_async_shared()
         gl.warp_specialize(
@@ -184,16 +184,16 @@ def hopper_sparse_kernel(
                     PAGE, ROW, HAS_LENGTHS, HAS_SINK, SPLIT, SHARES, MAX_LOGITS, False,
                 )),
                 (values_warpgroup, (
-                    out, part_acc, kv, slots, slots_stride, lengths, K, span, num_slots,
+                    part_acc, kv, slots, slots_stride, lengths, K, span, num_slots,
                     page_stride, num_heads, ring_a, full_a, ring_r, offsets, full_v,
-                    num_tiles, full_q, p_ring, full_p_a, empty_p, factors, inverse, full_out,
-                    0, SLOTS_A, SLOTS_P, PAGE, ROW, HAS_LENGTHS, SPLIT,
+                    num_tiles, full_q, p_ring, full_p_a, empty_p, factors,
+                    0, SLOTS_A, SLOTS_P, PAGE, ROW, HAS_LENGTHS,
                 )),
                 (values_warpgroup, (
-                    out, part_acc, kv, slots, slots_stride, lengths, K, span, num_slots,
+                    part_acc, kv, slots, slots_stride, lengths, K, span, num_slots,
                     page_stride, num_heads, ring_b, full_b, ring_r, offsets, full_v,
-                    num_tiles, full_q, p_ring, full_p_b, empty_p, factors, inverse, full_out,
-                    HALF, SLOTS_B, SLOTS_P, PAGE, ROW, HAS_LENGTHS, SPLIT,
+                    num_tiles, full_q, p_ring, full_p_b, empty_p, factors,
+                    HALF, SLOTS_B, SLOTS_P, PAGE, ROW, HAS_LENGTHS,
                 )),
             ],
             [4, 4],

@@ -53,14 +53,20 @@ def store_part(acc, of_part, first_head, num_heads, COL: gl.constexpr):
 
 
 @gluon.jit
+def store_range(acc, part_acc, token, first_head, num_heads, COL: gl.constexpr):
+    """The same of this program's range, where a token's ranges are as many as programs."""
+    first = (token * gl.num_programs(1) + gl.program_id(1)) * num_heads
+    store_part(acc, part_acc + first * LATENT, first_head, num_heads, COL)
+
+
+@gluon.jit
 def store_output(
     acc, out, part_acc, inverse, full_out, token, first_head, num_heads,
     COL: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Write one half of O: the result, or this range's part of one that is merged later."""
     if SPLIT:
-        first = (token * gl.num_programs(1) + gl.program_id(1)) * num_heads
-        store_part(acc, part_acc + first * LATENT, first_head, num_heads, COL)
+        store_range(acc, part_acc, token, first_head, num_heads, COL)
     else:
         mbarrier.wait(full_out, 0)
         of_token = out + token * num_heads * LATENT

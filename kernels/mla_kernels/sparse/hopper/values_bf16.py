@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warpgroups 1 and 2 with a bf16 cache: each owns 256 latent columns of O and gathers the same
-columns of the rows straight into its ring (warpgroup 2 the rope columns too)."""
+"""Warpgroups 1 and 2 with a bf16 cache and a token in several ranges (else: values_stream.py): each
+owns 256 latent columns of O and gathers the same columns of the rows straight into its ring
+(warpgroup 2 the rope columns too)."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -19,7 +20,7 @@ from mla_kernels.sparse.hopper.gather import (
 )
 from mla_kernels.sparse.hopper.layouts import GATHER_BF16
 from mla_kernels.sparse.hopper.scales import load_scalar
-from mla_kernels.sparse.hopper.values import LATENT, add_values, store_output
+from mla_kernels.sparse.hopper.values import LATENT, add_values, store_range
 from mla_kernels.triton_common.gluon_compat import cta_barrier
 
 
@@ -41,11 +42,10 @@ def gather_tile(
 
 @gluon.jit
 def values_warpgroup(
-    out, part_acc, kv, slots, slots_stride, lengths, K, span, num_slots, page_stride, num_heads,
+    part_acc, kv, slots, slots_stride, lengths, K, span, num_slots, page_stride, num_heads,
     ring, full, ring_r, offsets, full_v, num_tiles, full_q, p_ring, full_p, empty_p, factors,
-    inverse, full_out,
     COL: gl.constexpr, SLOTS: gl.constexpr, SLOTS_P: gl.constexpr,
-    PAGE: gl.constexpr, ROW: gl.constexpr, HAS_LENGTHS: gl.constexpr, SPLIT: gl.constexpr,
+    PAGE: gl.constexpr, ROW: gl.constexpr, HAS_LENGTHS: gl.constexpr,
 ):  # fmt: skip
     token, first_head = program_token(num_heads)
     rows = program_rows(
@@ -71,4 +71,4 @@ def values_warpgroup(
         ip, pp = ring_next(ip, pp, SLOTS_P)
     async_copy.commit_group()  # a wait is for groups, and no copy before was in one
     async_copy.wait_group(0)
-    store_output(acc, out, part_acc, inverse, full_out, token, first_head, num_heads, COL, SPLIT)
+    store_range(acc, part_acc, token, first_head, num_heads, COL)
