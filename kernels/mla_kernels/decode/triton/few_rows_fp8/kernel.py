@@ -18,12 +18,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from mla_kernels.decode.hopper.barriers import barriers
 from mla_kernels.decode.hopper.layouts import BLOCK
 from mla_kernels.decode.hopper.segments import read_start
 from mla_kernels.decode.triton.few_rows_fp8.attend import attend
 from mla_kernels.decode.triton.few_rows_fp8.stream import loader
 from mla_kernels.decode.triton.few_rows_fp8.teams import VECTOR, team_memory
-from mla_kernels.decode.triton.many_rows.kernel import barriers
 
 LATENT_RING = gl.constexpr(
     gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -68,12 +68,12 @@ def few_rows_fp8_kernel(
     rope_ring = gl.allocate_shared_memory(gl.bfloat16, [TEAMS * SLOTS, BLOCK, 32], ROPE_RING)
     memory = team_memory(BM)
     sums = gl.allocate_shared_memory(gl.float32, [2 * SLOTS, BM], VECTOR)  # l and k handed over
-    full = barriers(TEAMS * SLOTS)
-    empty = barriers(TEAMS * SLOTS)
+    full = barriers(TEAMS * SLOTS, 1)
+    empty = barriers(TEAMS * SLOTS, 1)
     handed = full
     if TEAMS > 1:  # one team hands nothing over, and the place of a dead barrier is used again
-        handed = barriers(SLOTS)
-    landed = barriers(1).index(0)
+        handed = barriers(SLOTS, 1)
+    landed = barriers(1, 1).index(0)
     if TEAMS == 1:
         fence_async_shared()
         gl.warp_specialize(

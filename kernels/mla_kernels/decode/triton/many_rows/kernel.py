@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from mla_kernels import numerics
+from mla_kernels.decode.hopper.barriers import barriers
 from mla_kernels.decode.hopper.layouts import BLOCK, HALF, ROPE, TILE
 from mla_kernels.decode.hopper.rings import ring_next
 from mla_kernels.decode.hopper.segments import next_segment, read_start, start_segment, step_on
@@ -74,15 +75,6 @@ def store_half(acc, factor, to, num_rows, COL: gl.constexpr):
     at = row[:, None] * (2 * HALF) + (COL + gl.arange(0, HALF, OUT_COL))[None, :]
     result = (acc * factor[:, None]).to(to.dtype.element_ty)
     gl.store(to + at, result, mask=(row < num_rows)[:, None])
-
-
-@gluon.jit
-def barriers(N: gl.constexpr):
-    """N of them, each for one arrival."""
-    bars = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(N):
-        mbarrier.init(bars.index(i), count=1)
-    return bars
 
 
 @gluon.jit
@@ -227,12 +219,12 @@ def many_rows_kernel(
     ring_r = gl.allocate_shared_memory(DTYPE, [2, BLOCK, ROPE], TILE)
     weights = gl.allocate_shared_memory(DTYPE, [BLOCK, BLOCK], TILE)
     flags = gl.allocate_shared_memory(gl.int32, [4, 16, 2, 4], FLAGS)
-    full_a = barriers(2)
-    full_b = barriers(2)
-    empty_a = barriers(2)
-    empty_b = barriers(2)
-    full_q = barriers(1).index(0)
-    empty_q = barriers(1).index(0)
+    full_a = barriers(2, 1)
+    full_b = barriers(2, 1)
+    empty_a = barriers(2, 1)
+    empty_b = barriers(2, 1)
+    full_q = barriers(1, 1).index(0)
+    empty_q = barriers(1, 1).index(0)
     fence_async_shared()
     gl.warp_specialize(
         [
