@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from mla_kernels.triton_common.alignment import row_pointers
-from mla_kernels.triton_common.dequantize import SCALED_BF16, SCALED_F16, SCALED_REGS, e4m3_to_f16
+from mla_kernels.triton_common.dequantize import e4m3_to_f16, scaled_e4m3
 from mla_kernels.triton_common.fp8 import e4m3_to_f32
 from mla_kernels.triton_common.rounding import round_to
 
@@ -123,19 +123,6 @@ def as_operand(
 def scaled_groups(
     code, scale, DTYPE: tl.constexpr, BN: tl.constexpr, WIDTH: tl.constexpr, HW_FP8: tl.constexpr
 ):
-    """fp8_ds_mla's (latent, scale) of load_part -> [BN, WIDTH] in DTYPE, rounded once.
-
-    In assembly that Triton does not move: triton_common/dequantize.py says why.
-    """
+    """fp8_ds_mla's (latent, scale) of load_part -> [BN, WIDTH] in DTYPE, rounded once."""
     scale = tl.broadcast_to(scale[:, :, None], code.shape)
-    if HW_FP8 and DTYPE == tl.bfloat16:
-        value = tl.inline_asm_elementwise(
-            SCALED_BF16, SCALED_REGS, [code, scale], dtype=tl.bfloat16, is_pure=False, pack=4
-        )
-    elif HW_FP8:
-        value = tl.inline_asm_elementwise(
-            SCALED_F16, SCALED_REGS, [code, scale], dtype=tl.float16, is_pure=False, pack=4
-        )
-    else:
-        value = round_to(e4m3_to_f32(code, HW_FP8) * scale, DTYPE)
-    return tl.reshape(value, [BN, WIDTH])
+    return tl.reshape(scaled_e4m3(code, scale, DTYPE, HW_FP8, True), [BN, WIDTH])
