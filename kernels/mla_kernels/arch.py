@@ -22,7 +22,7 @@ class Arch:
 
     sm                    compute capability as an integer (90 = 9.0); 0 for AMD
     shared_memory         bytes one CTA may use
-    shared_memory_per_sm  bytes of the SM, for "how many CTAs fit"
+    shared_memory_per_sm  bytes of the SM; tests hold tiles of several CTAs an SM against it
     tensor_core           instruction family of `tl.dot` on it
     e4m3_convert          has e4m3fn conversion instructions (else: integer operations)
     programmatic_launch   has programmatic dependent launch (griddepcontrol)
@@ -38,10 +38,6 @@ class Arch:
     @property
     def name(self) -> str:
         return f"sm_{self.sm}" if self.sm else "amd"
-
-    def ctas_per_sm(self, shared_memory: int) -> int:
-        """How many CTAs of `shared_memory` bytes one SM holds, as far as shared memory goes."""
-        return self.shared_memory_per_sm // (shared_memory + KB)
 
 
 ARCHS: dict[int, Arch] = {

@@ -23,8 +23,3 @@ def test_unserved_generations_are_refused(sm):
 def test_cpu_is_not_a_gpu():
     with pytest.raises(ValueError, match="got cpu"):
         device_arch(torch.device("cpu"))
-
-
-def test_two_small_ctas_fit_one_sm():
-    assert ARCHS[90].ctas_per_sm(113 * KB) == 2
-    assert ARCHS[90].ctas_per_sm(114 * KB) == 1
