@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`indexer_topk` by kernels, Hopper's or portable ones: scores and top-k with one workspace, of as
-many rows at a time as it holds. Where it pays the score kernel prepares the selection."""
+many rows at a time as it holds. The portable score kernel prepares the selection of few rows that
+are not shared (MAX_PREPARED_PAGES)."""
 
 import functools
 from typing import Any
@@ -15,8 +16,10 @@ from mla_kernels.topk.plan import level_views, topk_tiles
 from mla_kernels.topk.triton.launcher import exact_topk_triton
 from mla_kernels.topk.triton.spread_launcher import chunk_of_rows
 
-# Up to this many pages the portable score kernel also prepares the top-k. Measured on an H200: it
-# saves a launch (46.5 against 48.2 us for 1 row of 128K), but from 16384 pages on it costs more.
+# Up to this many pages the portable score kernel also prepares the top-k, of rows that programs do
+# not share (spread_launcher.py): on AMD, and on GPUs of less than 30 SMs. With more SMs rows of so
+# few pages are always shared. Measured on an H200 when they were not: it saved a launch (46.5
+# against 48.2 us for 1 row of 128K), but from 16384 pages on it cost more.
 MAX_PREPARED_PAGES = 4096
 
 
