@@ -21,7 +21,7 @@ from mla_kernels.triton_common.record import recording
 _READY: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 # Kernels and descriptor layouts whose id() is in a key, so that they stay alive.
 _ALIVE: dict[int, Any] = {}
-_LARGEST_INT32 = 2**31
+_PAST_INT32 = 2**31
 # Of every kernel, as they are tested: Triton's own default is an environment variable's
 # (TRITON_DEFAULT_FP_FUSION), and 3.9 announces that it will change.
 COMMON_OPTIONS = {"enable_fp_fusion": True}
@@ -96,7 +96,7 @@ def _tensor(x: torch.Tensor) -> Any:
 
 
 def _int(x: int) -> Any:
-    if not -_LARGEST_INT32 <= x < _LARGEST_INT32:
+    if not -_PAST_INT32 <= x < _PAST_INT32:
         return x  # rare: by value
     return "1" if x == 1 else "16" if x % 16 == 0 else "int"
 

@@ -18,7 +18,7 @@ from mla_kernels.triton_common.runtime import INTERPRET
 
 EXPONENT_FLOOR = tl.constexpr(numerics.EXPONENT_FLOOR)
 LN2 = tl.constexpr(numerics.LN2)
-LOG2_E = tl.constexpr(1.0 / numerics.LN2)
+LOG2E = tl.constexpr(numerics.LOG2E)
 
 # fp32 numbers that a program of 4 warps holds in flight: 32 registers a thread.
 IN_FLIGHT = 4096
@@ -29,7 +29,7 @@ def one_over_sum(l, k, sink_ptr, head, ok, HAS_SINK: tl.constexpr):
     """What O is multiplied by: 1 / l, 0 for no key; the sink is one more term of the sum."""
     if HAS_SINK:
         sink = tl.load(sink_ptr + head, mask=ok, other=0.0)
-        return tl.where(l != 0.0, 1.0 / (l + tl.exp2(sink * LOG2_E - k)), 0.0)
+        return tl.where(l != 0.0, 1.0 / (l + tl.exp2(sink * LOG2E - k)), 0.0)
     else:
         return tl.where(l != 0.0, 1.0 / l, 0.0)
 
@@ -145,8 +145,8 @@ def mla_sparse_merge_kernel(
 
 
 def merge_tile(splits: int, kv_lora_rank: int) -> MergeTile:
-    """All splits in flight at once; narrow columns for many of them. Two rows or more: of one, the
-    compiler passes the factors of its splits through shared memory one by one."""
+    """All splits in flight at once; narrow columns for many of them. Up to 64 splits two rows or
+    more: of one, the compiler passes the factors of its splits through shared memory one by one."""
     at_once = triton.next_power_of_2(splits)
     cols = min(kv_lora_rank, max(32, IN_FLIGHT // 2 // at_once))
     return MergeTile(rows=max(1, IN_FLIGHT // at_once // cols), cols=cols, splits=at_once)

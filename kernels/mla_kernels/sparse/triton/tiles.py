@@ -143,10 +143,9 @@ def fixed_split(K: int) -> Split:
 
 
 def tokens_at_once(H: int, splits: int, kv_lora_rank: int, workspace_bytes: int) -> int:
-    """Tokens whose partial results fit a workspace; of many a multiple of 16, so that views of
-    later tokens are aligned as the first are."""
+    """Tokens whose partial results fit a workspace; of many a multiple of ALIGNED."""
     fit = workspace_bytes // partial_bytes(1, H, splits, kv_lora_rank)
-    return fit - fit % 16 if fit >= 16 else fit
+    return fit - fit % ALIGNED if fit >= ALIGNED else fit
 
 
 def split_cost(splits: int, T: int, row_tiles: int, K: int, tokens: int, capacity: int) -> float:
