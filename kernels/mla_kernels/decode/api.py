@@ -218,7 +218,8 @@ def _by_torch(
 
 
 def check_room(B: int, max_blocks: int, block_size: int) -> None:
-    """Kernels count the tokens of a request, and the blocks of a batch, in 32 bits."""
+    """Kernels count the tokens of a request, and the blocks of a batch, in 32 bits. The plan counts
+    three more for each request: one that is begun, and its OVERHEAD."""
     room = max_blocks * block_size
     if room > checks.MAX_TOKENS or B * (room // BLOCK_SIZE + 3) >= 2**31:
         raise ValueError(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """MLA decode in torch: batched over requests, the cache gathered tile by tile.
 
-On a CPU the lengths are read and the tiles follow them (torch_tiles.py); "flash" is one call of
+On a CPU the lengths are read and the tiles follow them (torch_tiles.py); "flash" is calls of
 torch's own operator there (torch_sdpa.py). Elsewhere nothing is read back from the device: every
 request walks its whole table row, masked.
 """

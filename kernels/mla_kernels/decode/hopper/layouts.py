@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Register and shared-memory layouts of the Hopper kernel (one warpgroup = 4 warps)."""
+"""Register and shared-memory layouts that the Hopper kernels share (one warpgroup = 4 warps)."""
 
 from triton.experimental.gluon import language as gl
 

@@ -5,9 +5,10 @@
     S      (Q K^T of the latent part + Q / M K^T of the rope part) M
     P      2^(S + log2 M - k) in fp16, so that P V is in order; its row sums count P / M
 
-M stays from tile to tile as long as the largest scale is between M / 2^DOWN and M 2^UP. So scales
-of more than 2^-8 of the tile's largest keep the digits of bf16 in values of 2^-16 of 448 times the
-largest or more, and no value errs by more than that (tests/kernels/decode/test_tile_scales.py).
+M stays from tile to tile as long as the largest scale is from M / 2^DOWN to below 2 M 2^UP. So
+scales of more than 2^-8 of the tile's largest keep the digits of bf16 in values of 2^-16 of 448
+times the largest or more, and no value errs by more than that
+(tests/kernels/decode/test_tile_scales.py).
 """
 
 import math

@@ -16,8 +16,8 @@ from mla_kernels.sparse.triton.tiles import Split, fixed_split
 from mla_kernels.triton_common.formats import cache_views
 from mla_kernels.triton_common.launch import launch
 
-# Tiles of each ring: 210 KB of shared memory, 220 with codes. The query tile comes in the last slot
-# of each, with bf16 and one range as an item like others. 160 registers as in
+# Tiles of each ring: up to 214 KB of shared memory, 226 with codes. The query tile comes in the
+# last slot of each, with bf16 and one range as an item like others. 160 registers as in
 # decode/hopper/bf16/launcher.py.
 CONFIGS = {
     "bf16": {"SLOTS_A": 3, "SLOTS_B": 2, "SLOTS_R": 2, "SLOTS_P": 2, "WORKER_REGS": 160},

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """With fp8_ds_mla the query's latent part is multiplied in fp16, as the keys are: the tile times a
-power of two, so that it is below 2 in size, rounded to fp16 in place."""
+power of two, so that it is below 4 in size, rounded to fp16 in place."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -3,7 +3,7 @@
 
 Weights and values of a tile are the dense kernel's (decode/triton). A row is cut into PARTS: with
 few heads what takes time is waiting, and four short chains of products wait less than one long one,
-and one part is converted while another is multiplied. Hopper's wgmma wants the row whole.
+and one part is converted while another is multiplied. With wgmma there are fewer (tiles.py).
 """
 
 import triton

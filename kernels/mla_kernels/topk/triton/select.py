@@ -5,7 +5,8 @@ Level 0 is the row, level L + 1 the largest key of each group of 8 of level L. A
 top-k of level L lies in a group of the top-k of level L + 1 (k groups that beat its own would each
 hold an element that beats it; ties by lowest index on both levels). So one program selects k groups
 on the highest level, gathers their 8 k children, selects k of these, and so on down to the row. It
-never holds more than 8 k keys, whatever the scores are: no estimate, no fallback, no atomics.
+never holds more keys than 8 k or the highest level, whatever the scores are: no estimate, no
+fallback, no atomics but for counts in its shared memory.
 """
 
 import triton

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Hopper decode kernel: one CTA is 64 query rows times one part of the plan.
+"""The Hopper decode kernel for bf16 caches: one CTA is 64 query rows times one part of the plan.
 
     TMA ──> ring A [64 x 256] ──┬─────────────> WG1   O[:,   0:256] += P V    (loads ring A)
     TMA ──> ring B [64 x 256] ──┼──┬──────────> WG2   O[:, 256:512] += P V    (loads rings B, R)

@@ -14,7 +14,7 @@ from mla_kernels.decode.query import Query, row_parts
 from mla_kernels.decode.rescale import scale_to_log2
 from mla_kernels.triton_common.launch import launch
 
-# Tiles of each ring: 209 KB of shared memory. 160 is the only register share of the two value
+# Tiles of each ring: 211 KB of shared memory. 160 is the only register share of the two value
 # warpgroups that compiles without spills or serialised wgmma.
 CONFIG = {"SLOTS_A": 3, "SLOTS_B": 2, "SLOTS_P": 2, "WORKER_REGS": 160}
 # Up to here a branch in the loop over tiles costs less than fetching a second copy of its code;

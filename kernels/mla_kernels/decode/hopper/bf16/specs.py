@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The specialisations of the Hopper kernel, for the offline compiler."""
+"""The specialisations of the bf16 Hopper kernel, for the offline compiler."""
 
 from mla_kernels.arch import Arch
 from mla_kernels.decode.hopper import layouts

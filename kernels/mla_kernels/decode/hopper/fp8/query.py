@@ -162,7 +162,7 @@ def largest_of_thread(x):
 def convert_query(
     query, query_rope, tops, full_tops, phase, zero, ME: gl.constexpr, SCALE_OF: gl.constexpr
 ):  # fmt: skip
-    """Turn half of the bf16 query rows, by blocks, into B operands in place: fp16 below 2 in size,
+    """Turn half of the bf16 query rows, by blocks, into B operands in place: fp16 below 4 in size,
     `pairs_apart`. Returns the power of two that this took away, which both warpgroups agree on by
     way of `tops`. With the second half the rope part likewise; with fp8_ds_mla it stays bf16, as it
     is ordered, and of SCALE_OF "tile" it is over the first M.

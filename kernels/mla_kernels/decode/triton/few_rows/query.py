@@ -51,7 +51,7 @@ def query_operands(
     """(a, b, up): the latent part in the layout LATENT; the rope part goes to rope_shared [1 or 2].
     a and b pass through latent_stage; given b_stage, b through that, and both stay there.
 
-    With codes the latent is fp16 below 2 in size, `up` the power of two that this took away, and a
+    With codes the latent is fp16 below 4 in size, `up` the power of two that this took away, and a
     and b are columns as in operands.py; "fp8" treats the rope part likewise. Else a is all and b
     is unused.
     """
