@@ -100,6 +100,7 @@ def make_vllm_app(events, engine):
         events.append("started")
         yield
         events.append("ended")
+        del app.state
 
     app = FastAPI(lifespan=lifespan)
     app.state.release = asyncio.Event()
@@ -128,6 +129,28 @@ def make_vllm_app(events, engine):
     @app.post("/v1/wait")
     async def wait():
         await app.state.release.wait()
+
+    @app.post("/v1/heeded")
+    async def heeded(request: Request):
+        """As vLLM's routes without a stream: computed in one task, while another listens for a
+        client that leaves."""
+
+        async def compute():
+            try:
+                await app.state.release.wait()
+            except asyncio.CancelledError:
+                events.append("cancelled")
+                raise
+
+        async def listen():
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+            events.append(f"left, load {getattr(request.app.state, 'load', 0)}")
+
+        tasks = [asyncio.create_task(compute()), asyncio.create_task(listen())]
+        _, others = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for other in others:
+            other.cancel()
 
     @app.post("/resume")
     async def resume():

@@ -2,9 +2,11 @@
 """How a server ends: the drain, its bound, and the death of the engine."""
 
 import asyncio
+import gc
 import json
 import os
 import signal
+import socket
 import time
 
 import httpx
@@ -182,6 +184,53 @@ def test_what_the_end_of_the_drain_cuts_short_is_a_503(stand, openai_error, capf
 
     asyncio.run(run())
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_what_computes_in_a_task_of_its_own_is_cancelled_too(stand, openai_error):
+    """vLLM aborts a request without a stream in the engine when its client leaves, and nobody hears
+    of what else would become of it. What listens for that reads what its application's end took."""
+
+    async def run():
+        failed = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, what: failed.append(what))
+        async with Running(stand, drain_timeout=0.3) as r:
+            waiting = asyncio.create_task(r.client.post("/v1/heeded"))
+            while r.stand.gate.running < 1:
+                await asyncio.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert openai_error(await waiting)["code"] == 503
+            assert await r.task == 0
+            assert sorted(r.stand.events) == ["cancelled", "ended", "left, load 0", "started"]
+            assert r.stand.gate.running == 0
+        gc.collect()  # a failure that nobody asked for is said then
+        assert failed == []
+
+    asyncio.run(run())
+
+
+def test_a_client_that_reads_nothing_does_not_keep_the_server(stand, capfd):
+    async def run():
+        async with Running(stand, drain_timeout=0.3) as r:
+            stream = f"POST /v1/stream?events_first={10**6} HTTP/1.1\r\nHost: x\r\n\r\n"
+            with socket.create_connection(r.client.base_url.netloc.decode().split(":")) as stalled:
+                stalled.sendall(stream.encode())
+                (connection,) = await first(lambda: r.server.server_state.connections)
+                await first(lambda: connection.flow.write_paused)
+                os.kill(os.getpid(), signal.SIGTERM)
+                assert await asyncio.wait_for(r.task, WAIT_SECONDS) == 0
+            assert r.stand.gate.running == 0
+
+    asyncio.run(run())
+    assert "Traceback" not in capfd.readouterr().err
+
+
+async def first(condition):
+    """What `condition` says once it is true of something."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not (found := condition()):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+    return found
 
 
 @pytest.mark.parametrize("named", [False, True])

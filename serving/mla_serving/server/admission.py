@@ -5,14 +5,9 @@ import asyncio
 import re
 
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from mla_serving.server.errors import (
-    error_event,
-    error_response,
-    has_named_events,
-    is_event_stream,
-)
+from mla_serving.server.errors import error_response
 from mla_serving.server.paths import route_path
 from mla_serving.server.shared_gate import SharedGate
 
@@ -46,7 +41,7 @@ _CONTROL = {
     "/v1/unload_lora_adapter",
     "/weight_checker",
 }
-_STOPPING = "The server is shutting down."
+STOPPING = "The server is shutting down."
 
 
 class Gate:
@@ -92,8 +87,8 @@ AnyGate = Gate | SharedGate
 
 
 class Admission:
-    """ASGI middleware before the Gate: 503 while it drains and for what that cuts short, 429 when
-    it is full; neither for what would empty it."""
+    """ASGI middleware before the Gate: 503 while it drains, 429 when it is full; neither for what
+    would empty it."""
 
     def __init__(self, app: ASGIApp, gate: AnyGate) -> None:
         self.app = app
@@ -110,28 +105,10 @@ class Admission:
         if counted and not gate.enter(limited):
             if scope["type"] == "websocket":
                 return await send({"type": "websocket.close", "code": 1013})
-            refusal = _stopping() if gate.draining else _too_many(gate.limit)
+            refusal = stopping() if gate.draining else _too_many(gate.limit)
             return await refusal(scope, receive, send)
-        start: Message | None = None
-        last: Message = {}  # of those sent
-
-        async def send_noted(message: Message) -> None:
-            nonlocal start, last
-            start, last = start or message, message
-            await send(message)
-
         try:
-            await self.app(scope, receive, send_noted)
-        except asyncio.CancelledError:
-            # uvicorn cancels what outlives the drain, and would answer 500 and log a traceback.
-            if not gate.draining or scope["type"] != "http":
-                raise
-            if start is None:
-                await _stopping()(scope, receive, send)
-            elif is_event_stream(start) and (last is start or last.get("more_body")):
-                # And no end: it stays an answer that was cut off.
-                event = error_event(503, _STOPPING, has_named_events(scope, last))
-                await send({"type": "http.response.body", "body": event, "more_body": True})
+            await self.app(scope, receive, send)
         finally:
             if counted:
                 gate.leave()
@@ -142,6 +119,7 @@ def _too_many(limit: int) -> Response:
     return error_response(429, text, {"Retry-After": "1"})
 
 
-def _stopping() -> Response:
+def stopping() -> Response:
+    """The answer of a server that drains."""
     headers = {"Retry-After": "5", "Connection": "close"}
-    return error_response(503, _STOPPING, headers)
+    return error_response(503, STOPPING, headers)

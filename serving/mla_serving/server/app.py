@@ -2,7 +2,8 @@
 """The root application: our routes and middleware, vLLM's application mounted below them."""
 
 from argparse import Namespace
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from http import HTTPMethod
 from typing import Any
 
@@ -15,6 +16,7 @@ from mla_serving.server.admission import Admission, AnyGate
 from mla_serving.server.auth import ApiKey
 from mla_serving.server.body_limit import BodyLimit
 from mla_serving.server.body_wait import BodyWait
+from mla_serving.server.cut_short import CutShort
 from mla_serving.server.errors import OpenAIErrors, error_response
 from mla_serving.server.grammar import Grammar, note_given_up
 from mla_serving.server.info import Info
@@ -72,7 +74,7 @@ def build_root_app(
     app.add_api_websocket_route("/metrics{rest:path}", _no_websocket)  # vLLM's fails at one
     app.mount("/", vllm_app)  # last: our routes win
     # A mounted application's lifespan is not run by its parent.
-    app.router.lifespan_context = lambda _: vllm_app.router.lifespan_context(vllm_app)  # type: ignore[assignment]
+    app.router.lifespan_context = lambda _: _lifespan(vllm_app)  # type: ignore[assignment]
 
     # The last one added is the outermost. Users' are around all routes, ours too, and behind the
     # limits: they may read a body.
@@ -84,6 +86,7 @@ def build_root_app(
     app.add_middleware(JsonObject)
     app.add_middleware(BodyLimit, limit=int(args.mla_max_body_mib * MIB))
     app.add_middleware(BodyWait)
+    app.add_middleware(CutShort, gate=gate)
     app.add_middleware(Admission, gate=gate)
     if keys:
         open_paths = ["/health", *(["/metrics"] if args.mla_open_metrics else [])]
@@ -102,6 +105,16 @@ def build_root_app(
         app.add_middleware(RequestId)
     app.add_middleware(Counted)
     return app
+
+
+@asynccontextmanager
+async def _lifespan(vllm_app: FastAPI) -> AsyncIterator[Any]:
+    """vLLM's, which takes `state` away at its end. Requests that the drain cuts short end later,
+    and what listens for their clients to leave reads it."""
+    state = vllm_app.state
+    async with vllm_app.router.lifespan_context(vllm_app) as given:
+        yield given
+    vllm_app.state = state
 
 
 async def _no_websocket(websocket: WebSocket) -> None:

@@ -104,6 +104,11 @@ class Server(uvicorn.Server):
         """Run the application's start-up, then accept connections of `sockets`."""
         await super().startup(sockets)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        if cancelled := set(self.server_state.tasks):  # they have yet to end
+            await asyncio.wait(cancelled, timeout=_CANCEL_SECONDS)
+
 
 class Serving(Protocol):
     """What of a server is used to run and to end it."""
