@@ -14,6 +14,7 @@ from vllm.v1.worker.cpu_worker import CPUModelRunner, CPUWorker
 from mla_backend.cpu_worker.adapters import leave_others_alone
 from mla_backend.cpu_worker.blocks import zero_blocks
 from mla_backend.cpu_worker.drafting import unshare_lengths
+from mla_backend.cpu_worker.ending import end_without_collecting
 from mla_backend.cpu_worker.experts import choose_experts, pass_on
 from mla_backend.cpu_worker.generators import keep_generators
 from mla_backend.cpu_worker.rejection import (
@@ -33,6 +34,7 @@ class MlaCpuWorker(CPUWorker):
     """vLLM's, with all mends."""
 
     def init_device(self) -> None:
+        end_without_collecting()
         reject_padding()  # to 0.30; later ones have taken the operator already (platform.py)
         super().init_device()
         rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens

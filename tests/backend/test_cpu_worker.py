@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's CPU worker, mended: seeds under chunked prefill, drafts, pipelines, zeroed blocks,
-experts."""
+experts, its end."""
 
+import atexit
 import contextlib
+import gc
+import multiprocessing
 from types import SimpleNamespace
 
 import numpy as np
@@ -53,6 +56,18 @@ class Runner:
 
 def seeded(seed):
     return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("parent, ends_with", [(object(), [gc.freeze]), (None, [])])
+def test_a_worker_process_ends_without_a_search_for_garbage(monkeypatch, parent, ends_with):
+    """Not what has no parent: it is a user's own process."""
+    registered = []
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: parent)
+    monkeypatch.setattr(atexit, "register", registered.append)
+    monkeypatch.setattr(CPUWorker, "init_device", lambda self: 1 / 0)  # goes no further
+    with pytest.raises(ZeroDivisionError):
+        object.__new__(MlaCpuWorker).init_device()
+    assert registered == ends_with
 
 
 def test_vllm_alone_fails_on_a_chunk_of_a_seeded_request():
