@@ -60,7 +60,7 @@ HANDLED = {
 class FakeEngine:
     """What the server reads of vLLM's engine client."""
 
-    def __init__(self, kv_transfer=None):
+    def __init__(self, kv_transfer=None, drafts=False):
         self.errored = False
         self.stopped = self.closed = False
         self.rpc_delay = 0.0
@@ -73,6 +73,8 @@ class FakeEngine:
             attention_config=SimpleNamespace(backend=SimpleNamespace(name="CUSTOM")),
             cache_config=SimpleNamespace(cache_dtype="auto", block_size=64, num_gpu_blocks=101),
             kv_transfer_config=kv_transfer,
+            speculative_config=object() if drafts else None,
+            use_v2_model_runner=False,
         )
 
     async def collective_rpc(self, method):
@@ -255,12 +257,13 @@ class Stand:
         root_path="",
         hang_timeout=0.1,
         kv_transfer=None,
+        drafts=False,
         open_metrics=False,
         request_ids=False,
         shared=False,
         middleware=(),
     ):
-        self.engine = FakeEngine(kv_transfer)
+        self.engine = FakeEngine(kv_transfer, drafts)
         self.events = []
         self.gauges = {}
         self.vllm_app = make_vllm_app(self.events, self.engine)

@@ -100,7 +100,7 @@ async def run():
     server = lifecycle.Server(
         uvicorn.Config(None, lifespan="off"), lambda: os.kill(os.getpid(), signal.SIGTERM)
     )
-    config = SimpleNamespace(kv_transfer_config=None)
+    config = SimpleNamespace(kv_transfer_config=None, speculative_config=None)
     engine = SimpleNamespace(errored=False, shutdown=lambda timeout: None, vllm_config=config)
     sock = socket.create_server(("127.0.0.1", 0))
     serving = lifecycle.run_until_stopped(server, sock, engine, gate, 60, Progress())

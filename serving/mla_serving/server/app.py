@@ -23,6 +23,7 @@ from mla_serving.server.info import Info
 from mla_serving.server.json_object import JsonObject
 from mla_serving.server.json_values import JsonValues
 from mla_serving.server.metrics import Counted
+from mla_serving.server.named_logprobs import refuse_named_logprobs
 from mla_serving.server.request_id import RequestId
 from mla_serving.server.watchdog import Watchdog, is_retired
 
@@ -45,7 +46,7 @@ def build_root_app(
     Args:
         vllm_app: what vLLM's `build_app` made, without --middleware; its lifespan is run with ours.
         engine: vLLM's engine client; `errored` and `vllm_config` are read, and what `generate` says
-            of grammars.
+            of grammars; some requests do not reach `generate` (named_logprobs.py).
         gate: counts and admits requests; the drain closes it.
         info: answers /mla/info.
         watchdog: knows whether the engine hangs.
@@ -81,6 +82,7 @@ def build_root_app(
     app.state = vllm_app.state  # which they find by the request
     users_middleware.add(app, args.middleware)
     note_given_up(engine)
+    refuse_named_logprobs(engine)
     app.add_middleware(Grammar)
     app.add_middleware(JsonValues)
     app.add_middleware(JsonObject)
