@@ -22,10 +22,11 @@ from vllm.v1.sample import rejection_sampler
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 from vllm.v1.worker.cpu_worker import CPUModelRunner, CPUWorker
 
+from mla_backend import compat
 from mla_backend.cpu_worker import MlaCpuWorker, stages
 from mla_backend.cpu_worker.drafting import unshare_lengths
 from mla_backend.cpu_worker.generators import keep_generators
-from mla_backend.cpu_worker.rejection import expand_batch_to_tokens
+from mla_backend.cpu_worker.rejection import expand_batch_to_tokens, reject_padding
 
 
 class Runner:
@@ -118,23 +119,34 @@ def test_values_are_repeated_for_the_tokens_of_a_request(dtype):
     assert got.dtype == dtype and got.tolist() == [3, 3, 1, 1, 1, 7]
 
 
-@pytest.mark.parametrize("row", [0, 1])
-def test_padding_is_no_draft(monkeypatch, row):
-    """In front of a draft's row is the last token's probability of another request, or what lies in
-    front of all of them. Through what vLLM takes for its kernel (0.31 on)."""
+def registered_judge(monkeypatch):
     from vllm.triton_utils import dispatcher
 
     from mla_backend.platform import MlaCpuPlatform
 
-    name, taken = "_rejection_random_sample_kernel_impl", {}
-    monkeypatch.setattr(cpu_triton_utils, name, getattr(cpu_triton_utils, name))
+    taken = {}
     monkeypatch.setattr(dispatcher, "register_kernels", taken.update)
     monkeypatch.setattr("vllm.triton_utils.HAS_TRITON", False)
     for _ in range(2):
         MlaCpuPlatform.register_triton_kernel_overrides()
-    judge = taken["vllm.v1.sample.rejection_sampler.rejection_random_sample_kernel"]
+    return taken["vllm.v1.sample.rejection_sampler.rejection_random_sample_kernel"]
+
+
+@pytest.mark.parametrize("row", [0, 1])
+def test_padding_is_no_draft(monkeypatch, row):
+    """In front of a draft's row is the last token's probability of another request, or what lies in
+    front of all of them. Through what vLLM takes for its kernel."""
+    for name in ("_rejection_random_sample_kernel_impl", "rejection_random_sample_kernel"):
+        if hasattr(cpu_triton_utils, name):
+            monkeypatch.setattr(cpu_triton_utils, name, getattr(cpu_triton_utils, name))
+    if compat.versions.before((0, 31)):
+        reject_padding()
+        reject_padding()
+        judge = cpu_triton_utils.rejection_random_sample_kernel[(1,)]
+    else:
+        judge = registered_judge(monkeypatch)
     rows = torch.zeros(3, 8)
-    rows[:2, 7], rows[2, 2] = 1.0, 1.0
+    rows[:2, 7], rows[2, 0] = 1.0, 1.0  # which takes token 0, as a draft that is there
     target, B = rows[2 - row :], 1 + row
     drafts, recovered = torch.tensor([7, -1])[1 - row :], torch.tensor([0, 2])[1 - row :]
     out = torch.full((B, 2), -9, dtype=torch.int32)

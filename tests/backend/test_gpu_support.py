@@ -509,6 +509,7 @@ def one_layer(monkeypatch, cache="auto"):
         scheduler_config=SimpleNamespace(max_num_seqs=4),
         model_config=SimpleNamespace(max_model_len=256),
         cache_config=SimpleNamespace(block_size=64),
+        use_v2_model_runner=False,
     )
 
 
