@@ -133,8 +133,7 @@ def indexer_topk(
     """The k keys with the largest indexer scores of each row, as `exact_topk(indexer_scores(...))`
     returns them, bit for bit.
 
-    One workspace, and no -inf written past the rows. On AMD, of few pages, the portable score
-    kernel also leaves the largest score of each 8 and each 64 keys: the selection starts from them.
+    One workspace, and no -inf written past the rows.
 
     k          1..2048
     out        [T, k] int32 to write into

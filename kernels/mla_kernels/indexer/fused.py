@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`indexer_topk` by kernels, Hopper's or portable ones: scores and top-k with one workspace, of as
-many rows at a time as it holds. The portable score kernel prepares the selection of few rows that
-are not shared (MAX_PREPARED_PAGES)."""
+many rows at a time as it holds."""
 
 import functools
-from typing import Any
 
 import torch
 
@@ -12,15 +10,7 @@ from mla_kernels.indexer.triton.launcher import launch_scores, tiles_of_call
 from mla_kernels.indexer.triton.row_launchers import launch_chosen_values
 from mla_kernels.indexer.workspace import indexer_topk_workspace, row_words
 from mla_kernels.layouts import BLOCK_SIZE
-from mla_kernels.topk.plan import level_views, topk_tiles
 from mla_kernels.topk.triton.launcher import exact_topk_triton
-from mla_kernels.topk.triton.spread_launcher import chunk_of_rows
-
-# Up to this many pages the portable score kernel also prepares the top-k, of rows that programs do
-# not share (spread_launcher.py): on AMD, and on GPUs of less than 30 SMs. With more SMs rows of so
-# few pages are always shared. Measured on an H200 when they were not: it saved a launch (46.5
-# against 48.2 us for 1 row of 128K), but from 16384 pages on it cost more.
-MAX_PREPARED_PAGES = 4096
 
 
 def indexer_topk_fused(
@@ -73,17 +63,11 @@ def indexer_topk_fused(
     tables_in_turns = hopper and request_ids is None and rows_per_request == 1
     if step < T and request_ids is None and not tables_in_turns:  # one may end within a request
         request_ids = torch.arange(T, dtype=torch.int32, device=q.device) // rows_per_request
-    levels = topk_tiles(width, k).levels
     for a in range(0, T, step):
         b = min(a + step, T)
         words_used = workspace[: 4 * (b - a) * words].view(torch.int32)
         scores = words_used[: (b - a) * width].view(torch.float32).view(b - a, width)
         room = words_used[(b - a) * width :]
-        if hopper or chunk_of_rows(b - a, width, k, q.device) is not None:
-            prepare = False  # rows that programs share have no levels; on Hopper it costs more
-        else:
-            prepare = levels > 0 and (b - a) * max_blocks <= MAX_PREPARED_PAGES
-        prepared: dict[str, Any] = {"levels": level_views(room, b - a, width)} if prepare else {}
         launch(
             q[a:b],
             k_cache,
@@ -92,15 +76,7 @@ def indexer_topk_fused(
             lengths[a:b],
             scores,
             request_ids=None if request_ids is None else request_ids[a:b],
-            **prepared,
         )
-        exact_topk_triton(
-            scores,
-            k,
-            lengths=lengths[a:b],
-            out=out[a:b],
-            workspace=room,
-            levels_ready=prepare,
-        )
+        exact_topk_triton(scores, k, lengths=lengths[a:b], out=out[a:b], workspace=room)
         if values is not None:  # now: the next turn overwrites the scores
             launch_chosen_values(scores, out[a:b], values[a:b])

@@ -93,14 +93,12 @@ def test_a_row_has_the_same_bits_alone(heads, rows, fp8_products):
 
 
 def test_the_forms_of_both_caches_are_compiled_offline():
-    """Those of `indexer_topk`, whose scores prepare the top-k or not, and of rows that name their
-    request."""
-    forms = {(c.k_fp8, c.q_fp8, c.ragged, c.split, c.levels) for c in specs.SCORES}
+    """And of rows that name their request."""
+    forms = {(c.k_fp8, c.q_fp8, c.ragged, c.split) for c in specs.SCORES}
     for fp8 in (True, False):
-        assert {(fp8, fp8, False, True, levels) for levels in (True, False)} <= forms
-        assert (fp8, fp8, True, False, False) in forms
-    assert {(True, True, True, True, levels) for levels in (True, False)} <= forms
-    assert {(False, True, False, True, False), (True, False, False, True, False)} <= forms
+        assert {(fp8, fp8, False, True), (fp8, fp8, True, False)} <= forms
+    assert (True, True, True, True) in forms
+    assert {(False, True, False, True), (True, False, False, True)} <= forms
 
 
 def test_what_the_hopper_kernel_does_not_take():

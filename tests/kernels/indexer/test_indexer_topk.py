@@ -11,22 +11,19 @@ from mla_kernels.indexer.hopper import launcher as launcher_hopper
 from mla_kernels.indexer.triton import launcher
 from mla_kernels.testing.indexer_case import make_indexer_case
 from mla_kernels.topk import plan
-from mla_kernels.topk.triton import spread_launcher
+from mla_kernels.topk.triton import many_launcher, spread_launcher
 
 from tests.kernels.indexer.expected_scores import IMPLS, INF
 
 
 @pytest.mark.parametrize("fp8", [True, False])
 @pytest.mark.parametrize(("k", "lengths"), [(37, [130, 0, 1, 64]), (70, [700, 65])])
-@pytest.mark.parametrize(
-    ("s_q", "how"), [(1, "levels"), (2, "levels"), (2, "plain"), (1, "shared")]
-)
+@pytest.mark.parametrize(("s_q", "how"), [(1, "levels"), (2, "levels"), (1, "many"), (1, "shared")])
 def test_fused_equals_the_two_steps_bit_for_bit(s_q, how, lengths, k, fp8, device, monkeypatch):
-    programs = {"levels": 0, "plain": 0, "shared": 100}[how]
-    monkeypatch.setattr(spread_launcher, "resident_programs", lambda device: programs)
+    programs = {"levels": 0, "many": 1, "shared": 100}[how]
+    for of in (many_launcher, spread_launcher):
+        monkeypatch.setattr(of, "resident_programs", lambda device: programs)
     monkeypatch.setattr(plan, "SPREAD_CHUNKS", (256,))
-    if how == "plain":
-        monkeypatch.setattr(fused_form, "MAX_PREPARED_PAGES", 0)
     # Every row takes levels, as rows above 32K do on a device.
     monkeypatch.setattr(plan, "MAX_TOP", 128)
     formats = {"q_fp8": fp8, "k_fp8": fp8}

@@ -102,13 +102,10 @@ def launch_scores(
     *,
     tiles: ScoreTiles,
     request_ids: torch.Tensor | None = None,
-    levels: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """scores [T, 64 * max_blocks], written up to the end of each row's last page.
 
     `tiles`: those of a whole call (`tiles_of_call`), of which these rows are a part.
-    With `levels` (int32 [T, 8 * max_blocks] and [T, max_blocks]) also the upper levels of the
-    top-k, up to the same point.
     """
     T, H, D = q.shape
     B, max_blocks = block_table.shape
@@ -121,7 +118,6 @@ def launch_scores(
     rows_per_request = 1 if ragged else T // B
     num_tiles = triton.cdiv(T, tiles.rows) if ragged else B * triton.cdiv(T // B, tiles.rows)
     programs = num_programs(q.device) if num_tiles <= MAX_SPLIT_TILES else num_tiles
-    level1, level2 = levels or (None, None)
     launch(
         scores_kernel,
         (programs,),
@@ -132,8 +128,6 @@ def launch_scores(
         request_ids,
         lengths,
         scores,
-        level1,
-        level2,
         num_tiles,
         T,
         rows_per_request,
@@ -144,8 +138,6 @@ def launch_scores(
         weights.stride(0),
         block_table.stride(0),
         scores.stride(0),
-        level1.stride(0) if level1 is not None else 0,
-        level2.stride(0) if level2 is not None else 0,
         **score_constants(
             tiles,
             H,
@@ -154,7 +146,6 @@ def launch_scores(
             ragged=ragged,
             q_fp8=q_fp8,
             k_fp8=k_fp8,
-            levels=levels is not None,
             fp8_hardware=arch.e4m3_convert,
         ),
         **tiles.options,
@@ -170,7 +161,6 @@ def score_constants(
     ragged: bool,
     q_fp8: bool,
     k_fp8: bool,
-    levels: bool,
     fp8_hardware: bool,
 ) -> dict[str, Any]:
     """Compile-time arguments of the score kernel."""
@@ -188,7 +178,6 @@ def score_constants(
         "DOT": dot_dtype(q_fp8, k_fp8),
         "FP8_HARDWARE": fp8_hardware,
         "UPCAST": INTERPRET,
-        "LEVELS": levels,
         "STAGES": tiles.stages,
     }
 

@@ -10,7 +10,6 @@ programs; without it a program takes one tile.
 import triton
 import triton.language as tl
 
-from mla_kernels.topk.triton.keys import GROUP, ordered_key, store_keys
 from mla_kernels.triton_common.fp8 import e4m3_to_float
 
 PAGE = tl.constexpr(64)
@@ -70,12 +69,8 @@ def score_pages(
     page_end,
     k_ptr,
     scores_ptr,
-    level1_ptr,
-    level2_ptr,
     stride_page,
     stride_scores,
-    stride_level1,
-    stride_level2,
     H: tl.constexpr,
     D: tl.constexpr,
     HEADS: tl.constexpr,
@@ -84,7 +79,6 @@ def score_pages(
     DOT: tl.constexpr,
     FP8_HARDWARE: tl.constexpr,
     UPCAST: tl.constexpr,
-    LEVELS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Scores of the tokens of pages [page_begin, page_end) for the rows of one request."""
@@ -114,13 +108,6 @@ def score_pages(
         score = tl.where(key_index[:, None] < lengths[None, :], score, float("-inf"))
         score_ptr = scores_ptr + row[None, :] * stride_scores + key_index[:, None]
         tl.store(score_ptr, score, mask=own[None, :])
-        if LEVELS:
-            groups = tl.reshape(ordered_key(score), (PAGE // GROUP, GROUP, ROWS))
-            level1 = tl.max(groups, axis=1)
-            i1 = page * (PAGE // GROUP) + tl.arange(0, PAGE // GROUP)
-            ptr = level1_ptr + row[None, :] * stride_level1 + i1[:, None]
-            store_keys(ptr, level1, own[None, :])
-            store_keys(level2_ptr + row * stride_level2 + page, tl.max(level1, axis=0), own)
 
 
 @triton.jit
@@ -135,8 +122,6 @@ def score_tile(
     requests_ptr,
     lengths_ptr,
     scores_ptr,
-    level1_ptr,
-    level2_ptr,
     num_rows,
     rows_per_request,
     max_len,
@@ -146,8 +131,6 @@ def score_tile(
     stride_weights,
     stride_table,
     stride_scores,
-    stride_level1,
-    stride_level2,
     H: tl.constexpr,
     D: tl.constexpr,
     HEADS: tl.constexpr,
@@ -158,7 +141,6 @@ def score_tile(
     DOT: tl.constexpr,
     FP8_HARDWARE: tl.constexpr,
     UPCAST: tl.constexpr,
-    LEVELS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Pages [page_begin, page_end) of a tile, request by request."""
@@ -193,18 +175,16 @@ def score_tile(
                     q, weights, lengths, row, own,
                     table_ptr + request.to(tl.int64) * stride_table,
                     page_begin, tl.minimum(page_end, tl.cdiv(longest, PAGE)),
-                    k_ptr, scores_ptr, level1_ptr, level2_ptr,
-                    stride_page, stride_scores, stride_level1, stride_level2,
-                    H, D, HEADS, ROWS, K_FP8, DOT, FP8_HARDWARE, UPCAST, LEVELS, STAGES,
+                    k_ptr, scores_ptr, stride_page, stride_scores,
+                    H, D, HEADS, ROWS, K_FP8, DOT, FP8_HARDWARE, UPCAST, STAGES,
                 )  # fmt: skip
     else:
         score_pages(
             q, weights, lengths, row, inside,
             table_ptr + request.to(tl.int64) * stride_table,
             page_begin, page_end,
-            k_ptr, scores_ptr, level1_ptr, level2_ptr,
-            stride_page, stride_scores, stride_level1, stride_level2,
-            H, D, HEADS, ROWS, K_FP8, DOT, FP8_HARDWARE, UPCAST, LEVELS, STAGES,
+            k_ptr, scores_ptr, stride_page, stride_scores,
+            H, D, HEADS, ROWS, K_FP8, DOT, FP8_HARDWARE, UPCAST, STAGES,
         )  # fmt: skip
 
 
@@ -217,8 +197,6 @@ def scores_kernel(
     requests_ptr,  # [T] int32, where RAGGED
     lengths_ptr,  # [T] int32: keys that the row sees, at most 64 * max_blocks
     scores_ptr,  # [T, 64 * max_blocks] fp32, written up to the end of each row's last page
-    level1_ptr,  # [T, 8 * max_blocks] int32, likewise, where LEVELS
-    level2_ptr,  # [T, max_blocks] int32, likewise, where LEVELS
     num_tiles,
     num_rows,
     rows_per_request,
@@ -229,8 +207,6 @@ def scores_kernel(
     stride_weights,
     stride_table,
     stride_scores,
-    stride_level1,
-    stride_level2,
     H: tl.constexpr,
     D: tl.constexpr,
     HEADS: tl.constexpr,
@@ -243,7 +219,6 @@ def scores_kernel(
     DOT: tl.constexpr,
     FP8_HARDWARE: tl.constexpr,
     UPCAST: tl.constexpr,
-    LEVELS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -272,11 +247,9 @@ def scores_kernel(
         stop = tl.minimum(end, tile_end)
         score_tile(
             tile, begin - tile_begin, stop - tile_begin,
-            q_ptr, k_ptr, weights_ptr, table_ptr, requests_ptr, lengths_ptr,
-            scores_ptr, level1_ptr, level2_ptr,
+            q_ptr, k_ptr, weights_ptr, table_ptr, requests_ptr, lengths_ptr, scores_ptr,
             num_rows, rows_per_request, max_len,
-            stride_q_row, stride_q_head, stride_page, stride_weights, stride_table,
-            stride_scores, stride_level1, stride_level2,
-            H, D, HEADS, ROWS, RAGGED, Q_FP8, K_FP8, DOT, FP8_HARDWARE, UPCAST, LEVELS, STAGES,
+            stride_q_row, stride_q_head, stride_page, stride_weights, stride_table, stride_scores,
+            H, D, HEADS, ROWS, RAGGED, Q_FP8, K_FP8, DOT, FP8_HARDWARE, UPCAST, STAGES,
         )  # fmt: skip
         begin = stop

@@ -36,30 +36,24 @@ class Scores(NamedTuple):
     k_fp8: bool = True
     split: bool = True
     ragged: bool = False
-    levels: bool = False
 
 
 SCORES = (
     Scores("decode"),
-    Scores("decode_topk", levels=True),
-    Scores("decode_mtp2", rows=2, levels=True),
+    Scores("decode_mtp2", rows=2),
     Scores("decode_mtp4", rows=4),
     Scores("decode_h32", heads=32),
     Scores("decode_h8", heads=8),
     Scores("decode_bf16_q", q_fp8=False),
     Scores("decode_bf16", q_fp8=False, k_fp8=False),
     Scores("decode_bf16_h20", heads=20, q_fp8=False, k_fp8=False),
-    Scores("decode_bf16_topk", q_fp8=False, k_fp8=False, levels=True),
-    Scores("decode_bf16_mtp2", rows=2, q_fp8=False, k_fp8=False, levels=True),
+    Scores("decode_bf16_mtp2", rows=2, q_fp8=False, k_fp8=False),
     Scores("decode_bf16_mtp4", rows=4, q_fp8=False, k_fp8=False),
     Scores("decode_bf16_k", k_fp8=False),
-    Scores("mixed", ragged=True, levels=True),
-    Scores("mixed_scores", ragged=True),
-    Scores("prefill", rows=4, ragged=True, split=False, levels=True),
-    Scores("prefill_scores", rows=4, ragged=True, split=False),
+    Scores("mixed", ragged=True),
+    Scores("prefill", rows=4, ragged=True, split=False),
     # Deterministic: more tiles than TILE_COUNTS has, of a row each.
-    Scores("prefill_alone", ragged=True, split=False, levels=True),
-    Scores("prefill_alone_scores", ragged=True, split=False),
+    Scores("prefill_alone", ragged=True, split=False),
     Scores("prefill_bf16", rows=4, ragged=True, split=False, q_fp8=False, k_fp8=False),
 )
 
@@ -89,23 +83,14 @@ def _scores(arch: Arch, call: Scores) -> KernelSpec:
         "lengths_ptr": "*i32",
         "scores_ptr": "*fp32",
     }
-    unused: dict[str, int | None] = {}
-    for name, used in (
-        ("requests_ptr", call.ragged),
-        ("level1_ptr", call.levels),
-        ("level2_ptr", call.levels),
-    ):
-        if used:
-            pointers[name] = "*i32"
-        else:
-            unused[name] = None
-    strides = ["stride_q_row", "stride_q_head", "stride_page", "stride_weights", "stride_scores"]
-    strides += ["stride_level1", "stride_level2"] if call.levels else []
-    unused |= {} if call.levels else {"stride_level1": 0, "stride_level2": 0}
+    strides = ("stride_q_row", "stride_q_head", "stride_page", "stride_weights", "stride_scores")
     scalars = ["num_tiles", "num_rows", "max_len", "stride_table", *strides]
+    unused: dict[str, int | None] = {}
     if call.ragged:
+        pointers["requests_ptr"] = "*i32"
         unused["rows_per_request"] = 1
     else:
+        unused["requests_ptr"] = None
         scalars.append("rows_per_request")
     return KernelSpec(
         name=f"indexer_scores/{call.name}",
@@ -121,14 +106,13 @@ def _scores(arch: Arch, call: Scores) -> KernelSpec:
                 ragged=call.ragged,
                 q_fp8=call.q_fp8,
                 k_fp8=call.k_fp8,
-                levels=call.levels,
                 fp8_hardware=arch.e4m3_convert,
             ),
         },
         aligned=(*pointers, "max_len", *(s for s in strides if s != "stride_weights")),
         options=tiles.options,
         tensor_core="any",
-        quick=call.name in ("decode_topk", "prefill"),
+        quick=call.name in ("decode", "prefill"),
     )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Order-preserving integer keys of fp32 scores, shared by the top-k and the indexer's kernels.
+"""Order-preserving integer keys of fp32 scores, shared by the kernels of the top-k.
 
 key(x) is uint32 with key(a) < key(b) exactly where a < b; -0 and 0 share a key. -inf and NaN get
 UNSELECTABLE, which is below every other key. In memory keys are int32 tensors of the same bits.

@@ -31,9 +31,8 @@ def exact_topk_triton(
     lengths: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
-    levels_ready: bool = False,
 ) -> torch.Tensor:
-    """See `exact_topk`. With `levels_ready` the workspace already holds the upper levels."""
+    """See `exact_topk`."""
     T, width = scores.shape
     if out is None:
         out = torch.empty((T, k), dtype=torch.int32, device=scores.device)
@@ -42,7 +41,7 @@ def exact_topk_triton(
     tiles = topk_tiles(width, k)
     arch = None if INTERPRET else device_arch(scores.device)
     pdl = arch is not None and arch.programmatic_launch
-    if not levels_ready and many_launcher.are_many(T, width, k, scores.device):
+    if many_launcher.are_many(T, width, k, scores.device):
         if workspace is None:
             workspace = exact_topk_workspace(T, width, scores.device)
         many_launcher.launch_many(scores, k, lengths, out, workspace, pdl=pdl)
@@ -56,8 +55,7 @@ def exact_topk_triton(
             spread_launcher.launch_spread(scores, k, lengths, out, workspace, chunk, pdl=pdl)
             return out
         level1, level2 = level_views(workspace, T, width)
-        if not levels_ready:
-            launch_group_max(scores, lengths, level1, level2, tiles, pdl=pdl)
+        launch_group_max(scores, lengths, level1, level2, tiles, pdl=pdl)
     launch(
         select_kernel,
         (T,),
